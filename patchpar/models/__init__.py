@@ -1,1 +1,1 @@
-"""What is known of models before and after they are loaded, as data."""
+"""Facts about models, before and after they are loaded, as data."""

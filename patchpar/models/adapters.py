@@ -1,6 +1,6 @@
-"""Adapters come as safetensors too: LoRA and textual inversions, out of a file, a folder or the hub.
+"""Adapters from safetensors only: LoRA and textual inversions, from a file, a folder or the hub.
 
-IP-Adapters bring an image encoder besides, see `ip_adapters`.
+IP-Adapters also have an image encoder, see `ip_adapters`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,22 +18,22 @@ READ_FILES = (
     "load_textual_inversion",
     "lora_state_dict",
 )
-"""Methods of pipelines and networks that read weights from where their first argument says."""
+"""Methods of pipelines and networks that read weights from the location in their first argument."""
 SOURCES = ("pretrained_model_name_or_path_or_dict", "pretrained_model_name_or_path")
 SUFFIX = ".safetensors"
 CONVERT = "which can run code: convert it to safetensors first"
 OF_TRANSFORMERS = "load_adapter"
-"""A method of transformers' networks, which reads PEFT's own files."""
+"""A method of transformers' networks, which reads PEFT files."""
 PEFT_WEIGHTS = "adapter_model.safetensors"
 OF_ONE_FILE = "from_single_file"
 SINGLE_FILES = (SUFFIX, ".gguf")
 
 
 def from_safetensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with which the method `name`, such as "unet.load_lora_adapter", reads safetensors only.
+    """Return the keyword arguments with which the method `name`, as "unet.load_lora_adapter", reads safetensors only.
 
-    Other methods, and weights that are in memory already, keep theirs. Raises PlanError for what is not there, and for
-    a pickle, before any rank reads anything.
+    They are unchanged for other methods and for weights in memory. Raises PlanError for missing files and for a pickle,
+    before any rank reads anything.
     """
     method = name.rpartition(".")[2]
     if method == OF_TRANSFORMERS:
@@ -50,29 +50,29 @@ def from_safetensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     folders, files = several(kwargs.get("subfolder")), several(kwargs.get("weight_name"))
     for number, location in enumerate(locations):
         check_source(name, location, entry(folders, number), entry(files, number))
-    for file in files:  # of one place, maybe several
+    for file in files:  # one location may have several files
         _check_name(name, file)
     return {**kwargs, "use_safetensors": True}
 
 
 def several(value: Any) -> list[Any]:
-    """A list of what may be given alone."""
+    """Return a list of an argument that may be a single item."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def entry(values: Sequence[Any], number: int) -> Any:
-    """The one of that number, or the first, which then is that of all."""
+    """Return the item of that number, or the first, which applies to all."""
     return values[number] if number < len(values) else values[0]
 
 
 def check_strength(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError where a method is told to read a pickle."""
+    """Raise PlanError if `use_safetensors` lets a method read a pickle."""
     if kwargs.get("use_safetensors", True) is not True:
         raise PlanError(f"use_safetensors={kwargs['use_safetensors']!r}: {name} reads no pickle, {CONVERT}")
 
 
 def check_source(name: str, location: Any, subfolder: Any, file: Any) -> None:
-    """Raise PlanError for a file, a folder or a name of the hub out of which `name` would read no safetensors."""
+    """Raise PlanError for a file, a folder or a hub name from which `name` would not read safetensors."""
     _check_name(name, file)
     path = Path(location).expanduser()
     if path.is_file():
@@ -84,9 +84,7 @@ def check_source(name: str, location: Any, subfolder: Any, file: Any) -> None:
         if file is None:
             _check_folder(name, folder)
     elif isinstance(location, PathLike) or not HUB_NAME.fullmatch(location):
-        raise PlanError(
-            f"{name}: {str(location)!r} is no file or folder that is here, and no hub name such as org/model"
-        )
+        raise PlanError(f"{name}: {str(location)!r} is no local file or folder, and no hub name such as org/model")
 
 
 def _check_name(name: str, file: Any) -> None:
@@ -107,7 +105,7 @@ def _check_folder(name: str, folder: Path) -> None:
 def _check_peft(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError unless an adapter of PEFT is in memory, or in a folder here as safetensors.
 
-    transformers looks for a pickle where it finds none, and on the hub nobody can look before it does.
+    transformers otherwise looks for a pickle, and files on the hub cannot be checked before it does.
     """
     location = args[0] if args else kwargs.get("peft_model_id", kwargs.get("pretrained_model_name_or_path"))
     if location is None:

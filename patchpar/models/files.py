@@ -1,6 +1,6 @@
-"""What a model folder holds, read without loading it: is it there, is it safetensors, is it whole, how large.
+"""Checks of a model folder without loading it: that it exists, has complete safetensors files, and its size.
 
-Nothing of torch or diffusers is imported, so that a bad path is refused before any worker is started.
+Neither torch nor diffusers is imported, so that a bad path is refused before any worker is started.
 """
 
 import math
@@ -18,7 +18,7 @@ from patchpar.plan.json_files import object_of, read_object
 
 EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
-"""What the hub takes for the name of a repository; `./folder` and `~/folder` are none."""
+"""A repository name of the hub; `./folder` and `~/folder` are none."""
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEADER = 100_000_000
 """Bytes: the longest header that the safetensors format allows."""
@@ -27,9 +27,9 @@ PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A checked model folder. `weight_bytes` is what its chosen safetensors files weigh, `num_weights` how many.
+    """A checked model folder, with the bytes and the number of weights in its chosen safetensors files.
 
-    `absent` are the components that its pipeline class knows and this pipeline does without.
+    `absent`: optional components that this pipeline does not have.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class ModelFolder:
 
 
 def embedded_model(name: str = "embedded") -> Path:
-    """The folder of a model that comes with the package: inside the wheel, or beside the package in a clone."""
+    """Return the folder of an embedded model: inside the wheel, or beside the package in a clone."""
     package = Path(__file__).parent.parent
     for folder in (package / "assets" / EMBEDDED[name], package.parent / "assets" / EMBEDDED[name]):
         if (folder / "model_index.json").is_file():
@@ -51,7 +51,7 @@ def embedded_model(name: str = "embedded") -> Path:
 
 
 def shipped_name(model: str | Path) -> str | None:
-    """The name of a model that comes with the package, out of its name or its folder; None for any other."""
+    """Return the name of an embedded model from its name or its folder; None for any other model."""
     if str(model) in EMBEDDED:
         return str(model)
     folder = Path(model).absolute()
@@ -61,12 +61,11 @@ def shipped_name(model: str | Path) -> str | None:
 def resolve_model(
     model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = ()
 ) -> tuple[str, dict[str, Any], ModelFolder | None]:
-    """(what to load, with which options, what is known of it). Hub names are left to the hub: nothing is known.
+    """Return (model to load, its options, its folder). The folder of a hub name is None.
 
-    Components that the folder's pipeline does without are passed as None, without which diffusers would not load it.
-    Folders are named from the root: a rank that is started later may be started somewhere else.
-    `besides`: parts that are not loaded as the folder's index says. Raises PlanError for a path that is no model
-    folder, has no safetensors, has a broken weight file, or would have code of its own run.
+    Absent components are passed as None, which diffusers requires. Folders are absolute paths: a rank that is started
+    later may have another working directory. `besides`: components that are not loaded from the folder. Raises
+    PlanError for a path that is no model folder, has no safetensors, has a broken weight file, or has code of its own.
     """
     options = dict(options)
     if str(model) in EMBEDDED:
@@ -92,13 +91,13 @@ def _whole(model: str | Path) -> Path:
     try:
         path = Path(model).expanduser().absolute()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long, or the home of an unknown user
         raise PlanError(f"{str(model)!r:.200} can be no path: {error}") from error
     return path
 
 
 def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
-    """Check a local model folder. Raises PlanError."""
+    """Return a local model folder after checking it. Raises PlanError."""
     index = ModelIndex.read(path)
     sizes = [_checked_sizes(file) for part in index.parts for file in _weights(path / part.name, variant)]
     return ModelFolder(
@@ -131,7 +130,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def refuse_other_weights(folder: Path) -> None:
-    """Raise PlanError where an index of safetensors, or a configuration, leads to files that are none or elsewhere."""
+    """Raise PlanError if an index or a configuration names weight files elsewhere or not in safetensors."""
     config = folder / "config.json"
     named = read_object(config).get("transformers_weights") if config.is_file() else None
     if named is not None and not re.fullmatch(r"[^/\\]+\.safetensors(\.index\.json)?", str(named)):
@@ -146,7 +145,7 @@ def refuse_other_weights(folder: Path) -> None:
 
 
 def _checked_sizes(file: Path) -> tuple[int, int]:
-    """(bytes, number of weights) of a safetensors file. Raises PlanError if it is not whole."""
+    """Return (bytes, number of weights) of a safetensors file. Raises PlanError if it is incomplete."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -167,7 +166,7 @@ def _checked_sizes(file: Path) -> tuple[int, int]:
 
 
 def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
-    """What the weights take when they are loaded with `options`; 0 where nothing is known of the model."""
+    """Return the bytes of the weights when loaded with `options`; 0 if the model is unknown."""
     if folder is None:
         return 0
     dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -175,7 +174,7 @@ def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
 
 
 def check_memory(model: str, need: int, devices: tuple[str, ...]) -> None:
-    """Raise PlanError when the weights of all CPU ranks, `need` bytes each, exceed the memory that is free."""
+    """Raise PlanError if the weights of all CPU ranks, `need` bytes each, exceed the free memory."""
     ranks = sum(device == "cpu" for device in devices)
     free = free_memory()
     if free is not None and need * ranks > free:
@@ -188,7 +187,7 @@ def check_memory(model: str, need: int, devices: tuple[str, ...]) -> None:
 
 
 def free_memory() -> int | None:
-    """Bytes that processes here may still take: what the system has, within what a container allows."""
+    """Return the free memory in bytes: that of the system, within the limit of a container."""
     limits = [_free_in_system(), _free_in_container()]
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""What the controlling process must know of a pipeline that lives in the workers: names and numbers, no weights."""
+"""A description of a pipeline for the controlling process: names and numbers, no weights."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ DENOISERS = (
     ("decoder", "super_res_first", "super_res_last"),
     ("prior",),
 )
-"""Names of components that steps call, the kinds that make the image first."""
+"""Names of components that are called in each step, by kind; those that generate the image come first."""
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
 NAMED_FOR_GUIDANCE = (
     "guidance_scale",
@@ -29,7 +29,7 @@ IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkInfo:
-    """A network of a pipeline: its class, and the names of its methods."""
+    """A network of a pipeline: its class and the names of its methods."""
 
     kind: str
     methods: frozenset[str]
@@ -37,14 +37,13 @@ class NetworkInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineInfo:
-    """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
+    """A pipeline in names and numbers. `parameters`: of its call, with defaults (None if there is none).
 
-    `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
-    it can be done shows in the first call, and `unsplit_reason` says why not. `native_only_reason`: why pictures beyond
-    the size it was trained for are drawn as any others; empty where structure guidance can, None where nobody has
-    looked. `one_batch_reason`: why prompts cannot be spread over ranks; empty where they can. `decoded_bytes`: what
-    decoding takes for each pixel, as far as that is known of its VAE. `guided_by_its_scale`: it says itself whether it
-    applies guidance, by its guidance scale, though it has a `true_cfg_scale` too.
+    `splits_into_tokens`: its denoisers consist of blocks and may be split by tokens; the first call shows whether they
+    can be, and `unsplit_reason` why not. `native_only_reason`: why images beyond the native size get plain generation;
+    empty if structure guidance supports them, None if that is unknown. `one_batch_reason`: why prompts cannot be split
+    over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown. `guided_by_its_scale`:
+    `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
     """
 
     pipeline: str
@@ -69,11 +68,11 @@ class PipelineInfo:
     guided_by_its_scale: bool = False
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with `kwargs` would use guidance of any kind, as far as its arguments tell."""
+        """Return whether a call with `kwargs` uses guidance of any kind, as far as its arguments show."""
         return self.branches(kwargs) > 1
 
     def branches(self, kwargs: Mapping[str, Any]) -> int:
-        """How many branches of guidance that would be, 1 without any.
+        """Return the number of guidance branches of a call with `kwargs`, 1 without guidance.
 
         Perturbed attention (arXiv:2403.17377) adds one, and so does a scale for the image (arXiv:2211.09800).
         """
@@ -84,7 +83,7 @@ class PipelineInfo:
         return 2 + perturbed + of_image
 
     def _classifier_free(self, kwargs: Mapping[str, Any]) -> bool:
-        """A distilled denoiser takes the scale as an input; only `true_cfg_scale` makes it run twice."""
+        """Return whether a call has two branches. A distilled denoiser has them with `true_cfg_scale` only."""
         if "true_cfg_scale" in self.parameters and not self.guided_by_its_scale:
             negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
@@ -93,7 +92,7 @@ class PipelineInfo:
         return any(_number(kwargs.get(name, self.parameters.get(name))) > 1 for name in NAMED_FOR_GUIDANCE)
 
     def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Height and width in pixels that a call with `kwargs` asks for, where its arguments tell."""
+        """Return height and width in pixels of a call with `kwargs`; None if they are unknown."""
         height, width = (kwargs.get(name) or self.parameters.get(name) for name in ("height", "width"))
         if isinstance(height, int) and isinstance(width, int):
             return height, width
@@ -105,7 +104,7 @@ class PipelineInfo:
 
 
 def describe(pipe: Any) -> PipelineInfo:
-    """Describe a loaded pipeline."""
+    """Return the description of a loaded pipeline."""
     from patchpar.shard.unet.discover import splits_into_bands
 
     denoisers = denoisers_of(pipe)
@@ -140,9 +139,9 @@ def describe(pipe: Any) -> PipelineInfo:
 
 
 def denoisers_of(pipe: Any) -> dict[str, Any]:
-    """The networks of a pipeline that its steps call, by name: those whose work ranks share.
+    """Return the networks that a pipeline calls in each step, by name: those that ranks split.
 
-    Of a pipeline with several kinds, as one with a decoder of what a prior says, those that make the image.
+    Of a pipeline with several kinds, such as a prior and a decoder, those that generate the image.
     """
     kinds = ({name: pipe.components.get(name) for name in names} for names in DENOISERS)
     found = ({name: each for name, each in kind.items() if each is not None} for kind in kinds)
@@ -150,12 +149,12 @@ def denoisers_of(pipe: Any) -> dict[str, Any]:
 
 
 def is_name_of_denoiser(name: str) -> bool:
-    """Whether a component of this name may be one of those that steps call."""
+    """Return whether a component of this name may be a denoiser."""
     return any(name in names for names in DENOISERS)
 
 
 def refuse_parallel(pipe: Any) -> None:
-    """Raise UnsupportedModel if diffusers itself has shared one of its networks between ranks."""
+    """Raise UnsupportedModel if diffusers itself has split one of its networks over ranks."""
     for name, module in pipe.components.items():
         if getattr(module, "_parallel_config", None) is not None:
             raise UnsupportedModel(
@@ -165,7 +164,7 @@ def refuse_parallel(pipe: Any) -> None:
 
 
 def refuse_compiled(network: Any) -> None:
-    """Raise UnsupportedModel if torch compiles a network from its very call on."""
+    """Raise UnsupportedModel if a network is compiled as a whole, including its call."""
     if is_wrapped(network) or is_compiled(network):
         kind, way = type(network).__name__, "do not compile it"
         if is_wrapped(network):
@@ -183,7 +182,7 @@ def refuse_compiled_denoisers(pipe: Any) -> None:
 
 
 def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel for a network, by its name, in which something is compiled: that does not travel."""
+    """Raise UnsupportedModel for a network with compiled parts, by its name: they cannot be sent to workers."""
     for name, network in components.items():
         if not hasattr(network, "named_modules"):
             continue
@@ -205,9 +204,9 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def parameters_of(kind: type) -> dict[str, Any]:
-    """Parameters of a pipeline's call with their defaults.
+    """Return the parameters of a pipeline's call with their defaults.
 
-    A class that takes `**kwargs` hands them on to the class that it is derived from, so that one's count as well.
+    A class that takes `**kwargs` passes them on to its base class, whose parameters are included.
     """
     found: dict[str, Any] = {}
     for each in kind.__mro__:
@@ -226,7 +225,7 @@ def _passes_on(kind: Any) -> bool:
 
 
 def _size_of_image(image: Any) -> tuple[int, int] | None:
-    """Height and width of a PIL picture."""
+    """Return height and width of a PIL image."""
     size = image.size
     return (size[1], size[0]) if isinstance(size, tuple) and len(size) == 2 else None
 
@@ -236,7 +235,7 @@ def _plain(default: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    """The largest of several, 0 for anything else."""
+    """Return a number, the largest of a list, or 0 for anything else."""
     if isinstance(value, (list, tuple)):
         return max(map(_number, value), default=0.0)
     number = plain(value)
@@ -254,7 +253,7 @@ def _is_method(pipe: Any, name: str) -> bool:
 
 
 def _vae_scale(pipe: Any) -> int:
-    """Pixels for each row of what is denoised; one where that is the picture itself (DeepFloyd IF, DDPM)."""
+    """Return the pixels per latent along a side; 1 for denoisers of pixels (DeepFloyd IF, DDPM)."""
     for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
         scale = getattr(pipe, name, None)
         if isinstance(scale, int):
@@ -263,21 +262,21 @@ def _vae_scale(pipe: Any) -> int:
 
 
 def _size_unit(pipe: Any, config: Mapping[str, Any], scale: int) -> int:
-    """What height and width must be multiples of: the VAE's factor times the patches of a transformer."""
+    """Return the unit of height and width in pixels: the VAE's factor times the patch size of a transformer."""
     patch = config.get("patch_size") or 1
     processor = getattr(getattr(pipe, "image_processor", None), "config", None) or {}
-    packed = processor.get("vae_scale_factor") or 1  # pipelines that pack 2 x 2 latents say so here
+    packed = processor.get("vae_scale_factor") or 1  # 16 of pipelines that pack 2 x 2 latents
     return max(8, scale * (patch if isinstance(patch, int) else patch[-1]), packed)
 
 
 def _of_vae(pipe: Any) -> Mapping[str, Any]:
-    """The configuration of its VAE."""
+    """Return the configuration of the pipeline's VAE."""
     found: Mapping[str, Any] = getattr(pipe.components.get("vae"), "config", None) or {}
     return found
 
 
 def _decoded_bytes(pipe: Any) -> int:
-    """Six maps of the decoder's last width at full size: what AutoencoderKL holds at most, twice in a decode."""
+    """Return the bytes per pixel of six full-size maps of the decoder's last width, AutoencoderKL's peak."""
     config = _of_vae(pipe)
     levels = config.get("block_out_channels")
     if not levels:
@@ -296,5 +295,5 @@ def _default_size(pipe: Any, config: Mapping[str, Any], scale: int) -> tuple[int
 
 
 def images_each(arguments: Mapping[str, Any]) -> int:
-    """How many results each prompt gives."""
+    """Return the number of results per prompt."""
     return next((arguments[name] for name in IMAGES_EACH if arguments.get(name)), 1)

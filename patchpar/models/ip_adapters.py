@@ -1,8 +1,8 @@
-"""IP-Adapters and the encoders of their images: read from safetensors, out of folders or the hub, looked at before.
+"""IP-Adapters and their image encoders: checked, and read from safetensors only, from folders or the hub.
 
-transformers reads an encoder as a pickle where it finds nothing else, and diffusers cannot tell it otherwise. So the
-encoder is found here as `load_ip_adapter` would find it, fetched without pickles if it is on the hub, looked at as a
-folder is, and handed on as that folder.
+transformers reads an encoder as a pickle if there is no other file, and diffusers has no option against it. So the
+encoder is located here as `load_ip_adapter` would locate it, downloaded without pickles if it is on the hub, checked
+as a folder is, and passed on as that folder.
 """
 
 import inspect
@@ -22,12 +22,12 @@ METHOD = "load_ip_adapter"
 SOURCE = "pretrained_model_name_or_path_or_dict"
 OWN_SOURCE = "image_encoder_pretrained_model_name_or_path"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""What transformers looks for before it looks for a pickle."""
+"""Files that transformers looks for before a pickle."""
 WITHOUT = "or give the pipeline an image encoder before"
 OF_SD3 = "SD3IPAdapterMixin"
-"""Its method takes the encoder from the folder or repository that `image_encoder_folder` names by itself."""
+"""Mixin whose method takes `image_encoder_folder` as a folder or repository of its own."""
 FOR_ENCODERS = ("cache_dir", "local_files_only")
-"""Options of the method that diffusers passes on when it loads an encoder."""
+"""Options that diffusers passes on when it loads an encoder."""
 FOR_ADAPTERS = (*FOR_ENCODERS, "revision", "token", "force_download")
 
 Given = dict[str, Any]
@@ -35,7 +35,7 @@ Given = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IPAdapter:
-    """One that a call names. `source`: weights in memory, or where the `file` is, in its folder `subfolder`."""
+    """An adapter that a call names. `source`: weights in memory, or the location of `subfolder`/`file`."""
 
     source: Any
     subfolder: Any
@@ -44,9 +44,9 @@ class IPAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEncoderSource:
-    """Where an image encoder is looked for: a folder here or a repository of the hub, and the folder in it.
+    """Where an image encoder is: a local folder or a repository of the hub, and the folder in it.
 
-    `is_beside`: the method joins this folder to where the adapter comes from.
+    `is_beside`: the method joins this folder to the adapter's location.
     """
 
     source: str
@@ -60,9 +60,9 @@ class ImageEncoderSource:
 def looked_at(
     method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with which a method of a pipeline reads safetensors only; those of others than METHOD as they are.
+    """Return the arguments with which METHOD of a pipeline reads safetensors only; unchanged for other methods.
 
-    Raises PlanError, before anything is read, for a pickle and for an encoder that would have code of its own run.
+    Raises PlanError, before anything is read, for a pickle and for an encoder with code of its own.
     """
     owner: Any = getattr(method, "__self__", None)
     if owner is None or getattr(method, "__name__", "") != METHOD:
@@ -83,7 +83,7 @@ def looked_at(
 
 
 def _adapters(given: Given) -> list[IPAdapter]:
-    """As diffusers puts them together: what is named once is that of all."""
+    """Return the adapters as diffusers pairs the arguments: a single value applies to all."""
     sources, folders, files = (several(given[name]) for name in (SOURCE, "subfolder", "weight_name"))
     return [
         IPAdapter(source=entry(sources, number), subfolder=entry(folders, number), file=entry(files, number))
@@ -92,10 +92,10 @@ def _adapters(given: Given) -> list[IPAdapter]:
 
 
 def _encoder(owner: Any, given: Given, first: IPAdapter) -> ImageEncoderSource | None:
-    """The encoder that the method would load; None where the pipeline has one, takes none, or is told to take none."""
+    """Return the encoder that the method would load; None if the pipeline has one or the call needs none."""
     if getattr(owner, "image_encoder", owner) is not None:
         return None
-    if OWN_SOURCE in given:  # as FLUX has it
+    if OWN_SOURCE in given:  # FLUX
         source = given[OWN_SOURCE]
         return (
             None
@@ -112,7 +112,7 @@ def _encoder(owner: Any, given: Given, first: IPAdapter) -> ImageEncoderSource |
 
 
 def _folder_of(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> Path:
-    """A folder here with the encoder, which may be loaded."""
+    """Return a local folder with the encoder, checked."""
     here = Path(encoder.source).expanduser().absolute()
     if not here.is_dir() and (here.exists() or not HUB_NAME.fullmatch(encoder.source)):
         raise PlanError(f"{METHOD}: {encoder} is no folder here and no hub name, so no image encoder, {WITHOUT}")
@@ -135,12 +135,12 @@ def _refuse(encoder: ImageEncoderSource, pickles: Sequence[str]) -> None:
 
 
 def _listed(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> list[str]:
-    """Pickles that a repository has where the encoder should be, to name them; none where the hub cannot be asked."""
+    """Return the pickles in the encoder's folder of a repository, for the message; none if the hub is unreachable."""
     if options.get("local_files_only") or Path(encoder.source).expanduser().is_dir():
         return []
     try:
         names: Iterable[Path] = map(Path, HfApi().list_repo_files(encoder.source))
-    except Exception:  # noqa: BLE001  whatever a library of the hub's and its connections raise: only words depend on it
+    except Exception:  # noqa: BLE001  any error of the hub's library: only the message depends on it
         return []
     return sorted(
         name.name
@@ -150,17 +150,17 @@ def _listed(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> list[str
 
 
 def _hand_over(given: Given, encoder: ImageEncoderSource, folder: Path, adapters: Sequence[IPAdapter]) -> None:
-    """Have the method take the encoder from this folder, whatever the hub has by then."""
+    """Make the method take the encoder from this folder, even if the hub has changed by then."""
     if OWN_SOURCE in given:
         given.update({OWN_SOURCE: str(folder), "image_encoder_subfolder": ""})
         return
     given["image_encoder_folder"] = str(folder)
-    if encoder.is_beside:  # a folder named from the root stays what it is, if it is joined to a folder
+    if encoder.is_beside:  # joined to a folder, an absolute path stays as it is
         given[SOURCE] = [_here(adapter, given["kwargs"]) for adapter in adapters]
 
 
 def _here(adapter: IPAdapter, options: Mapping[str, Any]) -> Any:
-    """An adapter's source as a folder here that has its file."""
+    """Return an adapter's source as a local folder that has its file."""
     if isinstance(adapter.source, Mapping) or Path(adapter.source).is_dir():
         return adapter.source
     file = Path(adapter.subfolder or "", adapter.file).as_posix()
@@ -168,9 +168,9 @@ def _here(adapter: IPAdapter, options: Mapping[str, Any]) -> Any:
 
 
 def _fetched(name: str, wanted: list[str], options: Mapping[str, Any], passed_on: Iterable[str]) -> Path:
-    """A folder here with the files of a repository of the hub that are wanted."""
+    """Return a local folder with the wanted files of a repository of the hub."""
     passed = {option: options[option] for option in passed_on if options.get(option) is not None}
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, **passed))
     except (OSError, ValueError) as error:
-        raise PlanError(f"{METHOD}: {name!r} could not be had from the hub: {error}") from error
+        raise PlanError(f"{METHOD}: {name!r} could not be downloaded from the hub: {error}") from error

@@ -1,4 +1,4 @@
-"""The one door through which pipelines are loaded: from safetensors, without code of their own, errors in words."""
+"""Loading of all pipelines: from safetensors only, without code of their own, with clear errors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +13,14 @@ from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 
 MALFORMED = (AttributeError, ImportError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
-"""What diffusers and transformers raise of a folder whose files are not what they should be."""
+"""Exceptions of diffusers and transformers for a folder with invalid files."""
 
 
 def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = DiffusionPipeline) -> Any:
-    """The pipeline of a folder or a hub name, of the class `kind` or the one its index names.
+    """Return the pipeline of a folder or a hub name, of the class `kind` or the one its index names.
 
-    `options` go to diffusers' from_pretrained. A repository of the hub is fetched first and then looked at as a folder
-    is, so that what was looked at is what is loaded. Raises PlanError.
+    `options`: of diffusers' from_pretrained. A repository of the hub is downloaded first and then checked as a folder,
+    so that the checked files are those that are loaded. Raises PlanError.
     """
     folder = Path(model) if Path(model).is_dir() else _fetched(model, options, kind)
     refuse_code(folder, options)
@@ -39,5 +39,5 @@ def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
         return Path(kind.download(name, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"{name!r} is no folder here, and as a name it could not be had from the hub: {error}"
+            f"{name!r} is no folder here, and as a name it could not be downloaded from the hub: {error}"
         ) from error

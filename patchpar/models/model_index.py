@@ -1,4 +1,4 @@
-"""A model_index.json: which parts a pipeline of diffusers has, and which class of which library each of them is."""
+"""The model_index.json of a diffusers pipeline: its components with their libraries and classes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,9 @@ class ComponentEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIndex:
-    """What an index says. `pipeline`: a class of diffusers, or [module, class] where code comes with the model.
+    """The content of an index. `pipeline`: a class of diffusers, or (module, class) if code comes with the model.
 
-    `absent` are the components that the pipeline class knows and this pipeline does without.
+    `absent`: optional components that this pipeline does not have.
     """
 
     file: Path
@@ -33,7 +33,7 @@ class ModelIndex:
 
     @classmethod
     def read(cls, folder: Path) -> "ModelIndex":
-        """That of a model folder. Raises PlanError where it is none, or where an entry cannot be understood."""
+        """Return the index of a model folder. Raises PlanError if there is none, or if an entry is invalid."""
         file = folder / INDEX
         if not file.is_file():
             raise PlanError(f"{folder} has no {INDEX}, so it is no diffusers model folder")
@@ -57,16 +57,16 @@ def _pipeline(file: Path, name: Any) -> str | tuple[str, ...]:
 
 
 def _is_number_list(entry: list[Any]) -> bool:
-    """Whether this is an option of the pipeline, such as the layers that a text encoder is read at."""
+    """Return whether this is an option of the pipeline, such as the output layers of a text encoder."""
     return bool(entry) and all(isinstance(each, (int, float)) for each in entry)
 
 
 def _part(file: Path, name: str, entry: list[Any]) -> ComponentEntry | None:
-    """None for a part that is left out. A name is that of an attribute, and of a folder inside the model's."""
+    """Return a component, None for an absent one. Its name is that of an attribute and of a folder in the model."""
     if not name.isidentifier():
         raise PlanError(f"{file}: {name!r:.80} can be no part of a pipeline: parts are named as attributes are")
     if len(entry) == 2 and entry[0] is None:
         return None
     if len(entry) != 2 or not all(isinstance(each, str) for each in entry):
-        raise PlanError(f"{file}: {name} is {entry!r:.80}, but of a part the index says [library, class]")
+        raise PlanError(f"{file}: {name} is {entry!r:.80}, but a component is [library, class]")
     return ComponentEntry(name=name, library=entry[0], kind=entry[1])

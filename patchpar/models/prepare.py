@@ -1,4 +1,4 @@
-"""What becomes of a pipeline when it arrives in a rank: made for another task, or come from another process."""
+"""Preparation of a pipeline in a rank: for another task, or after it was sent from another process."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from patchpar.errors import UnsupportedModel
 
 
 def for_task(pipe: Any, task: str | None) -> Any:
-    """The pipeline of a model for "image-to-image", with the same networks; as it is without a task.
+    """Return the pipeline for "image-to-image" with the same networks; unchanged without a task.
 
-    Raises UnsupportedModel where diffusers has none for such a model.
+    Raises UnsupportedModel if diffusers has none for the model.
     """
     if task is None:
         return pipe
-    from diffusers import AutoPipelineForImage2Image  # imports every such pipeline, which takes long
+    from diffusers import AutoPipelineForImage2Image  # slow: imports every such pipeline
 
     try:
         return AutoPipelineForImage2Image.from_pipe(pipe)
@@ -24,9 +24,9 @@ def for_task(pipe: Any, task: str | None) -> Any:
 
 
 def prepare_pipeline(pipe: Any) -> None:
-    """Tell transformers again what its models can record (hidden states): their constructors do so, once per process.
+    """Register what transformers models can record (hidden states), as their constructors do once per process.
 
-    Without it a text encoder that was unpickled returns no hidden states. Only transformers 5 and later keep this so.
+    Without it an unpickled text encoder returns no hidden states. Needed for transformers 5 and later.
     """
     registry = getattr(getattr(transformers.utils, "output_capturing", None), "_CAN_RECORD_REGISTRY", None)
     if registry is None:

@@ -1,4 +1,4 @@
-"""What libraries would say in every rank, each time, though it is no news to anybody."""
+"""Suppression of repeated messages of libraries, which every rank would print."""
 
 import logging
 
@@ -6,19 +6,19 @@ import diffusers
 import transformers
 
 EMPTY_LIST = "should be kept in float32: []"
-"""The end of a warning of diffusers whose list of modules is empty, with every picture that is encoded."""
+"""End of a diffusers warning with an empty list of modules, printed with every encoded image."""
 
 
 def silence_libraries() -> None:
-    """For this process: no bars for each component, no word of image processors without torchvision. Idempotent.
+    """Turn off progress bars of components and warnings of image processors without torchvision. Idempotent.
 
-    For workers and commands. In a program of the user's it is the user who decides what libraries say.
+    For workers and commands: in the user's own process the user decides what libraries print.
     """
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
-    logging.getLogger("diffusers.models.modeling_utils").addFilter(_is_news)
+    logging.getLogger("diffusers.models.modeling_utils").addFilter(_is_informative)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_informative(record: logging.LogRecord) -> bool:
     return EMPTY_LIST not in record.getMessage()

@@ -1,8 +1,8 @@
-"""Code that comes with a model is not run: what would have it run is refused before anything is loaded.
+"""Code that comes with a model is never run: a model that needs it is refused before anything is loaded.
 
-Versions of diffusers differ in what they ask before they import a module out of a model's folder, and any name of a
-library in an index is imported as it is. So this is looked at here, whatever version is installed: every class has to
-be one of diffusers or transformers, and no file may stand where code of a model would be looked for.
+Versions of diffusers differ in their checks before they import a module from a model's folder, and any library named in
+an index is imported. So this is checked here for every version: every class must be one of diffusers or transformers,
+and no file may be where code of a model would be looked up.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,10 +27,10 @@ TRUST = "code that comes with a model is not run, unless from_pretrained is told
 
 
 def refuse_code(folder: Path, options: Mapping[str, Any], *, besides: Collection[str] = ()) -> None:
-    """Raise PlanError for a model folder that would have code run which is not of diffusers or transformers.
+    """Raise PlanError for a model folder that would run code other than that of diffusers and transformers.
 
-    `options`: what the caller gives to from_pretrained; parts that it names are not loaded from the folder, nor are
-    `besides`. With trust_remote_code=True among them everything is as diffusers does it.
+    `options`: of from_pretrained; components that they name are not loaded from the folder, nor are `besides`. With
+    trust_remote_code=True nothing is refused.
     """
     if options.get("trust_remote_code"):
         return
@@ -39,12 +39,12 @@ def refuse_code(folder: Path, options: Mapping[str, Any], *, besides: Collection
 
 
 def _refuse_connected(folder: Path, *, is_asked_for: bool) -> None:
-    """Raise PlanError where diffusers would load other models too: those that the README.md of a pipeline names."""
+    """Raise PlanError if diffusers would also load the models that the README.md of a pipeline names."""
     pipeline, card = ModelIndex.read(folder).pipeline, folder / "README.md"
     if card.exists() and (is_asked_for or "Combined" in pipeline):
         raise PlanError(
             f"{folder} is a {pipeline}, which also loads what {card} names, from elsewhere: remove that file if all "
-            "parts are here, or load it with diffusers and hand it to ParallelPipeline(pipe)"
+            "components are here, or load it with diffusers and pass it to ParallelPipeline(pipe)"
         )
 
 
@@ -60,7 +60,7 @@ def _refuse(folder: Path, given: Collection[str], *, has_own_class: bool) -> Non
 
 
 def refuse_code_of_network(folder: Path) -> None:
-    """Raise PlanError for the folder of a network of transformers, loaded as a class that it has no say in."""
+    """Raise PlanError for code in the folder of a transformers network that is loaded as a fixed class."""
     _refuse_what_is_in(folder, "", is_looked_up=False)
 
 
@@ -72,7 +72,7 @@ def _refuse_part(file: Path, folder: Path, part: ComponentEntry) -> None:
         raise PlanError(f"{named}, which is neither of diffusers nor of transformers: {TRUST}")
     if (folder / INDEX).exists():  # a pipeline within the pipeline
         _refuse(folder, (), has_own_class=False)
-    looked_up = part.kind.startswith("Auto") or part.kind.endswith("Processor")  # other classes are what they are
+    looked_up = part.kind.startswith("Auto") or part.kind.endswith("Processor")  # other classes are fixed
     _refuse_what_is_in(folder, part.kind, is_looked_up=looked_up)
 
 
@@ -93,7 +93,7 @@ def _refuse_config(file: Path, facts: Mapping[str, Any], kind: str, *, is_looked
 
 
 def _values(facts: Any, names: Collection[str]) -> Iterator[Any]:
-    """What a configuration, or one within it, says under these names."""
+    """Yield the values of these names in a configuration and in those nested in it."""
     if isinstance(facts, Mapping):
         for name, value in facts.items():
             if name in names:
@@ -102,7 +102,7 @@ def _values(facts: Any, names: Collection[str]) -> Iterator[Any]:
 
 
 def _pipeline_modules() -> frozenset[str]:
-    """Modules of diffusers' pipelines: an index names such a one for a class that only one pipeline has."""
+    """Return the modules of diffusers' pipelines: an index names one for a class that only one pipeline has."""
     spec = find_spec("diffusers")
     roots = [Path(root) / "pipelines" for root in (spec and spec.submodule_search_locations) or ()]
     folders = [folder for root in roots for folder in (root, root / "deprecated")]

@@ -1,7 +1,7 @@
-"""What a pipeline is for, told from its class before it is loaded: what it makes, what it begins with, its defaults.
+"""The task of a pipeline, read from its class before it is loaded: its output, its required input, its defaults.
 
-There is no list of models: a call declares what it takes, and its module the output class, whose fields say what it
-makes. Both are read as text, since importing a pipeline of diffusers takes as long as starting workers.
+There is no list of models: the signature of its call gives the inputs, and the fields of its output class give the kind
+of output. Both are parsed as text, since importing a pipeline of diffusers takes as long as starting workers.
 """
 
 import ast
@@ -14,22 +14,22 @@ from typing import Any, Literal
 
 from patchpar.models.files import resolve_model
 
-Product = Literal["pictures", "video", "sound", ""]
-PRODUCTS: Mapping[str, Product] = {"frames": "video", "images": "pictures", "image": "pictures", "audios": "sound"}
+Product = Literal["images", "video", "audio", ""]
+PRODUCTS: Mapping[str, Product] = {"frames": "video", "images": "images", "image": "images", "audios": "audio"}
 BEGINS_WITH = ("image", "video")
 NEEDS_ONE = re.compile(
     "Img2Img|ImageToImage|I2I|ImageToVideo|Image2Video|I2V|Inpaint|VideoToVideo|ControlNet|Adapter|Pix2Pix|Upscale"
     "|SuperResolution|Depth2Img|Edit|ImageVariation|Fill|Refiner"
 )
-"""Classes whose call has a default of None for the picture without which it fails."""
+"""Classes whose call has a default of None for an image that it requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTask:
-    """A pipeline's class, as its call is declared. `product`: "" where nothing tells.
+    """A pipeline's class and the signature of its call. `product`: its kind of output, "" if unknown.
 
-    `parameters`: names of its call's arguments, with their defaults (None where there is none). `begins_with`: the
-    argument, "image" or "video", that it cannot do without; "" where it needs none.
+    `parameters`: the arguments of its call with their defaults (None if there is none). `begins_with`: the required
+    input, "image" or "video"; "" if it needs none.
     """
 
     pipeline: str
@@ -39,16 +39,16 @@ class PipelineTask:
 
 
 def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> PipelineTask | None:
-    """Of a model in a folder or in the package, to be loaded with `options`; None where nothing tells before loading.
+    """Return the task of a model in a folder or in the package; None if it is unknown before loading.
 
-    Raises PlanError for what is no model.
+    `options`: of from_pretrained. Raises PlanError if `model` is no model.
     """
     folder = resolve_model(model, options)[2]
     return None if folder is None else purpose_of(folder.pipeline)
 
 
 def purpose_of(pipeline: str) -> PipelineTask | None:
-    """Of a pipeline class of diffusers, by its name; None where diffusers has none of this name."""
+    """Return the task of a diffusers pipeline class, by its name; None if diffusers has no such class."""
     found = _declared(pipeline)
     if found is None:
         return None
@@ -69,7 +69,7 @@ def purpose_of(pipeline: str) -> PipelineTask | None:
 
 
 def _declared(pipeline: str) -> tuple[Path, ast.Module, ast.ClassDef] | None:
-    """The file of a class, its content, and the class in it."""
+    """Return the file of a class, its syntax tree, and the class in it."""
     folders = [file.parent for file in _pipelines().rglob("*/__init__.py") if f'"{pipeline}"' in _text_of(file)]
     for file in (file for folder in folders for file in sorted(folder.glob("*.py"))):
         kind = _class_in(file, pipeline)
@@ -96,7 +96,7 @@ def _class_in(file: Path, name: str) -> ast.ClassDef | None:
 
 
 def _parameters_of(call: ast.FunctionDef) -> tuple[dict[str, Any], list[str]]:
-    """(all arguments with their defaults, those that have none)."""
+    """Return (all arguments with their defaults, those without a default)."""
     named = [each.arg for each in (*call.args.posonlyargs, *call.args.args)][1:]
     defaults: list[ast.expr | None] = [*call.args.defaults]
     given = dict(zip(named, [*[None] * (len(named) - len(defaults)), *defaults], strict=False))
@@ -105,7 +105,7 @@ def _parameters_of(call: ast.FunctionDef) -> tuple[dict[str, Any], list[str]]:
 
 
 def _plain(default: ast.expr | None) -> Any:
-    """A default that is written out as a number, a text or a truth value; else None."""
+    """Return a default that is a literal number, string or bool; else None."""
     try:
         value = None if default is None else ast.literal_eval(default)
     except ValueError:
@@ -114,7 +114,7 @@ def _plain(default: ast.expr | None) -> Any:
 
 
 def _product_of(module: ast.Module, file: Path) -> Product:
-    """By the fields of the output class that the module of a pipeline defines or imports."""
+    """Return the kind of output by the fields of the output class that a pipeline's module defines or imports."""
     for node in module.body:
         if isinstance(node, ast.ClassDef) and _is_output(node.name):
             return _made(node)
@@ -130,7 +130,7 @@ def _is_output(name: str) -> bool:
 
 
 def _output_modules(file: Path) -> list[Path]:
-    """Files that may define the output class of a pipeline in `file`: those beside it, and those that others share."""
+    """Return files that may define the output class of a pipeline in `file`: those beside it, and shared ones."""
     shared = sorted(_pipelines().rglob("pipeline_*output.py"))
     return [*sorted(file.parent.glob("*.py")), *shared, _pipelines() / "pipeline_utils.py"]
 

@@ -34,21 +34,21 @@ def folder_of(pipeline: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "pipeline", "said"),
     [
-        (("video", "a fox", "-o", "x.mp4"), "FluxPipeline", ["FluxPipeline, which makes pictures", PICTURES]),
+        (("video", "a fox", "-o", "x.mp4"), "FluxPipeline", ["FluxPipeline, which makes images", PICTURES]),
         (("generate", "a fox"), "WanPipeline", ["WanPipeline, which makes video", VIDEO]),
         (("compare", "a fox"), "LTXPipeline", ["which makes video", VIDEO]),
         (("upscale", "small.png"), "WanPipeline", ["which makes video", VIDEO]),
         (("app", "--port", "0"), "WanPipeline", ["which makes video", VIDEO]),
         (("doctor",), "WanPipeline", ["which makes video", VIDEO]),
         (("stream", "--input", "frames", "-o", "x.mp4"), "WanPipeline", ["which makes video", VIDEO]),
-        (("generate", "a song"), "StableAudioPipeline", ["which makes sound", "call it in Python"]),
-        (("video", "a fox", "-o", "x.mp4"), "WanImageToVideoPipeline", ["begins with a picture: add --image FILE"]),
-        (("video", "a fox", "-o", "x.mp4"), "LTXImageToVideoPipeline", ["begins with a picture: add --image FILE"]),
+        (("generate", "a song"), "StableAudioPipeline", ["which makes audio", "call it in Python"]),
+        (("video", "a fox", "-o", "x.mp4"), "WanImageToVideoPipeline", ["begins with an image: add --image FILE"]),
+        (("video", "a fox", "-o", "x.mp4"), "LTXImageToVideoPipeline", ["begins with an image: add --image FILE"]),
         (("video", "a fox", "-o", "x.mp4"), "WanVideoToVideoPipeline", ["begins with a video", "video=frames"]),
-        (("video", "a", "--image", "small.png", "-o", "x.mp4"), "WanPipeline", ["takes no picture: leave out --image"]),
-        (("generate", "a fox"), "StableDiffusionXLImg2ImgPipeline", ["begins with a picture", "upscale PICTURE"]),
-        (("compare", "a fox"), "FluxInpaintPipeline", ["begins with a picture", "`patchpar compare` has none"]),
-        (("app", "--port", "0"), "FluxImg2ImgPipeline", ["begins with a picture"]),
+        (("video", "a", "--image", "small.png", "-o", "x.mp4"), "WanPipeline", ["takes no image: leave out --image"]),
+        (("generate", "a fox"), "StableDiffusionXLImg2ImgPipeline", ["begins with an image", "upscale IMAGE"]),
+        (("compare", "a fox"), "FluxInpaintPipeline", ["begins with an image", "`patchpar compare` does not take"]),
+        (("app", "--port", "0"), "FluxImg2ImgPipeline", ["begins with an image"]),
         (("generate", "a", "--num-images", "2"), "LattePipeline", ["makes video"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
@@ -96,7 +96,7 @@ def test_what_suits_is_not_refused() -> None:
     RequestedTask(verb="upscale", has_image=None).check(purpose_of("StableDiffusionXLImg2ImgPipeline"))
     for nothing_known in (None, PipelineTask(pipeline="Mine"), purpose_of("Mine"), purpose_of("Wan.Pipeline")):
         RequestedTask(verb="generate", per_prompt=2).check(nothing_known)
-    with pytest.raises(PlanError, match="--num-images 2: this model is a DiTPipeline, which draws one picture"):
+    with pytest.raises(PlanError, match="--num-images 2: this model is a DiTPipeline, which generates one image"):
         RequestedTask(verb="generate", per_prompt=2).check(purpose_of("DiTPipeline"))
 
 

@@ -221,7 +221,7 @@ def test_sound_and_face_are_looked_at_before_anything_is_started(folder: Path, t
     common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99")  # too many: it would be said if it came so far
     for words, said in (
         (("--model", folder, "--audio", tmp_path / "a.wav"), "cannot be read as audio"),
-        (("--model", folder, "--reference", tmp_path / "a.wav"), "cannot be read as a picture"),
+        (("--model", folder, "--reference", tmp_path / "a.wav"), "cannot be read as an image"),
         (("--model", mute, "--audio", tmp_path / "a.wav"), "takes no audio"),
     ):
         result = run(*words, *common)

@@ -98,7 +98,7 @@ def test_a_picture_that_is_none(tmp_path: Path) -> None:
         app, ["video", "--model", "m", "--image", str(tmp_path / "first.png"), "-o", str(tmp_path / "a.mp4")]
     )
     assert result.exit_code == 2
-    assert "cannot be read as a picture" in result.stderr
+    assert "cannot be read as an image" in result.stderr
 
 
 def test_a_model_that_draws_pictures() -> None:

@@ -74,7 +74,7 @@ def test_on_the_command_line(folder: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["none.png"], "there is no such file"),
-        (["text.png"], "cannot be read as a picture"),
+        (["text.png"], "cannot be read as an image"),
         (["small.png", "--output", "large.mp3"], "names no image format"),
         (["small.png", "--steps", 0], "--steps 0: it must be at least 1"),
         (["small.png", "--plan", "rows=2"], "unknown axis 'rows'"),

@@ -84,7 +84,7 @@ def test_of_a_repository_of_the_hub_neither(method: str) -> None:
 
 @pytest.mark.parametrize("place", ["./nowhere", "/no/where.safetensors", "~/x.safetensors", Path("nowhere"), "nowhere"])
 def test_a_path_that_leads_nowhere_is_a_sentence(pipe: ParallelPipeline, place: Any) -> None:
-    with pytest.raises(PlanError, match="is no file or folder that is here"):
+    with pytest.raises(PlanError, match="is no local file or folder"):
         pipe.load_lora_weights(place)
 
 

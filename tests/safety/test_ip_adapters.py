@@ -119,7 +119,7 @@ def test_of_the_hub_s_cache_neither(pickled: Path, tmp_path: Path) -> None:
     options = cached(pickled, tmp_path / "cache")
     with pytest.raises(PlanError, match=PICKLE):
         looked_at(Pipe().load_ip_adapter, ["org/adapters"], {**ADAPTER, **options})
-    with pytest.raises(PlanError, match=r"'org/nothing' could not be had from the hub"):
+    with pytest.raises(PlanError, match=r"'org/nothing' could not be downloaded from the hub"):
         looked_at(Pipe().load_ip_adapter, ["org/nothing"], {**ADAPTER, **options})
 
 

@@ -193,7 +193,7 @@ def test_a_repository_without_code_is_loaded(model: Path, tmp_path: Path) -> Non
     cached(model, tmp_path)
     options = {"variant": "fp16", "cache_dir": str(tmp_path), "local_files_only": True}
     assert isinstance(load_pipeline("somebody/model", options), diffusers.StableDiffusionXLPipeline)
-    with pytest.raises(PlanError, match=r"'somebody/other' is no folder here, and as a name it could not be had"):
+    with pytest.raises(PlanError, match=r"'somebody/other' is no folder here, and as a name it could not be"):
         load_pipeline("somebody/other", options)
 
 

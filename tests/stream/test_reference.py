@@ -54,8 +54,8 @@ def test_a_picture_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("none.png", "none.png cannot be read as a picture"),
-        (__file__, "test_reference.py cannot be read as a picture"),
+        ("none.png", "none.png cannot be read as an image"),
+        (__file__, "test_reference.py cannot be read as an image"),
         (object(), "a reference of object is no image: give a file"),
         (np.array(["a"]), "a reference of ndarray is no image"),
         (np.zeros((8, 12, 3)), r"shape \(8, 12, 3\) in torch.float64"),

@@ -157,7 +157,7 @@ def test_a_rate_that_a_model_was_not_made_for_is_said(tmp_path: Path) -> None:
         ({"audio": "speech.wav"}, "there is no such audio file"),
         ({"delivery": StreamDelivery(fps=12)}, "fps=12, but this model takes audio for 20 frames a second"),
         ({"delivery": StreamDelivery(record="no/such/folder/a.jsonl")}, "cannot be written"),
-        ({"reference": "face.png"}, "face.png cannot be read as a picture"),
+        ({"reference": "face.png"}, "face.png cannot be read as an image"),
         ({"reference": torch.zeros(5, 5, 3)}, "in torch.float32"),
         ({"audio": (torch.zeros(5, dtype=torch.int16), 2000)}, "int16"),
     ],

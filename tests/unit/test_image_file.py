@@ -95,7 +95,7 @@ def test_a_broken_picture_is_a_sentence(tmp_path: Path, keep: int) -> None:
     whole = tmp_path / "whole.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(whole)
     (tmp_path / "a.png").write_bytes(whole.read_bytes()[:keep])
-    with pytest.raises(PlanError, match="it cannot be read as a picture"):
+    with pytest.raises(PlanError, match="it cannot be read as an image"):
         read_image_file(tmp_path / "a.png", "it")
     assert read_image_file(whole, "it").size == (64, 64)
 
