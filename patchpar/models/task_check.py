@@ -39,7 +39,7 @@ class RequestedTask:
             raise PlanError(f"this model is a {purpose.pipeline}, which takes no image: leave out --image")
         if self.per_prompt > 1 and purpose.parameters and "num_images_per_prompt" not in purpose.parameters:
             raise PlanError(
-                f"--num-images {self.per_prompt}: this model is a {purpose.pipeline}, which generates one image for each "
+                f"--num-images {self.per_prompt}: this model is a {purpose.pipeline}, which generates one image per "
                 "prompt: give the prompt several times"
             )
 
