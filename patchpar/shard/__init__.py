@@ -1,1 +1,1 @@
-"""One network on several ranks."""
+"""One network split over several ranks."""

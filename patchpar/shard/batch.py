@@ -1,17 +1,17 @@
-"""The batch of a denoiser call: which of its arguments carry it, and how to take a share of them and join results.
+"""The batch of a denoiser call: which arguments carry it, how to cut them into parts, and how to join the results.
 
     guidance in one call, 2 prompts     sample [n1 n2 | n1 n2]   text [u1 u2 | c1 c2]   timestep t   rotary (L, D)
-    share 0 of 2                        sample [n1 n2]           text [u1 u2]           timestep t   rotary (L, D)
+    part 0 of 2                         sample [n1 n2]           text [u1 u2]           timestep t   rotary (L, D)
 
 A tensor carries the batch if its first dim is the batch size, or, for a sample with frames and a tensor of three dims
 or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet), or if the second of four is
-(the text of HiDream, one for each layer). All else is shared. Where that is wrong `carriers` finds out.
+(the text of HiDream, one for each layer). All parts get any other argument whole. `batch_arguments` finds exceptions.
 
-Where the batch is a list, its texts have lengths of their own. A network fills up shorter ones to the longest of its
-call, which in a share may be a shorter one than in the whole:
+Where the batch is a list, its texts differ in length. A network pads the shorter ones to the longest of its call, which
+may be shorter in a part than in the whole:
 
-    share 0   [image text .]  [image . .]         whole   [image text .]  [image . . .]  [image text text]
-    share 1   [image text text]                           filled up with zeros where the shares are joined
+    part 0    [image text .]  [image . .]         whole   [image text .]  [image . . .]  [image text text]
+    part 1    [image text text]                           padded with zeros where the parts are joined
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ from patchpar.errors import UnsupportedModel
 SAMPLE_NAMES = ("sample", "hidden_states", "x")
 IMAGE = 4  # dims of an image with its batch or frames
 SHARED_NAMES = ("ip_adapter_masks",)
-"""Arguments that never carry the batch, though their sizes may be its: as many masks as adapters or pictures."""
+"""Arguments that never carry the batch, though a dim may equal it: masks are counted by adapters or images."""
 
 
 def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a denoiser call denoises: a tensor, or a list of one tensor for each picture. Raises UnsupportedModel."""
+    """Return the sample of a denoiser call: a tensor, or a list of a tensor for each image. Raises UnsupportedModel."""
     if args:
         return args[0]
     for name in SAMPLE_NAMES:
@@ -47,19 +47,19 @@ def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _holds_images(value: Any) -> bool:
-    """Whether it is a batch of images or videos, or a list of such."""
+    """Whether `value` is a batch of images or videos, or a list of them."""
     held = value if isinstance(value, list) else [value]
     return bool(held) and all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= IMAGE for x in held)
 
 
 def count_branches(sample: Any) -> int:
-    """How many times a batch repeats the same latents: 2 for [a b a b], 1 if it does not repeat.
+    """Return how many times a batch repeats the same latents: 2 for [a b a b], 1 if it does not repeat.
 
-    Guidance in one call repeats the latents for each branch; the channels, tokens or columns of a conditioning picture,
+    Guidance in one call repeats the latents for each branch; the channels, tokens or columns of a conditioning image,
     which come after those of the latents, may differ.
     """
     if isinstance(sample, list):
-        sample = [each[-1] if isinstance(each, list) else each for each in sample]  # pictures it refers to come first
+        sample = [each[-1] if isinstance(each, list) else each for each in sample]  # reference images come first
         if len({x.shape for x in sample}) > 1:
             return 1
         sample = torch.stack(sample)
@@ -70,7 +70,7 @@ def count_branches(sample: Any) -> int:
 
 
 def _repeats(sample: Tensor, branches: int) -> bool:
-    """Whether the first channel, frame or token is the same in all branches, and not just zero, or row, or column."""
+    """Whether the first channel, frame, token, row or column is the same in all branches, and not zero."""
     for dim in range(1, sample.ndim):
         first, *others = sample.select(dim, 0).chunk(branches)
         if first.any() and all(torch.equal(first, other) for other in others):
@@ -80,45 +80,45 @@ def _repeats(sample: Tensor, branches: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch of one denoiser call. `frames` holds what a sample of five dims may have been multiplied by.
+    """The batch of one denoiser call. `frames`: sizes that may be frames in a sample of five dims.
 
-    `known`: by path, the dim that carries the batch of arguments whose shapes tell it wrongly; None where none does.
-    The path "" is that of a whole call, which nobody shares then.
+    `known`: the dim that carries the batch by path, for arguments where shapes are misleading; None for no dim. The
+    path "" stands for a whole call that is not split.
     """
 
     size: int
     frames: tuple[int, ...] = ()
-    by_item: bool = False  # lists hold one entry for each picture
+    by_item: bool = False  # lists have one entry for each image
     known: Mapping[str, int | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sample: Any, known: Mapping[str, int | None] | None = None) -> "Batch":
-        """The batch of a sample."""
+        """Return the batch of a sample."""
         if isinstance(sample, list):
             return cls(len(sample), by_item=True, known=known or {})
         return cls(sample.shape[0], tuple(sample.shape[1:3]) if sample.ndim == 5 else (), known=known or {})
 
     def fits(self, size: int) -> bool:
-        """Whether a dim of that size may be the batch, or the frames of all pictures of it."""
+        """Whether a dim of that size may be the batch, or batch size x frames."""
         return size in (self.size, *(self.size * count for count in self.frames))
 
     def carries(self, x: Tensor) -> bool:
-        """Whether the first dim of `x` is the batch, or the frames of all pictures of the batch."""
+        """Whether the first dim of `x`, of any shape, is the batch, or batch size x frames."""
         if x.ndim == 0:
             return False
         return x.shape[0] == self.size or (x.ndim > 2 and x.shape[0] in [self.size * count for count in self.frames])
 
     def _dim(self, x: Tensor) -> int | None:
-        """Which dim carries the batch."""
+        """Return the dim that carries the batch."""
         if self.carries(x):
             return 0
         return 1 if x.ndim == 4 and x.shape[1] == self.size > 1 else None
 
     def part(self, tree: Any, rank: int, parts: int, path: str = "") -> Any:
-        """Share `rank` of `parts` equal ones of the arguments (args, kwargs). `size` is a multiple of `parts`.
+        """Return part `rank` of `parts` equal ones of the arguments (args, kwargs). `size` is a multiple of `parts`.
 
-        A promise of a whole batch may bring the share that this rank has already, as `own_part`, and the shapes that
-        shares had before they were filled up, as `part_shapes`.
+        An AsyncTensor of a whole batch may have the part that this rank computed, as `own_part`, and the shapes of the
+        parts before padding, as `part_shapes`.
         """
         if isinstance(tree, Tensor):
             own_part: Tensor | None = getattr(tree, "own_part", None)
@@ -147,7 +147,7 @@ class Batch:
         return not tensors_carry and not any(isinstance(item, (bool, int, float)) for item in items)
 
     def join(self, trees: Sequence[Any]) -> Any:
-        """The result for the whole batch from those of its shares, in order."""
+        """Return the result for the whole batch from those of its parts, in order. Raises UnsupportedModel."""
         first = trees[0]
         if isinstance(first, Tensor):
             parts = [filled_up(x, largest_of([each.shape for each in trees])) for x in trees] if self.by_item else trees
@@ -169,7 +169,7 @@ class Batch:
         return first
 
     def as_joined(self, whole: Any, trees: Sequence[Any]) -> Any:
-        """`whole` with zeros where `join` fills up shares of which a network has filled up less."""
+        """Return `whole` with zeros where `join` pads parts further than the network did."""
         of_parts, tensors = [tensors_in(tree) for tree in trees], tensors_in(whole)
         if not self.by_item or any(len(each) != len(tensors) for each in of_parts):  # one tensor for each item
             return whole
@@ -181,12 +181,12 @@ class Batch:
 
 
 def largest_of(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape into which all of them fit."""
+    """Return the largest size of each dim."""
     return tuple(map(max, zip(*shapes, strict=True)))
 
 
 def filled_up(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` with zeros behind it, up to `shape`. All have as many rows."""
+    """Return `x` [B, ...] padded with zeros at the end of each dim but the first, to [B, *shape[1:]]."""
     if x.shape[1:] == torch.Size(shape[1:]):
         return x
     filled = x.new_zeros((len(x), *shape[1:]))
@@ -195,5 +195,5 @@ def filled_up(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def cut_to(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` without what `filled_up` has put behind it."""
+    """Return `x`, of any shape, cut to `shape` at the end of each dim: the inverse of `filled_up`."""
     return x[tuple(slice(size) for size in shape)]

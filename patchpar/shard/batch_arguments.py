@@ -1,13 +1,13 @@
-"""Which arguments of a network carry the batch, where branches of guidance share it between ranks.
+"""Find which arguments of a network carry the batch, where ranks split it by branches of guidance.
 
-    1. by their shapes            what `Batch` takes them for; held against the network's own forward
-    2. by disturbing them         where that is wrong, or fails: an argument carries the batch along the dim in which
-                                  other numbers for the last branch change the last branch alone
-    3. by nothing                 arguments with which nothing moves: along no dim, or along the last that fits
+    1. by shape            as `Batch` decides; verified with the network's own forward
+    2. by perturbation     where that is wrong, or fails: an argument carries the batch along the dim in which other
+                           values for the last branch change the output of the last branch alone
+    3. by default          arguments that change no output: along no dim, or along the last that fits
 
-A call that fills a cache, one that writes to its arguments and gives them back, is not shared at all.
+A call that fills a cache, one that writes to its arguments and returns them, is not split.
 
-Both on every rank alike, or on none: what a network is given may be fetched from the other ranks when it is used.
+All ranks run this, or none: an argument may be received from the other ranks when it is used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,14 +40,17 @@ from patchpar.shard.verification import (
 from patchpar.shard.verification_cache import VerificationCache
 
 Plain = Callable[..., Any]
-Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
+Found = Mapping[str, int | None]  # dim of the batch by path, for arguments where shapes are misleading
 NOT_SHARED: Found = {"": None}
-Agreement = Callable[[str, bool], bool]  # a key, and whether this rank knows what stands there: whether all do
-Layers = Callable[[], Sequence[nn.Module]]  # those of the network that tell branches apart, see `guidance_branches`
+Agreement = Callable[[str, bool], bool]  # from a key and whether this rank has its value, whether all ranks have it
+Layers = Callable[[], Sequence[nn.Module]]  # layers that treat branches differently, see `guidance_branches`
 
 
 class BatchArguments:
-    """Those of one network, whose batch the ranks of an axis share; `verification.known_to_all` says what all know."""
+    """The arguments of one network that carry the batch, which the ranks of an axis split.
+
+    `known_to_all`: whether all ranks have a verification result, as `verification.known_to_all`.
+    """
 
     def __init__(
         self,
@@ -62,9 +65,12 @@ class BatchArguments:
         self._known: list[tuple[Any, Found]] = []
 
     def of(self, plain: Plain, call: Call) -> Found:
-        """For calls like this one; `plain` is the network's own forward. Raises VerificationError, UnsupportedModel."""
+        """Return them for calls like this one; `plain` is the network's forward.
+
+        Raises VerificationError, UnsupportedModel.
+        """
         sample = sample_of(*call)
-        if count_branches(sample) == 1 or Batch.of(sample).size % self.ranks:  # there is nothing to share, or no way
+        if count_branches(sample) == 1 or Batch.of(sample).size % self.ranks:  # nothing to split, or uneven parts
             return {}
         form = call_signature(call)
         found = next((found for known, found in self._known if known == form), None)
@@ -101,10 +107,10 @@ class BatchArguments:
         ours = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
         reasons = "; ".join(dict.fromkeys(map(in_one_line, failures)))
         raise ours or VerificationError(
-            f"{type(self.network).__name__} with its batch shared between {self.ranks} ranks does not give what it "
-            f"gives whole ({reasons}): which of its arguments carry the batch is told "
-            f"neither by their shapes nor by disturbing them ({', '.join(arguments_of(call))}). Run it with cfg=1 and "
-            "give the devices to another axis, e.g. patch"
+            f"{type(self.network).__name__} with its batch shared between {self.ranks} ranks differs from the whole "
+            f"batch on one rank ({reasons}): neither shapes nor perturbed inputs show which of its arguments carry the "
+            f"batch ({', '.join(arguments_of(call))}). Run it with cfg=1 and give the devices to another axis, e.g. "
+            "patch"
         )
 
     def _ways(self, plain: Plain, call: Call) -> Iterator[Found]:
@@ -116,7 +122,7 @@ class BatchArguments:
             yield {**unmoved, **found}
 
     def _error(self, plain: Plain, call: Call, found: Found) -> float | None:
-        """How far shares joined are from the whole; None where rounding explains it."""
+        """Return the relative error of joined parts against the whole; None within rounding."""
         batch = Batch.of(sample_of(*call), found)
         for each in (call, with_noise_for_zeros(call)):
             if each is None:
@@ -130,18 +136,18 @@ class BatchArguments:
         return None
 
     def _part(self, plain: Plain, call: Call, batch: Batch, rank: int) -> Any:
-        """What one rank would compute."""
+        """Return the output of one rank's part."""
         args, kwargs = batch.part(call, rank, self.ranks)
         with at_own_index(self.by_branch(), rank, self.ranks):
             return _without_given(plain)(*args, **kwargs)
 
 
 class _FillsACache(Exception):
-    """A call writes to what it is given, and gives it back."""
+    """A call writes to its arguments and returns them."""
 
 
 def _whole(plain: Plain, call: Call) -> Any:
-    """What the whole call gives, without what it was given. Raises _FillsACache."""
+    """Return the output of the whole call without its arguments. Raises _FillsACache."""
     before = written(call)
     output = plain(*call[0], **call[1])
     if written(call) != before and gives_back(output, call):
@@ -152,15 +158,15 @@ def _whole(plain: Plain, call: Call) -> Any:
 def carriers_of(
     network: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache, by_branch: Layers = tuple
 ) -> BatchArguments:
-    """Those of a network whose batch the ranks of `mesh` share."""
+    """Return the batch arguments of a network whose batch the ranks of `mesh` split."""
     agreed = partial(known_to_all, mesh, type(network).__name__)
     return BatchArguments(network, mesh[1].size, verifications, agreed, by_branch)
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:
-    """The dim of the batch of every argument that has one of its size, None where it is something else's.
+    """Perturb every argument with a dim of the batch's size; return that dim, None where it is not the batch.
 
-    And those arguments with which nothing moves, each with the last dim of its size.
+    Also return the arguments that change no output, each with the last dim of that size.
     """
     sample, tensors = sample_of(*call), tensors_in(call)
     batch, found, unmoved = Batch.of(sample), dict[str, int | None](), dict[str, int | None]()
@@ -179,7 +185,7 @@ def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:
 
 
 def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int, int], own: int) -> str:
-    """Whose predictions change with the last rows of an argument: nobody's (""), "its own", or "others"."""
+    """Return whose predictions change with the last rows of an argument: none (""), "its own", or "others"."""
     number, dim, rows = where
     tensors = tensors_in(call)
     size = tensors[number].shape[dim]
@@ -190,7 +196,7 @@ def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int
     except Exception as error:
         if not is_of_the_split(error):
             raise
-        return "others"  # it cannot be anything else than it is
+        return "others"  # the network refuses other values
     rows_moved = torch.stack([moved_indices(x, y)[0] for x, y in zip(before, after, strict=True)]).any(0)
     if not rows_moved.any():
         return ""
@@ -198,11 +204,11 @@ def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int
 
 
 def _without_given(plain: Plain) -> Plain:
-    """A forward that gives back nothing of what it is called with."""
+    """Return a forward whose output has none of its arguments."""
     return lambda *args, **kwargs: without_given(plain(*args, **kwargs), (args, kwargs))
 
 
 def _read(raw: Any) -> Found:
     if not isinstance(raw, dict) or not all(dim is None or type(dim) is int for dim in raw.values()):
-        raise ValueError(f"no carriers: {raw}")
+        raise ValueError(f"not a mapping of paths to dims: {raw!r:.80}")
     return {str(path): dim for path, dim in raw.items()}

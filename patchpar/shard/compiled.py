@@ -1,6 +1,6 @@
-"""Modules that torch has compiled: which they are, and how to run them as they are written.
+"""Modules compiled by torch: find them, and run them uncompiled.
 
-Without torch, since who only describes a pipeline need not import it.
+Does not import torch at run time, since describing a pipeline does not need it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether `module.compile()` or compile_repeated_blocks() has been there."""
+    """Whether `module.compile()` or compile_repeated_blocks() has compiled the module."""
     return module._compiled_call_impl is not None
 
 
 def is_wrapped(module: Any) -> bool:
-    """Whether `torch.compile(module)` made this, a module that stands in the place of another."""
+    """Whether `torch.compile(module)` made this module, which wraps another."""
     return "_orig_mod" in module._modules
 
 
 def compiled_in(network: Any) -> list[str]:
-    """Paths of the modules in a network that are compiled, in either way; the network itself is ""."""
+    """Return paths of the modules in a network that are compiled, in either way; the network itself is ""."""
     return [path for path, module in network.named_modules() if is_compiled(module) or is_wrapped(module)]
 
 
 @contextmanager
 def uncompiled(network: nn.Module) -> Iterator[None]:
-    """While open, compiled modules run as they are written."""
+    """Context in which compiled modules run uncompiled."""
     found: list[Any] = [module for module in network.modules() if is_compiled(module)]
     compiled = [module._compiled_call_impl for module in found]
     try:

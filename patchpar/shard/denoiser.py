@@ -1,4 +1,4 @@
-"""What a denoiser is that ranks compute together, in bands or by tokens: its share, its past, its pictures."""
+"""Base of denoisers that ranks compute together, in bands or by tokens: the local patch, stale state, start and end."""
 
 import inspect
 from typing import Any
@@ -19,10 +19,10 @@ from patchpar.shard.verification_cache import VerificationCache
 class SharedDenoiser:
     """A denoiser whose calls ranks compute together. Every rank passes and gets whole tensors.
 
-    `policy` says what is exchanged and when; one that uses values of the last step needs the `clock`. `reset`
-    belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
-    tests and figures: "off" computes every share alone, "frozen" sends nothing after the exact steps. `error`: what the
-    check at first use found. `unsure`: somebody may have changed the denoiser since the last call.
+    `policy` defines what is exchanged and when; one with stale values needs the `clock`. Call `reset` before every
+    image and `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures:
+    "off" computes every part alone, "frozen" sends nothing after the exact steps. `error`: relative error of the
+    verification at first use. `unsure`: the denoiser may have been changed since the last call.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class SharedDenoiser:
         self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
 
     def reset(self) -> None:
-        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        """Begin an image: no value of the last one is used. Raises ExchangeError."""
         self.unsure = True
         if self.history is not None:
             self.history.reset()
 
     def finish(self) -> None:
-        """End a picture: take in what is still under way. Raises ExchangeError."""
+        """End an image: wait for pending exchanges. Raises ExchangeError."""
         if self.history is not None:
             self.history.cache.settle()
 
     def forget(self) -> None:
-        """Take out what was put into the denoiser, and learn anew at the next call: its modules may change."""
+        """Remove the hooks and discard what is known; the next call discovers anew, so modules may change meanwhile."""
         self.restore()
         self.watched.forget()
         self._unlearn()
@@ -62,7 +62,7 @@ class SharedDenoiser:
             self.history = self.history.anew()
 
     def _make_sure(self) -> None:
-        """Forget a denoiser that somebody has changed since it was last checked, if there may have been somebody."""
+        """Discard what is known of the denoiser if it has changed since its last verification."""
         if self.unsure and self.watched.has_changed:
             self.restore()
             self.watched.forget()
@@ -79,8 +79,8 @@ class SharedDenoiser:
         raise NotImplementedError
 
     def _look_back(self, history: StaleState, form: Any, call: tuple[Any, Any]) -> None:
-        """What this call may use of the last step; `form` is what must not change from one to the next."""
+        """Set up the stale values of this call; `form` is what must not change from one step to the next."""
         patch = self.patch
-        patch.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
+        patch.fresh = history.begin((form, history.clock.branches))  # the number of branches changes the form
         patch.step_ratio = history.step_ratio(timestep_of(self._parameters, *call))
         patch.cache, patch.frozen = history.cache, self.exchange == "frozen"

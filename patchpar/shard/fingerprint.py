@@ -1,12 +1,12 @@
-"""What a network computes beside its weights, as data that can be compared: a verdict holds for one fingerprint.
+"""Fingerprint of what a network computes beside its weights. A verification result holds for one fingerprint.
 
     attributes    numbers, texts, functions, and small objects such as attention processors
-    code          of classes, of forwards that somebody has replaced, and of the functions that forwards call
-    hooks         of torch and of diffusers, but for ours
-    torch         functions of torch.nn.functional and torch.fft that somebody has replaced
+    code          of classes, of replaced forwards, and of the functions that forwards call
+    hooks         of torch and of diffusers, except patchpar's
+    torch         replaced functions of torch.nn.functional and torch.fft
 
-So what works on the whole image from inside is seen wherever it comes from: FreeU, a patched forward, a hook of another
-library, a processor. What is of none of the libraries that come with patchpar is `foreign`.
+So anything that works on the whole image inside a network is detected: FreeU, a patched forward, a hook of another
+library, a processor. Code from outside the libraries that patchpar depends on is `foreign`.
 """
 
 import functools
@@ -41,7 +41,7 @@ TORCH_MODULES: tuple[ModuleType, ...] = (torch.nn.functional, torch.fft)
 TORCHS_OWN = frozenset({"torch", "typing", "builtins", "functools", "collections", "contextlib", "warnings"})
 HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
 GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
-FACTORS = frozenset({"scale", "scaling", "lora_scale"})  # of what an adapter adds: one value is as good as another
+FACTORS = frozenset({"scale", "scaling", "lora_scale"})  # of an adapter's output: only whether it is zero matters
 COMPILED = "_compiled_call_impl"
 SKIPPED = frozenset(
     {
@@ -53,25 +53,25 @@ SKIPPED = frozenset(
 CALLED = ("forward", "__call__")
 CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
-DEPTH = 3  # of values inside values
+DEPTH = 3  # of nested values
 
 Facts = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Facts by module path, or by what else they are of; `foreign`: what is of no known library, in words."""
+    """Facts by module path, class or "torch"; `foreign`: descriptions of code from no known library."""
 
     facts: Mapping[str, Facts]
     foreign: tuple[str, ...]
 
     @property
     def digest(self) -> str:
-        """A short name, the same in every process."""
+        """Short hash, the same in every process."""
         return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest()[:16]
 
     def differences(self, other: "Fingerprint") -> frozenset[tuple[str, str]]:
-        """(path, name) of the facts that are not alike."""
+        """Return (path, name) of the facts that differ."""
         paths = [path for path in {*self.facts, *other.facts} if self.facts.get(path) != other.facts.get(path)]
         return frozenset((path, name) for path in paths for name in _unlike(self._of(path), other._of(path)))
 
@@ -87,14 +87,14 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
 
 
 def fingerprint(network: nn.Module) -> Fingerprint:
-    """The fingerprint of a network as it is now. Some milliseconds for a large one; nothing runs on a GPU."""
+    """Return the current fingerprint of a network, in some milliseconds for a large one; nothing runs on a GPU."""
     return _Reader().read(network)
 
 
 class WatchedNetwork:
-    """Tells whether a network is still the one that was `known`.
+    """Detects changes of a network since it was verified.
 
-    What moves by itself while it is checked, such as a counter of calls in a processor, is no change.
+    Facts that change during the verification itself, such as a counter of calls in a processor, are ignored.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -103,26 +103,26 @@ class WatchedNetwork:
         self._moving: frozenset[tuple[str, str]] = frozenset()
 
     def now(self) -> Fingerprint:
-        """As it is now."""
+        """Return the current fingerprint."""
         return fingerprint(self.network)
 
     def know(self, before: Fingerprint) -> None:
-        """It has been checked; `before` that it was like this."""
+        """Record the network as verified; `before`: its fingerprint before the verification."""
         self._known = self.now()
         self._moving = before.differences(self._known)
 
     def forget(self) -> None:
-        """Whatever it is now is new."""
+        """Discard the record."""
         self._known = None
 
     @property
     def has_changed(self) -> bool:
-        """Whether it is another than it was when it was last known. False where it never was."""
+        """Whether the network differs from the record. False without one."""
         return self._known is not None and bool(self._known.differences(self.now()) - self._moving)
 
 
 class _Reader:
-    """Reads one network; what is foreign is noted on the way."""
+    """Reads the facts of one network and notes foreign code."""
 
     def __init__(self) -> None:
         self._foreign: dict[str, None] = {}
@@ -182,7 +182,7 @@ class _Reader:
     # --- values and code --------------------------------------------------------------------------------------------
 
     def _value(self, value: Any, depth: int) -> Any:
-        """Something that can be compared, and is written the same in every process."""
+        """Return a comparable form of a value whose repr is the same in every process."""
         if isinstance(value, SCALARS):
             return value
         if isinstance(value, (Tensor, torch.dtype, torch.device)):
@@ -203,7 +203,7 @@ class _Reader:
         return self._of_object(value, depth)
 
     def _of_object(self, value: Any, depth: int) -> Any:
-        """An object such as an attention processor: its class, how it is called, its attributes."""
+        """Return class, code of `__call__` and attributes of an object such as an attention processor."""
         kind = type(value)
         if package_of(kind.__module__) not in KNOWN:
             self._foreign[f"a {_name_of(kind)} in {self._where}"] = None
@@ -218,7 +218,7 @@ class _Reader:
         return tuple(self._code(function) for function in functions if not is_ours(function))
 
     def _code(self, function: Any) -> Any:
-        """A function by its name, code, and what it holds on to."""
+        """Return name, code and closure of a function."""
         if isinstance(function, MethodType):
             return self._code(function.__func__)
         if isinstance(function, functools.partial):
@@ -245,7 +245,7 @@ def _replaces_torchs(value: Any) -> bool:
 
 
 def _called(kind: type, function: FunctionType) -> Iterator[FunctionType]:
-    """Methods of its class and functions of its module that a function names."""
+    """Yield the methods of its class and functions of its module that a function names."""
     for name in function.__code__.co_names:
         for found in (function.__globals__.get(name), getattr(kind, name, None)):
             if isinstance(found, FunctionType):
@@ -257,7 +257,7 @@ def _calls(kind: type) -> bool:
 
 
 def _is_at_work(value: Any) -> Any:
-    """Of a factor, or several, whether it is nought."""
+    """Whether a factor, or each of several, is not zero."""
     if isinstance(value, Mapping):
         return tuple((str(key), _is_at_work(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
@@ -267,7 +267,7 @@ def _is_at_work(value: Any) -> Any:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 - to look is to know
+        cell.cell_contents  # noqa: B018 - raises where the cell is empty
     except ValueError:
         return False
     return True
@@ -275,7 +275,7 @@ def _is_filled(cell: Any) -> bool:
 
 @functools.lru_cache(maxsize=16384)
 def _digest(code: CodeType) -> int:
-    """Of what a function does: not of where it is written."""
+    """Return a checksum of what a function does, whatever its file and lines."""
     value = zlib.crc32(repr((code.co_names, code.co_varnames)).encode(), zlib.crc32(code.co_code))
     for each in code.co_consts:
         if isinstance(each, CodeType):

@@ -1,11 +1,11 @@
-"""Generators of random numbers among the arguments of a call. No torch, so that a caller need not import it."""
+"""Random generators among the arguments of a call. Does not import torch, so that callers need not either."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 def generators_of(kwargs: Mapping[str, Any]) -> list[Any]:
-    """Every torch.Generator among the arguments, in order, also those in lists."""
+    """Return every torch.Generator among the arguments, in order, also those in lists."""
     return [item for value in kwargs.values() for item in _items(value) if _is_generator(item)]
 
 

@@ -1,17 +1,17 @@
-"""Layers that tell branches of guidance apart by their places in the batch, on a rank that has some branches only.
+"""Layers that tell branches of guidance apart by their index in the batch, on a rank that has only some branches.
 
-Perturbed-attention guidance (Ahn et al. 2024, arXiv:2403.17377) adds a branch in which some attention layers let each
-token see itself alone. diffusers' processors for those layers cut the batch into its branches and take the last for the
-perturbed one:
+Perturbed-attention guidance (Ahn et al. 2024, arXiv:2403.17377) adds a branch in which, in some attention layers, each
+token attends to itself alone. diffusers' processors for those layers cut the batch into its branches and take the last
+for the perturbed one:
 
-    the layer without us    [u c p]     ->  chunk(3)  ->  attention of u and c, identity for p
+    plain layer             [u c p]     ->  chunk(3)  ->  attention of u and c, identity for p
     on rank 1 of 3          [c] -> [c c c]  ->  chunk(3)  ->  ... -> [. c .] -> [c]
 
-A processor treats each row of the batch by itself, so that the row at its own place is what it is in the whole batch,
-whoever stands at the other places. Nothing is sent; those few layers compute as much as without the split.
+A processor treats each row of the batch independently, so the row at its own index is the same as in the whole batch,
+whatever the other rows are. Nothing is sent; those few layers compute as much as without the split.
 
-Cross-frame attention (Text2Video-Zero, arXiv:2303.13439), whose processors divide the rows by a number of branches to
-know how many frames a video has, is the same: a frame attends to the first frame of its own branch.
+Cross-frame attention (Text2Video-Zero, arXiv:2303.13439) is handled alike: its processors divide the rows by the number
+of branches to get the number of frames, and a frame attends to the first frame of its own branch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ from patchpar.shard.hooks import HookSet
 
 
 def layers_by_branch(pipe: Any, network: nn.Module) -> list[nn.Module]:
-    """The layers of `network` with processors that a diffusers pipeline has set for perturbed attention.
+    """Return the layers of `network` with processors that a diffusers pipeline has set for perturbed attention.
 
-    And those whose processors are told how many branches there are. Ask while the pipeline runs: it sets them for a
-    call, and may take them out again.
+    And those whose processors have the number of branches. Valid while the pipeline runs: it sets processors for a
+    call, and may remove them afterwards.
     """
     kinds = {type(each) for each in getattr(pipe, "_pag_attn_processors", None) or ()}
     found = ((module, getattr(module, "processor", None)) for module in network.modules())
@@ -39,13 +39,13 @@ def layers_by_branch(pipe: Any, network: nn.Module) -> list[nn.Module]:
 
 
 def _divides_rows(layer: nn.Module, processor: Any) -> bool:
-    """Whether a processor has the number of branches; in cross-attention it treats every row by itself."""
+    """Whether a processor has the number of branches; in cross-attention it treats every row independently."""
     return isinstance(getattr(processor, "batch_size", None), int) and not getattr(layer, "is_cross_attention", False)
 
 
 @contextmanager
 def at_own_index(layers: Sequence[nn.Module], rank: int, parts: int) -> Iterator[None]:
-    """While open, the layers get share `rank` of `parts` of a batch as a whole batch, and give back that share."""
+    """Context in which the layers get part `rank` of `parts` of a batch as a whole batch, and return that part."""
     with HookSet() as hooks:
         for layer in layers:
             hooks.before(layer, partial(_repeated, parts), with_kwargs=True)
@@ -56,7 +56,7 @@ def at_own_index(layers: Sequence[nn.Module], rank: int, parts: int) -> Iterator
 def _repeated(
     parts: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with as many copies of our rows as there are shares."""
+    """Return the arguments with this rank's rows repeated `parts` times."""
     rows = len(sample_of(args, kwargs))
 
     def whole(value: Any) -> Any:
@@ -67,5 +67,5 @@ def _repeated(
 
 
 def _own_rows(rank: int, parts: int, layer: nn.Module, args: Any, output: Any) -> Any:
-    """The rows at our place, of the output, or of each of several."""
+    """Return this rank's rows of the output, or of each of several."""
     return map_leaves(lambda x: x.chunk(parts)[rank] if isinstance(x, Tensor) else x, output)

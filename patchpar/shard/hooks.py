@@ -1,6 +1,6 @@
-"""Hooks and replaced attributes, put in and taken out again: nothing of them is left, and nothing of others is lost.
+"""Hooks and replaced attributes, installed and removed without a trace.
 
-Others replace forwards too: before ours came in, or while it is there. What they have put there stays.
+Other libraries replace forwards too, before patchpar's hook is installed or afterwards. Theirs stay.
 """
 
 import functools
@@ -32,12 +32,12 @@ class InstalledHook:
 
     @property
     def is_reached(self) -> bool:
-        """Whether a call of the module comes through the hook first, or through hooks that stand before it."""
+        """Whether a call of the module runs the hook first, or hooks of diffusers that were installed after it."""
         last = self._registry._hook_order[-1]
         return last != self.name or vars(self.module).get("forward") is self._wrapper
 
     def put_in_anew(self) -> None:
-        """Stand before a forward that somebody has put before it meanwhile."""
+        """Reinstall the hook in front of a forward that another library has put in front of it."""
         self.take_out()
         self._put_in()
 
@@ -46,17 +46,17 @@ class InstalledHook:
         return self.module._diffusers_hook
 
     def take_out(self) -> None:
-        """The module runs without the hook. A forward that somebody has put before it meanwhile stays."""
+        """Remove the hook. A forward that another library has put in front of it stays."""
         registry, reached = self._registry, self.is_reached
-        group_rank = registry._hook_order.index(self.name)
-        now, reference = vars(self.module).get("forward"), registry._fn_refs[group_rank]
-        later = registry._fn_refs[group_rank + 1] if group_rank + 1 < len(registry._fn_refs) else None
-        way = None if later is None else later.forward
+        index = registry._hook_order.index(self.name)
+        now, reference = vars(self.module).get("forward"), registry._fn_refs[index]
+        later = registry._fn_refs[index + 1] if index + 1 < len(registry._fn_refs) else None
+        later_forward = None if later is None else later.forward
         beneath = reference.original_forward or reference.forward
         registry.remove_hook(self.name, recurse=False)
-        reference.forward = beneath  # whoever has kept the forward with our hook in it calls what is beneath
-        if later is not None and later.original_forward is not None:  # that hook calls it itself
-            later.original_forward, later.forward = beneath, way
+        reference.forward = beneath  # references to the hooked forward call the one beneath
+        if later is not None and later.original_forward is not None:  # that hook calls it directly
+            later.original_forward, later.forward = beneath, later_forward
         if self._fresh and not registry.hooks:
             del self.module._diffusers_hook
         if not reached:
@@ -66,35 +66,35 @@ class InstalledHook:
 
 
 class HookSet(ExitStack):
-    """Hooks and replaced attributes until `close`, or the end of a `with` statement. The last one goes out first.
+    """Hooks and replaced attributes until `close`, or the end of a `with` statement. The last is removed first.
 
-    Afterwards modules and objects have what they had before, and nothing more. `close` is idempotent.
+    Afterwards modules and objects are as before. `close` is idempotent.
     """
 
     def before(self, module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
-        """A hook of torch before the module's forward."""
+        """Register a torch hook before the module's forward."""
         self.callback(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs).remove)
 
     def after(
         self, module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False, prepend: bool = False
     ) -> None:
-        """A hook of torch after the module's forward, with `prepend` before all other hooks that are there."""
+        """Register a torch hook after the module's forward, with `prepend` before all registered ones."""
         self.callback(module.register_forward_hook(hook, with_kwargs=with_kwargs, prepend=prepend).remove)
 
     def install(self, module: nn.Module, hook: ModelHook, name: str) -> InstalledHook:
-        """A hook of diffusers, under `name`."""
+        """Install a diffusers hook under `name`."""
         installed = InstalledHook(module, hook, name)
         self.callback(installed.take_out)
         return installed
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """An attribute of an object, whatever its class says of that name."""
+        """Set an attribute in an object's own dict, whatever its class defines under that name."""
         self.callback(_put_back, owner, name, vars(owner).get(name, MISSING))
         vars(owner)[name] = value
 
 
 def _put_back(owner: object, name: str, before: object) -> None:
-    """The attribute that an object had of its own, or none."""
+    """Restore an object's own attribute, or delete it where there was none."""
     if before is MISSING:
         vars(owner).pop(name, None)
     else:
@@ -102,7 +102,7 @@ def _put_back(owner: object, name: str, before: object) -> None:
 
 
 def written_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What somebody has put in the place of a module's own forward, beneath hooks of diffusers; None if nobody has."""
+    """Return what replaces a module's own forward, beneath hooks of diffusers; None if nothing does."""
     forward = vars(module).get("forward")
     registry: Any = vars(module).get("_diffusers_hook")
     if forward is None or is_ours(forward):
@@ -110,20 +110,20 @@ def written_forward(module: nn.Module) -> Callable[..., Any] | None:
     if registry is None or not registry.hooks:
         return None if _is_class_own(module, forward) else forward
     if not is_of_registry(forward):
-        return forward  # it stands before the hooks
+        return forward  # in front of the hooks
     first = registry._fn_refs[0]
     forward = first.original_forward or first.forward
     return None if _is_class_own(module, forward) else forward
 
 
 def is_of_registry(forward: Any) -> bool:
-    """Whether a forward is what diffusers puts before its hooks."""
+    """Whether a forward is the one that diffusers installs to run its hooks."""
     inner = forward.func if isinstance(forward, functools.partial) else None
     return getattr(inner, "__qualname__", "").startswith("HookRegistry.register_hook")
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and hook of every diffusers hook on a module that is not ours, in the order in which they were put in."""
+    """Yield name and hook of every diffusers hook on a module but patchpar's, in the order of installation."""
     registry: Any = vars(module).get("_diffusers_hook")
     for name in registry._hook_order if registry is not None else ():
         if package_of(type(registry.hooks[name]).__module__) != OURS:
@@ -135,12 +135,12 @@ def _is_class_own(module: nn.Module, forward: Any) -> bool:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether a function is one of patchpar's, whatever name it wears."""
+    """Whether a function is one of patchpar's, whatever wraps it."""
     while isinstance(value, (functools.partial, MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     return isinstance(value, FunctionType) and package_of(value.__globals__.get("__name__", "")) == OURS
 
 
 def package_of(module: str) -> str:
-    """The package that a module belongs to."""
+    """Return the top-level package of a module name."""
     return module.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Who and where a rank is in the denoiser call under way: its band at every level, its edges, and what it remembers."""
+"""This rank's part of the current denoiser call: its band at every level, its edge rows, and its stale values."""
 
 from dataclasses import dataclass, field
 
@@ -15,16 +15,17 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.stale.cache import StaleCache, StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 
-THIS_STEP = ("fresh", "separate", None)  # timings that use nothing of the last step
+THIS_STEP = ("fresh", "separate", None)  # timings without stale values
 
 
 @dataclass(slots=True)
 class LocalPatch:
-    """This rank's share of the denoiser call under way. `comm`, `axis` and `policy` stay, the rest changes with it.
+    """This rank's part of the current denoiser call. `comm`, `axis` and `policy` are fixed, the rest is set per call.
 
-    `dim` is -2 for bands of rows, -1 for bands of columns. While `active` is off every hook is the plain layer. In a
-    `fresh` call all values are of this step. Without a `cache` nothing is remembered either. `frozen`: what is held is
-    used on and on and nothing is sent, a negative control. `step_ratio`: how far this step goes, in units of the last.
+    `dim` is -2 for bands of rows, -1 for bands of columns. `whole`: the whole latent [B, C, H, W] or [B, C, F, H, W].
+    While not `active` every hook runs the plain layer. A `fresh` call uses no stale values; without a `cache` it stores
+    none either. `frozen`: stored values are never updated and nothing is sent, a negative control. `step_ratio`: length
+    of this step in units of the last.
     """
 
     comm: Communicator
@@ -38,33 +39,33 @@ class LocalPatch:
     frozen: bool = False
     step_ratio: Tensor | float = 1.0
     cache: StaleCache | None = None
-    halos: dict[str, Halo] = field(default_factory=dict)  # left by a norm for the convolution it feeds
+    halos: dict[str, Halo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
 
     @property
     def group_rank(self) -> int:
-        """Which band is ours."""
+        """Index of this rank on the axis, and of its band."""
         return self.axis.rank
 
     @property
     def fuses_edges(self) -> bool:
-        """Whether a norm's round also carries the edge rows of the convolution it feeds."""
+        """Whether a norm's exchange includes the edge rows of the convolution it feeds."""
         return self.fresh or (self.policy.halo == "fresh" and self.policy.moments == "fresh")
 
     def entry(self, where: str, timing: object) -> StaleEntry | None:
-        """What the seam `where` remembers; None for one that uses values of this step only."""
+        """Return the stale values of the exchange point `where`; None for one with fresh values only."""
         return None if self.cache is None or timing in THIS_STEP else self.cache.entry(where)
 
     def level(self, own_rows: int) -> Bands:
-        """The bands on a map of which we hold `own_rows`. Raises UnsupportedModel."""
+        """Return the bands of a map of which this rank has `own_rows`. Raises UnsupportedModel."""
         try:
             return self.bands.at_level(self.group_rank, own_rows, self.bands.total)
         except ValueError as error:
             raise UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N") from error
 
     def whole_map(self, kind: str, where: str, own: Tensor) -> Tensor:
-        """A map from everybody's bands of it, of this step; `kind` is how its bytes are counted.
+        """All-gather a whole map [B, C, ..., H, W] from each rank's fresh band `own` [B, C, ..., h, W].
 
-        Raises UnsupportedModel, ExchangeError.
+        `kind`: name under which its bytes are counted. Raises UnsupportedModel, ExchangeError.
         """
         bands = self.level(own.shape[self.dim])
         sizes = [bands.size(group_rank) for group_rank in range(self.axis.size)]
@@ -72,7 +73,10 @@ class LocalPatch:
         return torch.cat(parts, self.dim)
 
     def edges(self, x: Tensor, before: int, after: int) -> ExchangePart:
-        """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""
+        """Return the exchange of edge rows of the band `x` [B, C, ..., h, W] with the ranks before and after.
+
+        A layer reads `before` and `after` rows beyond its band. Raises PlanError, UnsupportedModel.
+        """
         size, shape = x.shape[self.dim], list(x.shape)
         reach = max(before, after)
         if reach > 1:  # every band has a row
@@ -88,17 +92,17 @@ class LocalPatch:
         return edges_part(self.axis, first, last, spec(before) if up else None, spec(after) if down else None)
 
     def _refuse_thin(self, own_rows: int, reach: int) -> None:
-        """All ranks look at all bands, so that all refuse together."""
+        """Check all bands on all ranks, so that all raise together."""
         bands = self.level(own_rows)
         thinnest = min(bands.size(group_rank) for group_rank in range(len(bands)))
         if reach > thinnest:
             raise PlanError(
                 f"a convolution reads {reach} rows of its neighbours, but a band has only {thinnest} there: use fewer "
-                f"than {len(bands)} ranks on axis 'patch', or a larger picture"
+                f"than {len(bands)} ranks on axis 'patch', or a larger image"
             )
 
     def grid(self, own_tokens: int) -> LevelGrid:
-        """The tokens of all places on the level where we have `own_tokens`. Raises UnsupportedModel."""
+        """Return the tokens of all ranks on the level where this rank has `own_tokens`. Raises UnsupportedModel."""
         assert self.whole is not None
         own, across = self.bands.size(self.group_rank), self.whole.shape[-1 if self.dim == -2 else -2]
         stride = 1

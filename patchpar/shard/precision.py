@@ -1,9 +1,9 @@
-"""In which format sums are kept."""
+"""Floating-point format of sums."""
 
 import torch
 from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is: what sums and moments are kept in."""
+    """Return `x`, of any shape, in fp32, or in fp64 if it is: the format of sums and moments."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention: one call of it, and a mode in which something else answers it."""
+"""torch's scaled_dot_product_attention: the arguments of a call, and a mode that replaces it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 class AttentionCall:
     """The arguments of scaled_dot_product_attention in torch's order, and what computes it.
 
-    `query` [B, N, q, D], `key` [B, M, k, D], `value` [B, M, k, E], or each without a dim for heads; `attn_mask` can be
-    broadcast to [B, N, q, k]. `kernel`: the user's own, for calls with heads; None is torch's function.
+    `query` [B, N, q, D], `key` [B, M, k, D], `value` [B, M, k, E], or each without a head dim; `attn_mask` broadcasts
+    to [B, N, q, k]. `kernel`: the user's own, for calls with heads; None is torch's function.
     """
 
     query: Tensor
@@ -28,7 +28,7 @@ class AttentionCall:
     kernel: Callable[..., Tensor] | None = None
 
     def run(self) -> Tensor:
-        """The output [B, N, q, E]."""
+        """Return the output [B, N, q, E], or [B, q, E] of a call without heads."""
         attend: Any = F.scaled_dot_product_attention if self.kernel is None or self.query.ndim != 4 else self.kernel
         found: Tensor = attend(
             self.query,
@@ -43,7 +43,7 @@ class AttentionCall:
         return found
 
     def with_heads(self) -> "AttentionCall":
-        """The same call of tensors [B, L, D], with a dim for one head. It stays a call of torch's function."""
+        """Return the call of tensors [B, L, D] with a dim for one head. It remains a call of torch's function."""
         mask = self.attn_mask
         query, key, value = (x.unsqueeze(1) for x in (self.query, self.key, self.value))
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
@@ -51,9 +51,9 @@ class AttentionCall:
 
 
 class SdpaMode(TorchFunctionMode):
-    """While it is entered, `attend` answers calls of attention in this thread.
+    """Mode in which `attend` replaces calls of attention in this thread.
 
-    Every other function of torch runs as it is, or is answered by `others(func, args, kwargs)`.
+    `others(func, args, kwargs)` replaces every other torch function; without it they run unchanged.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class SdpaMode(TorchFunctionMode):
 
 
 def as_torch_lays(out_BNlD: Tensor) -> Tensor:
-    """The same numbers, [B, N, l, D], in memory as torch's attention leaves them, which models may count on.
+    """Return [B, N, l, D] in the memory layout of torch's attention, which models may rely on.
 
-    The heads of a token lie side by side: `view` takes them for [B, l, N * D].
+    The heads of a token are contiguous, so that `view` can make [B, l, N * D] of its transpose.
     """
     return out_BNlD.transpose(1, 2).contiguous().transpose(1, 2) if out_BNlD.ndim == 4 else out_BNlD

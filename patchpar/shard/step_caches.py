@@ -1,8 +1,8 @@
-"""diffusers' caches, which leave blocks out where little changes, beside a denoiser that ranks share.
+"""diffusers' step caches, which skip blocks where little changes, on a denoiser split over ranks.
 
-vote        a cache that decides by its tensors decides by everybody's, or ranks would wait for one that goes on
-set aside   none while a denoiser is watched or verified: those calls are no steps
-refused     by name: what decides by its own tensors otherwise, and any beside keys of the last step
+vote        a cache that decides by its tensors decides by those of all ranks: otherwise ranks would wait for others
+set aside   caches are disabled while a denoiser is discovered or verified: those calls are no steps
+refused     by name: other caches that decide by their own tensors, and any cache beside stale keys
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,25 +39,25 @@ DECISION = "_should_compute_remaining_blocks"
 
 
 def refuse_caches(denoiser: Any, *, stale: bool) -> None:
-    """Raise UnsupportedModel for a cache that ranks which share tokens would not all use alike."""
+    """Raise UnsupportedModel for a cache that ranks with different tokens would not use alike."""
     config = getattr(denoiser, "_cache_config", None)
     name = _cache_in(denoiser) if config is None else type(config).__name__
     if name is None:
         return
     if name not in DECIDES_ALIKE or getattr(config, "calibrate", False):
         raise UnsupportedModel(
-            f"{name} cannot be used with axis 'patch', since ranks may decide differently about what to leave out: use "
+            f"{name} cannot be used with axis 'patch', since ranks may decide differently which blocks to skip: use "
             f"{', '.join(sorted(DECIDES_ALIKE))}, or cfg=2"
         )
     if stale:
         raise UnsupportedModel(
-            f"{name} leaves steps out, so that keys of the last step may be much older: use strategy 'exact', or "
-            "transformer.disable_cache()"
+            f"{name} skips blocks in some steps, so that stale keys may be more than one step old: use strategy "
+            "'exact', or transformer.disable_cache()"
         )
 
 
 def _cache_in(denoiser: nn.Module) -> str | None:
-    """The cache that a function such as `apply_first_block_cache` has put in, by the name of its configuration."""
+    """Return the name of the configuration of a cache that a function such as `apply_first_block_cache` installed."""
     for module in denoiser.modules():
         for _, hook in hooks_of(module):
             written_in = type(hook).__module__.removeprefix(FOLDER)
@@ -69,8 +69,8 @@ def _cache_in(denoiser: nn.Module) -> str | None:
 class CacheVote:
     """Makes the first-block caches of a denoiser decide alike on the ranks of `patch`, and of `cfg` for a whole batch.
 
-    Their measure, the mean change of the first block's residual, is taken over the tokens of all ranks: plain diffusers
-    decides the same.
+    Their criterion, the mean change of the first block's residual, is computed over the tokens of all ranks, so the
+    decision is that of plain diffusers.
     """
 
     def __init__(self, denoiser: nn.Module, comm: Communicator, axes: tuple[Axis, Axis], clock: StepClock) -> None:
@@ -78,18 +78,18 @@ class CacheVote:
         self.patch, self.cfg = axes
 
     def renew(self) -> None:
-        """Find the caches that are there now."""
+        """Install the vote in the caches that are enabled now."""
         for _, hook in _cache_hooks(self.denoiser):
             if isinstance(hook, FBCHeadBlockHook):
                 setattr(hook, DECISION, partial(self._decide, hook))
 
     def restore(self) -> None:
-        """Let each decide for itself."""
+        """Remove the vote: each rank decides by its own tensors."""
         for _, hook in _cache_hooks(self.denoiser):
             vars(hook).pop(DECISION, None)
 
     def _decide(self, hook: Any, residual: Tensor) -> bool:
-        """Whether the other blocks are computed. Raises ExchangeError."""
+        """Whether to compute the remaining blocks. Raises ExchangeError."""
         before = hook.state_manager.get_state().head_block_residual
         if before is None:
             return True
@@ -105,7 +105,7 @@ class CacheVote:
 
 @contextmanager
 def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
-    """While open, no cache leaves anything out, nor learns anything."""
+    """Context in which no cache skips blocks or changes its state."""
     with HookSet() as hooks:
         for _, hook in _cache_hooks(denoiser):
             if hook.fn_ref.original_forward is not None:
@@ -114,9 +114,9 @@ def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
 
 
 def held_by(tree: Any) -> list[tuple[Tensor, int]]:
-    """The tensors that objects in arguments hold, such as caches of keys, whatever their classes are called.
+    """Return the tensors, of any shape, that objects in arguments hold, such as caches of keys of any class.
 
-    Each with the number of times it has been written to.
+    Each comes with the number of times it has been written to.
     """
     found, seen = list[tuple[Tensor, int]](), set[int]()
     objects = [each for each in leaves(tree) if hasattr(each, "__dict__")]
@@ -132,7 +132,7 @@ def held_by(tree: Any) -> list[tuple[Tensor, int]]:
 
 
 def are_as_before(before: Sequence[tuple[Tensor, int]], now: Sequence[tuple[Tensor, int]]) -> bool:
-    """Whether what is held now is what was held before, and nobody has written to it."""
+    """Whether the tensors held, of any shape, are the same as before, and none has been written to."""
     return [(id(x), version) for x, version in before] == [(id(x), version) for x, version in now]
 
 

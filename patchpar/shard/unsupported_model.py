@@ -1,4 +1,4 @@
-"""What fails in a model that ranks share becomes a refusal in words; what fails without us fails as it does then."""
+"""Failures of a split model as UnsupportedModel with a reason; what fails without the split raises its own error."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 
 
 def is_of_the_split(error: Exception) -> bool:
-    """Whether an error may come from how a model was split, so that another way may do; others are told as they are."""
+    """Whether an error may come from the split of a model, so that another split may work; others are raised as is."""
     if isinstance(error, PatchparError):
         return isinstance(error, (UnsupportedModel, VerificationError))
     return not isinstance(error, torch.OutOfMemoryError)
@@ -20,9 +20,9 @@ def is_of_the_split(error: Exception) -> bool:
 
 @contextmanager
 def refused_in_words(network: object, plan: str, way_out: str, plain: Callable[[], Any]) -> Iterator[None]:
-    """Raises UnsupportedModel for whatever fails meanwhile in the model's own code, but does not fail in `plain`.
+    """Context that raises UnsupportedModel for any failure of the model's own code that does not occur in `plain`.
 
-    `plain` is the same call without us; what that raises is raised. Errors of ours pass.
+    `plain` is the same call without the split; its own error is raised. Errors of patchpar pass unchanged.
     """
     try:
         yield
@@ -31,25 +31,25 @@ def refused_in_words(network: object, plan: str, way_out: str, plain: Callable[[
             raise
         plain()
         raise UnsupportedModel(
-            f"{type(network).__name__} cannot be run with plan {plan}: with its work split it fails, and whole it does "
-            f"not ({in_one_line(error)}). {way_out}"
+            f"{type(network).__name__} cannot be run with plan {plan}: with its work split it fails, on one rank it "
+            f"does not ({in_one_line(error)}). {way_out}"
         ) from error
 
 
 def refuse_gradients(network: object, plan: str, call: Any) -> None:
-    """Raise UnsupportedModel where what a network is called with asks for gradients: ranks exchange values only.
+    """Raise UnsupportedModel where an argument of a network requires gradients: ranks exchange values only.
 
-    On all ranks alike, before any of them works: what a pipeline does next depends on those gradients.
+    All ranks raise before any computes: what a pipeline does next depends on those gradients.
     """
     if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(call)):
         raise UnsupportedModel(
-            f"gradients are taken through {type(network).__name__}, whose work plan {plan} shares between ranks: they "
-            "exchange values, but no gradients, and a loss may be of several prompts. Use one device for this call"
+            f"gradients are taken through {type(network).__name__}, whose work plan {plan} splits between ranks: they "
+            "exchange values, but no gradients, and a loss may cover several prompts. Use one device for this call"
         )
 
 
 def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], Any]:
-    """What attention processors hold that has tensors in it, by the path of the layer and the processor's attribute."""
+    """Return attributes of attention processors that contain tensors, by path of the layer and attribute name."""
     found: dict[tuple[str, str], Any] = {}
     for path, layer in network.named_modules():
         processor = getattr(layer, "processor", None)
@@ -64,19 +64,19 @@ def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], Any]:
 def refuse_what_processors_keep(network: nn.Module, plan: str, before: Mapping[tuple[str, str], Any]) -> None:
     """Raise UnsupportedModel where a processor holds other tensors than `before` the call.
 
-    Self-attention guidance (arXiv:2210.00939) and attention stores read the weights of a whole call there, and would
-    take those of a rank's share for them.
+    Self-attention guidance (arXiv:2210.00939) and attention stores read the weights of a whole call there, but would
+    get those of this rank's part.
     """
     for (path, name), value in kept_by_processors(network).items():
         if before.get((path, name)) is not value:
             raise UnsupportedModel(
-                f"the attention processor of {path} in {type(network).__name__} keeps {name} of each call, for others "
-                f"to read, and under plan {plan} that is of this rank's share only. Use one device, or data=N, for "
+                f"the attention processor of {path} in {type(network).__name__} keeps {name} of each call for other "
+                f"code to read, and under plan {plan} it covers this rank's part only. Use one device, or data=N, for "
                 "this call"
             )
 
 
 def in_one_line(error: Exception) -> str:
-    """The error's type and what it says, cut where it says much."""
+    """Return the error's type and message on one line, the message cut to 300 characters."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__

@@ -1,6 +1,6 @@
-"""What happens when a split denoiser is first used: it is compared with its plain forward, once, by all ranks together.
+"""Verification of a split denoiser at its first use: all ranks together compare it with its plain forward, once.
 
-The verdict is kept for the next time. Its exchanges are no part of a call's figures.
+The result is cached. Exchanges of the verification are not part of a call's statistics.
 """
 
 import math
@@ -25,11 +25,11 @@ from patchpar.shard.verification_cache import VerificationCache
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
-TIME = "timestep"  # may be a plain number, and is another one in every step; or a tensor, with a time for each token
+TIME = "timestep"  # a plain number that differs in every step, or a tensor, with a timestep for each token
 
 
 class Comparison(NamedTuple):
-    """How far a split call is from the plain one on this rank, and how far rounding may take it: relative errors."""
+    """Relative error of a split call against the plain one on this rank, and the limit that rounding explains."""
 
     error: float
     limit: float
@@ -43,7 +43,7 @@ def verify_once(
     what: str,
     way_out: str = "",
 ) -> float:
-    """The error known for these facts, or the `largest_error` now. All ranks of the axis call it together.
+    """Return the error cached for these facts, or the `largest_error` now. All ranks of the axis call it together.
 
     Raises UnsupportedModel where they do not have the same facts, VerificationError.
     """
@@ -54,7 +54,7 @@ def verify_once(
         known = verifications.find(key, "relative_error", _error)
         if not known_to_all(mesh, facts["denoiser"], key, known is not None) or known is None:
             known = largest_error(mesh, compare(), what, way_out)
-            verifications.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
+            verifications.remember(key, facts, relative_error=known)  # on every rank: home folders may differ
     comm.traffic.note("check", "", "first use", start)
     return known
 
@@ -62,10 +62,10 @@ def verify_once(
 def largest_error(
     mesh: tuple[Communicator, Axis], compared: Iterable[Sequence[Comparison]], what: str, way_out: str = ""
 ) -> float:
-    """Over all comparisons and ranks, which look at one sequence of them together before they make the next.
+    """Return the largest error of all comparisons and ranks; ranks gather each sequence before they make the next.
 
-    Raises VerificationError with the figures, on all ranks alike, where rounding does not explain one: `what` is not
-    the same as the plain model, and `way_out` says what to do.
+    Raises VerificationError with the figures, on all ranks alike, where an error is above its limit: `what` differs
+    from the plain model, and `way_out` is what to do.
     """
     (comm, axis), worst = mesh, 0.0
     for each in compared:
@@ -83,7 +83,7 @@ def largest_error(
 
 
 def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known: bool) -> bool:
-    """Whether every rank of the axis knows what stands under `key`: decided together, or somebody would wait.
+    """Whether every rank of the axis has a result under `key`. Ranks decide together, or some would wait for others.
 
     Raises UnsupportedModel where they do not have the same key for a network of that class.
     """
@@ -100,9 +100,9 @@ def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known:
 
 
 def _error(value: Any) -> float:
-    """A relative error as it was written down. Raises ValueError for anything else."""
+    """Return a relative error read from a file. Raises ValueError for anything else."""
     if not is_number(value, 0) or value == math.inf:
-        raise ValueError(f"{value!r:.80} is no relative error")
+        raise ValueError(f"{value!r:.80} is not a relative error")
     return float(value)
 
 
@@ -116,9 +116,9 @@ def _uncounted(comm: Communicator) -> Iterator[None]:
 
 
 def fingerprint_of(denoiser: nn.Module) -> dict[str, Any]:
-    """Facts of a denoiser that every verdict depends on: what it is made of, and what anybody has put into it.
+    """Return the facts of a denoiser that a verification result depends on: class, configuration, fingerprint.
 
-    Not what diffusers notes beside its configuration: a list of defaults, in another order in every process, and paths.
+    Without private entries of the configuration: paths, and a list of defaults in another order in every process.
     """
     config = getattr(denoiser, "config", {})
     return {
@@ -129,47 +129,47 @@ def fingerprint_of(denoiser: nn.Module) -> dict[str, Any]:
 
 
 def call_signature(call: Call) -> Any:
-    """What may not change from one call to the next without another check."""
+    """Return what must not change from one call to the next without another verification."""
     args, kwargs = call
     leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if not _is_the_time(name, x)}))
     return spec, tuple(map(_sort_of, leaves))
 
 
 def arguments_of(call: Call) -> list[str]:
-    """The same for people, and for files."""
+    """Return the signature of a call as texts, for messages and files."""
     leaves, _ = tree_flatten_with_path(call)
     named = ((keystr(path), leaf) for path, leaf in leaves if leaf is not None)
     return [f"{name} {_sort_of(leaf)}" for name, leaf in named if not _is_the_time(name, leaf)]
 
 
 def _is_the_time(name: str, leaf: Any) -> bool:
-    """Whether an argument says when it is, and nothing of what is denoised.
+    """Whether an argument is a plain timestep.
 
-    A switch such as `use_cross_timestep` is none: it changes what is computed.
+    A switch such as `use_cross_timestep` is not: it changes the computation.
     """
     return TIME in name and not isinstance(leaf, (Tensor, bool))
 
 
 def _sort_of(leaf: Any) -> str:
-    """A tensor's shape, or the value of what may be a number of frames."""
+    """Return a tensor's shape and dtype, or the value of what may be a number of frames."""
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}"
     return repr(leaf) if isinstance(leaf, (int, str, bool)) else type(leaf).__name__
 
 
 def with_noise_for_zeros(call: Call) -> Call | None:
-    """The same call with random numbers in residuals that are all zeros; None where there are none.
+    """Return the call with random numbers in tensors that are all zeros; None where there are none.
 
-    Those of a ControlNet are that does not act yet, and nothing of what becomes of them would show.
+    Such are the residuals of a ControlNet that is inactive in this step: errors in their use would not show.
     """
     leaves, spec = tree_flatten(call)
-    asleep = [number for number, leaf in enumerate(leaves) if _is_zeros(leaf)]
-    for number in asleep:
+    all_zeros = [number for number, leaf in enumerate(leaves) if _is_zeros(leaf)]
+    for number in all_zeros:
         generator = torch.Generator().manual_seed(number)
-        asleep_one = leaves[number]
-        noise = torch.randn(asleep_one.shape, generator=generator).to(asleep_one)
-        leaves[number] = asleep_one.with_values(noise) if isinstance(asleep_one, AsyncTensor) else noise
-    return tree_unflatten(leaves, spec) if asleep else None
+        zeros = leaves[number]
+        noise = torch.randn(zeros.shape, generator=generator).to(zeros)
+        leaves[number] = zeros.with_values(noise) if isinstance(zeros, AsyncTensor) else noise
+    return tree_unflatten(leaves, spec) if all_zeros else None
 
 
 def _is_zeros(leaf: Any) -> bool:
@@ -177,7 +177,7 @@ def _is_zeros(leaf: Any) -> bool:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm of `want`; infinite where `got` is not finite."""
+    """Return the norm of `got - want` over that of `want`, both of any shape; infinite where `got` is not finite."""
     got, want = wide(got), wide(want)
     error = (got - want).norm() / want.norm().clamp_min(1e-12)
     return error.item() if math.isfinite(error.item()) else math.inf

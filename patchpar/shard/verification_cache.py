@@ -1,7 +1,7 @@
-"""Remember which denoisers have been checked against their plain forward, so that each is checked once.
+"""Cache of verification results, so that each denoiser is compared with its plain forward once.
 
-A verdict holds for one denoiser class, config and fingerprint, strategy, number of bands, dtype, set of arguments and
-set of versions. One small JSON file each, under the user's cache folder.
+A result holds for one denoiser class, config and fingerprint, strategy, number of bands, dtype, set of arguments and
+set of versions. Each is one small JSON file in the user's cache folder.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ NOWHERE = Path(os.devnull)  # no file can be made below it
 
 @dataclass(frozen=True, slots=True)
 class VerificationCache:
-    """Verdicts kept in `folder`."""
+    """Verification results in `folder`."""
 
     folder: Path
 
     @classmethod
     def in_home(cls) -> "VerificationCache":
-        """The ones of this user. One without a home, as in a container with a user id of its own, keeps none."""
+        """Return this user's cache. A user without a home folder, as in some containers, stores nothing."""
         try:
             home = Path.home()
         except RuntimeError:
@@ -39,34 +39,34 @@ class VerificationCache:
 
     @classmethod
     def of(cls, verify: bool | Path) -> "VerificationCache | None":
-        """What `verify` means: the ones of a folder, of this user, or none."""
+        """Return the cache for the option `verify`: in a folder, this user's (True), or none (False)."""
         if isinstance(verify, Path):
             return cls(verify)
         return cls.in_home() if verify else None
 
     def key(self, facts: Mapping[str, Any]) -> str:
-        """A name for a set of facts, with the versions that matter added."""
+        """Return a name for a set of facts and the versions of patchpar, torch and diffusers."""
         versions = {name: _version(name) for name in ("patchpar", "torch", "diffusers")}
         text = json.dumps({**facts, "versions": versions}, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
-        """What was found then, such as the "relative_error", out of what `read` makes of it; None if nothing was."""
+        """Return the stored entry `what`, such as "relative_error", parsed by `read`; None if missing or invalid."""
         file = self.folder / f"{key}.json"
         if not file.is_file():
             return None
         try:
             return read(read_object(file)[what])
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            log.warning("%s is not what was written there, and is left aside: %s", file, f"{error!r:.200}")
+            log.warning("%s is not what was written there, and is ignored: %s", file, f"{error!r:.200}")
             return None
 
     def remember(self, key: str, facts: Mapping[str, Any], **found: Any) -> None:
-        """Write down what was found. A folder that cannot be written only means checking again next time."""
+        """Store a result. If the folder cannot be written, the next process verifies again."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{key}.json"
-            draft = file.with_suffix(f".{os.getpid()}")  # ranks may write the same verdict at once
+            draft = file.with_suffix(f".{os.getpid()}")  # ranks may write the same result at once
             draft.write_text(json.dumps({**facts, **found}, indent=1, default=str))
             draft.replace(file)
 

@@ -71,7 +71,7 @@ def test_the_checks_see_layers_that_take_a_share_for_all_branches(
     plan: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("shard.batch_arguments", "strategies.cfg.split"):
-        monkeypatch.setattr(f"patchpar.{module}.at_own_place", lambda *_: nullcontext())
+        monkeypatch.setattr(f"patchpar.{module}.at_own_index", lambda *_: nullcontext())
     with pytest.raises(VerificationError, match=rf"UNet2DConditionModel with its batch shared.*{said}"):
         drawn("sd", plan, tmp_path, **options)
 

@@ -23,7 +23,7 @@ def test_a_cache_that_a_function_put_in() -> None:
     refuse_caches(model, stale=True)
     apply_first_block_cache(model, FirstBlockCacheConfig(threshold=0.1))
     refuse_caches(model, stale=False)
-    with pytest.raises(UnsupportedModel, match=r"FirstBlockCacheConfig leaves steps out.*strategy 'exact'"):
+    with pytest.raises(UnsupportedModel, match=r"FirstBlockCacheConfig skips blocks in some steps.*strategy 'exact'"):
         refuse_caches(model, stale=True)
 
 

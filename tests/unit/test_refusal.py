@@ -59,7 +59,7 @@ def test_it_names_plan_class_reason_and_what_works(error: Exception) -> None:
     said = str(raised.value)
     reason = f"{type(error).__name__}: {error}".replace("\n", " ").removesuffix(": ")
     assert said.startswith("Denoiser cannot be run with plan patch=2,strategy=exact: with its work split it fails")
-    assert f"and whole it does not ({reason}). " in said
+    assert f"on one rank it does not ({reason}). " in said
     assert said.endswith("Use plan cfg=2 or data=N, which do not split the picture")
     assert raised.value.__cause__ is error
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_gradients_are_refused_before_any_rank_works() -> None:
         run(AssertionError("it works"), x, cfg=2)
     with torch.no_grad(), pytest.raises(UnsupportedModel, match="it works"):
         run(AssertionError("it works"), x, cfg=2)
-    with pytest.raises(UnsupportedModel, match="of several prompts"):
+    with pytest.raises(UnsupportedModel, match="cover several prompts"):
         called([], x, data=2)
     assert called([], x).requires_grad
 
