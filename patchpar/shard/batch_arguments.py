@@ -80,7 +80,7 @@ class BatchArguments:
         return found
 
     def _kept_or_found(self, plain: Plain, call: Call) -> Found:
-        facts = {**fingerprint_of(self.network), "carriers of the batch": arguments_of(call), "places": self.ranks}
+        facts = {**fingerprint_of(self.network), "carriers of the batch": arguments_of(call), "ranks": self.ranks}
         key = self.verifications.key(facts)
         found = self.verifications.find(key, "carriers", _read)
         if not self.known_to_all(key, found is not None) or found is None:
@@ -104,9 +104,9 @@ class BatchArguments:
                 if error is None:
                     return found
                 failures.append(VerificationError(f"off by {error:.1e}"))
-        ours = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
+        unsupported = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
         reasons = "; ".join(dict.fromkeys(map(in_one_line, failures)))
-        raise ours or VerificationError(
+        raise unsupported or VerificationError(
             f"{type(self.network).__name__} with its batch shared between {self.ranks} ranks differs from the whole "
             f"batch on one rank ({reasons}): neither shapes nor perturbed inputs show which of its arguments carry the "
             f"batch ({', '.join(arguments_of(call))}). Run it with cfg=1 and give the devices to another axis, e.g. "

@@ -70,8 +70,8 @@ def largest_error(
     (comm, axis), worst = mesh, 0.0
     for each in compared:
         own = torch.tensor(each, dtype=torch.float32, device=comm.transport.device)
-        everyone = torch.stack(AllGather(comm, axis, "verify", "verification").same(own))
-        errors, limits = everyone.unbind(-1)
+        of_all = torch.stack(AllGather(comm, axis, "verify", "verification").same(own))
+        errors, limits = of_all.unbind(-1)
         worst = max(worst, float(errors.max()))
         if not bool((errors <= limits).all()):
             figures = ", ".join(f"{error:.1e}" for error in errors.amax(0).tolist())
@@ -90,7 +90,7 @@ def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known:
     comm, axis = mesh
     with _uncounted(comm):
         own = torch.tensor([known, int(key[:12], 16)], device=comm.transport.device)
-        gathered = [(bool(each[0]), int(each[1])) for each in AllGather(comm, axis, "verify", "verdicts").same(own)]
+        gathered = [(bool(each[0]), int(each[1])) for each in AllGather(comm, axis, "verify", "known").same(own)]
     if len({name for _, name in gathered}) > 1:  # all ranks see it
         raise UnsupportedModel(
             f"the ranks hold different networks, or call them differently (here a {network}): what is "

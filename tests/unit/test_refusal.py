@@ -60,7 +60,7 @@ def test_it_names_plan_class_reason_and_what_works(error: Exception) -> None:
     reason = f"{type(error).__name__}: {error}".replace("\n", " ").removesuffix(": ")
     assert said.startswith("Denoiser cannot be run with plan patch=2,strategy=exact: with its work split it fails")
     assert f"on one rank it does not ({reason}). " in said
-    assert said.endswith("Use plan cfg=2 or data=N, which do not split the picture")
+    assert said.endswith("Use plan cfg=2 or data=N, which do not split the image")
     assert raised.value.__cause__ is error
     with pytest.raises(
         UnsupportedModel, match=re.escape("Use cfg=1, and give the devices to another axis, e.g. patch=2")

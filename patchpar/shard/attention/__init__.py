@@ -1,1 +1,1 @@
-"""Exact attention over tokens that several ranks share: everybody's keys at once, rings, heads for tokens, hybrids."""
+"""Attention over tokens split between ranks: exact by all-gather, rings, Ulysses or hybrids; or with stale keys."""

@@ -187,11 +187,11 @@ class PatchedDenoiser(SharedDenoiser):
         meanwhile()
         received = gathering.wait()
         whole = torch.cat([tensors[0] for tensors in received], dim)
-        heard = [tensors[1:] for tensors in received]
+        beside = [tensors[1:] for tensors in received]
         if isinstance(output, tuple):
-            return (whole, *output[1:]), heard
+            return (whole, *output[1:]), beside
         first = next(iter(output))
-        return type(output)(**{**output, first: whole}), heard
+        return type(output)(**{**output, first: whole}), beside
 
     def _dim(self, sample: Tensor) -> int:
         if self.split == "auto":

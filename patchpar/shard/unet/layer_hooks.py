@@ -65,10 +65,10 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         received, rows_beyond = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
         if entry is not None:
             entry.keep({patch.axis.ranks[group_rank]: values for group_rank, values in received.items()}, own)
-        everyone = [
+        of_all = [
             own if group_rank == patch.group_rank else received[group_rank][0] for group_rank in range(patch.axis.size)
         ]
-        normalise = Normalise(module, merge_moments(everyone, (x.shape[0], module.num_groups)))
+        normalise = Normalise(module, merge_moments(of_all, (x.shape[0], module.num_groups)))
         if feeds is not None:
             halo = Halo(*(feeds.activate(normalise, rows) for rows in rows_beyond))
             patch.halos.update(dict.fromkeys(feeds.convs, halo))
@@ -184,10 +184,10 @@ def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, whe
     ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
     both = (x.narrow(dim, 0, reach).clone(), x.narrow(dim, x.shape[dim] - reach, reach).clone())
     specs = tuple(TensorSpec.of(rows) for rows in both)
-    come = patch.cache.send(ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
+    wait = patch.cache.send(ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
 
     def received() -> Received:
-        found, nearest = come(), {}
+        found, nearest = wait(), {}
         if axis.rank > 0:
             rows = found[axis.ranks[axis.rank - 1]][1]
             nearest[axis.ranks[axis.rank - 1]] = [rows.narrow(dim, reach - before, before)]

@@ -176,7 +176,7 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
 
 
 def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
-    """Recompute in place the rows of `y` = conv(x, zero padded) that read a neighbour's; both are [B, C, ..., h, W].
+    """Recompute in place the rows of `y` = conv(x, zero padded) that read the halo; all are [B, C, ..., h, W].
 
     Only the few border rows are computed twice, so the bulk can be convolved during the exchange, and there is no
     padded copy of `x`.
