@@ -58,6 +58,6 @@ def options(
 
 def main() -> None:
     """Entry point of the `patchpar` command."""
-    # Which library reads images does not matter to somebody who generates one.
+    # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     app()

@@ -19,7 +19,7 @@ from patchpar.models.task_check import RequestedTask
 
 TASK = RequestedTask(verb="app")
 NAME = "patchpar_app"
-"""Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
+"""Name under which the demo's package is imported, from any folder: the name `app` could clash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def serve_app(request: AppFlags) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
-        TASK.check_model(request.model, _loading(request))  # before gradio is missed: that can be installed
+        TASK.check_model(request.model, _loading(request))  # before the check for gradio, which can be installed
         demo = demo_package()
         server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))
         address = server.Address(
@@ -74,7 +74,7 @@ def _face(request: AppFlags) -> str:
 
 
 def demo_package() -> ModuleType:
-    """The demo, from inside the installed package or beside it in a clone. Raises PlanError without gradio."""
+    """Return the demo's package, from the installed package or from a clone. Raises PlanError without gradio."""
     if importlib.util.find_spec("gradio") is None:
         raise PlanError("the demo needs gradio, which is not installed: pip install 'patchpar[app]'")
     if NAME in sys.modules:

@@ -1,4 +1,4 @@
-"""`patchpar compare PROMPT`: the same image under a plan and on one process, and how far they are apart."""
+"""`patchpar compare PROMPT`: generate an image with a plan and with one process, and report the difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from patchpar.models.task_check import RequestedTask
 if TYPE_CHECKING:
     from patchpar import Plan
 
-WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what is compared
+WARM_UP_STEPS = 2  # memory is allocated and kernels are chosen in the first steps, which are not compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class CompareFlags(ImageFlags):
 
 
 class ComparedRun(NamedTuple):
-    """One side of the comparison: statistics of the run, and float images (H, W, C) in 0..1."""
+    """One of the two runs: its statistics, and float images (H, W, C) in 0..1."""
 
     run: Any
     images: list[Any]
@@ -77,7 +77,7 @@ def _both(request: CompareFlags, requested_task: RequestedTask) -> tuple[Compare
 
 
 def of_one(plan: Plan) -> Plan:
-    """What one process generates to compare with: the plain pipeline, or the same large image from patches."""
+    """Return the plan of the single process: the plain pipeline, or structure guidance on one rank."""
     from patchpar import Plan
 
     return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
@@ -94,7 +94,7 @@ def _generate(
     with progress(title) as step, ended_at_once(), ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         requested_task.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
-        exact = {"output_type": "np"}  # not rounded to 8 bits: small errors show
+        exact = {"output_type": "np"}  # not rounded to 8 bits, so that small errors are measured
         pipe(**request.for_images() | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step, pipe.tracing = step, request.trace is not None
         output = pipe(**request.for_images() | exact)
@@ -102,7 +102,7 @@ def _generate(
 
 
 def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:
-    """The figures of `compare`: the worst image counts. max_abs_diff is on the 0..1 scale."""
+    """Return the metrics of the worst image, and the speed-up. psnr_db in dB; max_abs_diff on the 0..1 scale."""
     from patchpar.pipeline.image_metrics import max_abs_diff, psnr, ssim
 
     pairs = list(zip(planned.images, single.images, strict=True))

@@ -1,4 +1,4 @@
-"""What the command line says and where: results on stdout, everything else on stderr, errors with an exit code."""
+"""Output of the command line: results on stdout, everything else on stderr, errors with an exit code."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FAILURE = 1
 
 @contextlib.contextmanager
 def friendly_errors(debug: bool) -> Iterator[None]:
-    """Say what went wrong on stderr and leave with 2 for bad use, 1 for failure; `debug` adds the traceback."""
+    """Print errors on stderr and exit with 2 for invalid arguments, 1 for a failure; `debug` adds the traceback."""
     try:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except Exception as error:  # noqa: BLE001 (the last stop before the shell: whatever it is, say it)
+    except Exception as error:  # noqa: BLE001 (outermost handler: every error is printed)
         if debug:
             traceback.print_exc()
         typer.secho(f"error: {_text_of(error)}", fg="red", err=True)
@@ -37,7 +37,7 @@ def friendly_errors(debug: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stdout_kept_clean(wanted: bool) -> Iterator[None]:
-    """While inside, whatever this process or a worker writes to stdout goes to stderr: `--json` owns stdout."""
+    """Redirect stdout of this process and its workers to stderr, so that `--json` prints nothing else on stdout."""
     if not wanted:
         yield
         return
@@ -54,7 +54,7 @@ def stdout_kept_clean(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; the value is the hook to call with (step, number of steps). Until then it says `first`."""
+    """Show a progress bar on stderr; yields a function to call with (step, number of steps). `first`: initial text."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -72,7 +72,7 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """One object on stdout. JSON has no infinity: such a figure becomes null."""
+    """Print one JSON object on stdout. JSON has no infinity, so that it becomes null."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
@@ -80,7 +80,7 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's own
+    text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's traceback
     message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
     return f"{message} (--debug shows where)" if is_cut or message is not text else message
 

@@ -24,7 +24,7 @@ from patchpar.models.task_check import RequestedTask
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 TASK = RequestedTask(verb="doctor")
-"""Its model has to generate an image."""
+"""doctor needs a model that generates an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +48,17 @@ def doctor(request: DoctorFlags) -> None:
         if request.json:
             print_json(findings)
         else:
-            _tell(findings)
+            _print(findings)
         if not findings["collective"]["ok"]:
             raise typer.Exit(FAILURE)
 
 
 def examine(request: DoctorFlags) -> dict[str, Any]:
-    """All findings of doctor, as in its JSON."""
+    """Return all results of doctor, as in its JSON. Raises PlanError."""
     from patchpar.launch.devices import resolve_devices
     from patchpar.models.files import resolve_model
 
-    resolve_model(request.model, {})  # refused before anything is tried
+    resolve_model(request.model, {})  # an unknown model is refused before anything runs
     return {
         "versions": versions(),
         "host": host(),
@@ -70,7 +70,7 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter; 'missing' where one is not installed."""
+    """Return the versions of Python and of PACKAGES; 'missing' for one that is not installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -81,21 +81,21 @@ def versions() -> dict[str, str]:
 
 
 def host() -> dict[str, Any]:
-    """The machine: system, cores that this process may use, free memory in bytes (None where unknown)."""
+    """Return system, cores that this process may use, and free memory in bytes (None if unknown)."""
     from patchpar.launch.devices import available_cores
 
     return {"system": platform.platform(), "cores": available_cores(), "free_bytes": free_memory()}
 
 
 def free_memory() -> int | None:
-    """Bytes that a new process can have without anything being swapped out; None where the system does not tell."""
+    """Return the bytes that a new process can allocate without swapping; None if the system does not report it."""
     table = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.exists() else None
     return int(found[1]) * 1024 if found else None
 
 
 def graphics_cards() -> list[dict[str, Any]]:
-    """Each CUDA device with its name and memory in bytes."""
+    """Return name and memory in bytes of each CUDA device."""
     import torch
 
     found = []
@@ -107,7 +107,7 @@ def graphics_cards() -> list[dict[str, Any]]:
 
 
 def links() -> str | None:
-    """How the cards are connected, in the words of `nvidia-smi topo -m`; None without it."""
+    """Return the output of `nvidia-smi topo -m`, the links between GPUs; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
@@ -115,7 +115,7 @@ def links() -> str | None:
 
 
 def collective_test(devices: Sequence[str]) -> dict[str, Any]:
-    """Start a worker on each device (two on the CPU if there is but one), add up their ranks, and stop them again."""
+    """Start a worker on each device (two on the CPU if there is only one), add up their ranks, and stop them."""
     from patchpar.launch.local import LocalExecutor
 
     devices = devices if len(devices) > 1 else ("cpu", "cpu")
@@ -125,14 +125,14 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
         with LocalExecutor(devices, "patchpar.comm.transport.probe:Probe") as workers:
             sums = workers.call("sum_of_ranks")
         found["ok"] = sums == [sum(range(len(devices)))] * len(devices)
-        found["error"] = None if found["ok"] else f"the sum of all ranks came out as {sums}"
+        found["error"] = None if found["ok"] else f"the sum of all ranks is wrong: {sums}"
     except PatchparError as error:
         found["error"] = str(error)
     return {**found, "seconds": time.perf_counter() - began}
 
 
 def choice(request: DoctorFlags) -> dict[str, Any]:
-    """The plan that is chosen for one step of an image of the model's own size, and why; that step is run."""
+    """Run one step of an image of the model's default size; return the chosen plan, its reason and the statistics."""
     from patchpar import ParallelPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
@@ -145,7 +145,7 @@ def choice(request: DoctorFlags) -> dict[str, Any]:
         return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
 
 
-def _tell(findings: dict[str, Any]) -> None:
+def _print(findings: dict[str, Any]) -> None:
     typer.echo("versions  " + ", ".join(f"{name} {number}" for name, number in findings["versions"].items()))
     machine = findings["host"]
     typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {_gib(machine['free_bytes'])} free")

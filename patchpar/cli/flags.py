@@ -1,4 +1,4 @@
-"""One frozen dataclass per verb: its fields are the flags. Here are those that several verbs share."""
+"""One frozen dataclass per command: its fields are the flags. This file has those that several commands use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F = TypeVar("F")
 
 
 class Dtype(str, Enum):
-    """Number formats that a model can be loaded in."""
+    """Dtypes of the loaded weights."""
 
     float32 = "float32"
     float16 = "float16"
@@ -43,7 +43,7 @@ FACE = "embedded-face"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags:
-    """Which model, on which devices, with which plan."""
+    """Flags of model, devices and plan."""
 
     model: Model = "embedded"
     devices: Devices = "auto"
@@ -61,7 +61,7 @@ class ModelFlags:
     debug: Debug = False
 
     def check_counts(self, *names: str) -> None:
-        """Raise PlanError for a count or a size below 1 or a trace that cannot be written, before the start."""
+        """Raise PlanError for a count or size below 1, an invalid deadline, or a trace that cannot be written."""
         for name in ("steps", *names):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -71,51 +71,51 @@ class ModelFlags:
             check_can_write(self.trace, "--trace", "trace.json")
 
     def for_loading(self) -> dict[str, Any]:
-        """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
+        """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
         dtype = None if self.dtype is None else self.dtype.value
         return given(torch_dtype=dtype, variant=self.variant, vae=self.vae, deadline=self.deadline)
 
     def for_sampling(self) -> dict[str, Any]:
-        """Steps and guidance, as diffusers names them."""
+        """Return steps and guidance by diffusers' names."""
         return given(num_inference_steps=self.steps, guidance_scale=self.guidance_scale)
 
     def traced(self) -> dict[str, str]:
-        """Where the trace is, for the report; empty where none was asked for."""
+        """Return the path of the trace, for the report; empty without --trace."""
         return {} if self.trace is None else {"trace": str(self.trace)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedFlags(ModelFlags):
-    """The same, at a size."""
+    """Flags of model, devices and plan, and of the size."""
 
     height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
 
     def check_counts(self, *names: str) -> None:
-        """As of all, and of the size."""
+        """Check the size too. Raises PlanError."""
         ModelFlags.check_counts(self, "height", "width", *names)
 
     def for_sampling(self) -> dict[str, Any]:
-        """Size, steps and guidance, as diffusers names them."""
+        """Return size, steps and guidance by diffusers' names."""
         return {**given(height=self.height, width=self.width), **ModelFlags.for_sampling(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFlags(SizedFlags):
-    """Which images to generate."""
+    """Flags of prompts, seed and number of images."""
 
     prompt: Annotated[list[str], typer.Argument(help="What to generate. Several prompts make several images.")]
     seed: Annotated[int, typer.Option(help="Seed of the first image; each further image adds 1.")] = 0
     num_images: Annotated[int, typer.Option(help="Images per prompt.")] = 1
 
     def check(self) -> None:
-        """Raise PlanError for invalid flags, before anything is started."""
+        """Raise PlanError for invalid flags."""
         self.check_counts("num_images")
 
     def for_images(self) -> dict[str, Any]:
-        """Keyword arguments of the pipeline's call, as diffusers names them.
+        """Return keyword arguments of the pipeline's call by diffusers' names.
 
-        Each image has a generator of its own, so that it is the same alone as among others.
+        Each image has its own generator, so that it does not depend on the other images.
         """
         from torch import Generator
 
@@ -132,14 +132,14 @@ class ImageFlags(SizedFlags):
 
     @property
     def images(self) -> int:
-        """Number of images that are generated."""
+        """Number of generated images."""
         return len(self.prompt) * self.num_images
 
 
 def plan_of(plan: str, strategy: str | None, devices: str) -> Plan | str:
-    """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid.
+    """Return the plan of `--plan` and `--strategy` for `ParallelPipeline`. Raises PlanError that lists valid values.
 
-    A strategy that is the same for any number of ranks needs no plan: it uses all `devices`.
+    A strategy whose result does not depend on the number of ranks needs no plan: it uses all `devices`.
     """
     from patchpar import Plan
     from patchpar.strategies import parse_strategy
@@ -162,7 +162,7 @@ def _count(devices: str) -> int:
 
 
 def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
-    """The command as typer wants it: one parameter for each field of the dataclass that it takes."""
+    """Return the command for typer, with one parameter for each field of its dataclass."""
     hints = get_type_hints(flags, include_extras=True)
 
     @wraps(command)
@@ -185,11 +185,11 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
 
 
 def check_deadline(seconds: float) -> None:
-    """Raise PlanError for a `--deadline` that cannot be, before anything is started."""
+    """Raise PlanError unless `--deadline` is finite and above 0."""
     if not 0 < seconds < float("inf"):
         raise PlanError(f"--deadline {seconds:g}: it must be a finite number of seconds above 0")
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """What was not left out."""
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}

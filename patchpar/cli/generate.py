@@ -34,14 +34,14 @@ def generate(request: GenerateFlags) -> None:
             requested_task = RequestedTask(verb="generate", per_prompt=request.num_images)
             run, saved = run_and_save(request, requested_task, request.for_images, lambda output: _saved(output, paths))
         if not saved:
-            return  # under torchrun, a rank that has no result: rank 0 saves and reports
+            return  # under torchrun, a rank other than 0, which saves and reports
         if request.trace is not None:
             run.save_trace(request.trace)
         _report(run, paths, request)
 
 
 def _saved(output: Any, paths: list[Path]) -> bool:
-    """Save the images, if this rank has any."""
+    """Save the images if this rank has them; return whether it has."""
     images = images_of(output)
     for image, path in zip(images or (), paths if images else (), strict=True):
         save(image, path)
@@ -49,14 +49,14 @@ def _saved(output: Any, paths: list[Path]) -> bool:
 
 
 def images_of(output: Any) -> list[Any] | None:
-    """The images of a pipeline's output, None on a rank that has none.
+    """Return the images of a pipeline's output; None on a rank without a result.
 
-    Raises PlanError for a pipeline that makes something else.
+    Raises PlanError for a pipeline whose output is no image.
     """
     if not hasattr(output, "images"):
         raise PlanError(
             f"this model returns {type(output).__name__}, which has no images; "
-            "the command line generates images only: use ParallelPipeline in Python for it"
+            "this command generates images only: use ParallelPipeline in Python for it"
         )
     return None if output.images is None else list(output.images)
 

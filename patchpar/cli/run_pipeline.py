@@ -1,4 +1,4 @@
-"""Open the pipeline that flags ask for and call it once, with a bar that shows the steps."""
+"""Open the pipeline of the flags and call it once, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Keep = Callable[[Any], Any]
 
 
 def itself(output: Any) -> Any:
-    """Nothing is made of the output yet."""
+    """Return the output unchanged."""
     return output
 
 
 def run_and_save(
     request: SizedFlags, requested_task: RequestedTask, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
 ) -> tuple[Any, Any]:
-    """(figures of the call, what `keep` made of its output). `arguments` may be slow: workers start meanwhile."""
+    """Return (statistics, `keep` of the output). `arguments` may be slow, since workers start before."""
     return returned_by(request, requested_task, lambda pipe: pipe(**arguments()), keep)
 
 
 def returned_by(
     request: ModelFlags, requested_task: RequestedTask, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
 ) -> tuple[Any, Any]:
-    """(figures of the call, what `keep` made of its result). `options` are of how the pipeline is loaded.
+    """Return (statistics, `keep` of the result of `call`). `options` go to `ParallelPipeline.from_pretrained`.
 
-    `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave. Raises PlanError for a
-    model that cannot do `requested_task`: before it is loaded where its folder tells, else before any rank works.
+    `call` gets the pipeline. `keep` runs while the workers stop. Raises PlanError for a model that cannot do
+    `requested_task`: before loading if its folder shows it, else before any rank computes.
     """
     requested_task.check_model(request.model, request.for_loading())
     from patchpar import ParallelPipeline

@@ -1,7 +1,7 @@
-"""How a command ends before its time: ctrl-C, and signals that ask it to end, leave nothing running and nothing half.
+"""End a command by ctrl-C or a signal, without leaving workers running or files incomplete.
 
-They unwind the main thread, so that whatever is open is closed: workers, videos, pages. Where that thread is inside a
-kernel it does not hear of them before the kernel returns; `ended_at_once` sees to that.
+The signals unwind the main thread, which closes workers, videos and pages. While that thread is inside a kernel, Python
+handles no signal until the kernel returns; `ended_at_once` is for that case.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import typer
 from patchpar.stream.web.shutdown import ENDING, signals_unwind
 
 INTERRUPTED = 128 + signal.SIGINT
-"""What a shell expects of a command that ctrl-C has ended."""
+"""Exit code that shells expect after ctrl-C."""
 SECONDS = 3.0
-"""For the main thread to hear of a signal."""
+"""Time for the main thread to handle a signal."""
 SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """While inside, a signal that asks to end closes what is open, as ctrl-C does. The exit code is 128 + number."""
+    """Let termination signals unwind the main thread, as ctrl-C does. The exit code is 128 + signal number."""
     with signals_unwind():
         try:
             yield
@@ -41,10 +41,10 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """While inside, ctrl-C and the like end this process also when the main thread cannot hear of them.
+    """End this process by ctrl-C and termination signals also while the main thread cannot handle them.
 
-    To be entered where nothing is open that would have to be closed: the process is gone then, as it is. Outside of the
-    main thread it does nothing.
+    Use it only where nothing is open that has to be closed, since the process exits at once. Does nothing outside the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def ended_at_once() -> Iterator[None]:
     read, write = os.pipe()
     os.set_blocking(write, False)
     left = threading.Event()
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # written to when a signal comes, wherever we are
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # a signal writes its number, also inside a kernel
     watch = threading.Thread(target=_watch, args=(read, left), name="patchpar-ending", daemon=True)
     watch.start()
     try:

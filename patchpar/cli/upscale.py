@@ -1,4 +1,4 @@
-"""`patchpar upscale IMAGE`: generate an image again, larger, and save it."""
+"""`patchpar upscale IMAGE`: upscale an image and save it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class UpscaleFlags(ModelFlags):
     output: Annotated[Path, typer.Option("--output", "-o", help="File of the larger image.")] = Path("upscaled.png")
 
     def check(self) -> None:
-        """Raise PlanError for invalid flags, before anything is started."""
+        """Raise PlanError for invalid flags."""
         self.check_counts()
         if not self.image.is_file():
             raise PlanError(f"{self.image}: there is no such file")
         check_writable(self.output)
 
     def for_images(self) -> dict[str, Any]:
-        """Keyword arguments of `patchpar.upscale`."""
+        """Return keyword arguments of `patchpar.upscale`."""
         from torch import Generator
 
         return given(
@@ -61,7 +61,7 @@ def enlarge(request: UpscaleFlags) -> None:
             work = partial(_upscaled, image=image, request=request)
             run, size = returned_by(request, requested_task, work, keep, task="image-to-image")
         if size is None:
-            return  # under torchrun, a rank that has no result: rank 0 saves and reports
+            return  # under torchrun, a rank other than 0, which saves and reports
         if request.trace is not None:
             run.save_trace(request.trace)
         _report(run, size, request)
@@ -74,7 +74,7 @@ def _upscaled(pipe: Any, image: Any, request: UpscaleFlags) -> Any:
 
 
 def _saved(path: Path, larger: Any) -> tuple[int, int] | None:
-    """Width and height of the saved image in pixels; None on a rank that has no result."""
+    """Save the image; return its width and height in pixels, None on a rank without a result."""
     if larger is None:
         return None
     save(larger, path)

@@ -1,4 +1,4 @@
-"""`patchpar video PROMPT`: generate a video and save it as a file, or frame by frame."""
+"""`patchpar video PROMPT`: generate a video and save it as a file, or as frames."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VideoFlags(SizedFlags):
     frames: Annotated[Path | None, typer.Option(help="Also write each frame as PNG into this folder.")] = None
 
     def check(self) -> None:
-        """Raise PlanError for invalid flags, before anything is started."""
+        """Raise PlanError for invalid flags."""
         self.check_counts("num_frames", "fps")
         if self.prompt is None and self.image is None:
             raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")
@@ -44,7 +44,7 @@ class VideoFlags(SizedFlags):
             check_folder(self.frames)
 
     def for_images(self, loaded_image: Any) -> dict[str, Any]:
-        """Keyword arguments of the pipeline's call, as diffusers names them."""
+        """Return keyword arguments of the pipeline's call by diffusers' names."""
         from torch import Generator
 
         return given(
@@ -57,7 +57,7 @@ class VideoFlags(SizedFlags):
         )
 
     def opened_image(self) -> Any:
-        """The first frame, None without. Raises PlanError."""
+        """Return the first frame, None without --image. Raises PlanError."""
         return None if self.image is None else read_image_file(self.image, f"--image {self.image}")
 
 
@@ -71,7 +71,7 @@ def video(request: VideoFlags) -> None:
             run, output = run_and_save(request, requested_task, lambda: request.for_images(loaded_image))
         frames = frames_of(output)
         if frames is None:
-            return  # under torchrun, a rank that has no result: rank 0 saves and reports
+            return  # under torchrun, a rank other than 0, which saves and reports
         save_video(frames, request.output, request.fps)
         paths = [request.output, *(save_frames(frames, request.frames) if request.frames is not None else [])]
         if request.trace is not None:

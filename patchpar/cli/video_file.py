@@ -1,4 +1,4 @@
-"""Videos on disk: frames of a pipeline's output, encoded by PyAV, whole files or none."""
+"""Video files: frames of a pipeline's output, encoded by PyAV into complete files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOOD = {"libx264": {"crf": "16"}, "libvpx-vp9": {"crf": "24", "b:v": "0"}}  # qu
 
 
 def check_video(path: Path) -> None:
-    """Raise PlanError if no video can be written to `path`. To be called before the work is done."""
+    """Raise PlanError if no video can be written to `path`. Call it before the run."""
     if path.suffix.lower() not in CODECS:
         known = ", ".join(CODECS)
         raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no video format; use one of {known}")
@@ -27,17 +27,17 @@ def check_video(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise PlanError unless frames can be written into `folder`, which is made if it is not there."""
+    """Create `folder` if it does not exist. Raises PlanError if frames cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--frames {folder}: the folder cannot be made: {error}") from error
+        raise PlanError(f"--frames {folder}: the folder cannot be created: {error}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PlanError(f"--frames {folder}: no permission to write there")
 
 
 def frames_of(output: Any) -> NDArray[np.uint8] | None:
-    """Frames [F, H, W, 3] of a pipeline's output; None on a rank that has none. Raises PlanError."""
+    """Return frames [F, H, W, 3] of a pipeline's output; None on a rank without a result. Raises PlanError."""
     if not hasattr(output, "frames"):
         raise PlanError(
             f"this model returns {type(output).__name__}, which has no frames: `patchpar generate` generates images"
@@ -57,9 +57,9 @@ def frames_of(output: Any) -> NDArray[np.uint8] | None:
 
 
 def save_video(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
-    """Encode them, whole or not at all. Raises PlanError."""
-    with written_whole(path) as beside:
-        _encode(frames, beside, fps)
+    """Encode frames [F, H, W, 3] at `fps` frames per second; a complete file or none. Raises PlanError."""
+    with written_whole(path) as temporary:
+        _encode(frames, temporary, fps)
 
 
 def _encode(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
@@ -67,7 +67,7 @@ def _encode(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
 
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
-        raise PlanError(f"frames are {height} x {width}, and video formats want even sides: use --frames to save PNGs")
+        raise PlanError(f"frames are {height} x {width}, but video codecs need even sides: save PNGs with --frames")
     codec = CODECS[path.suffix.lower()]
     with av.open(str(path), "w") as container:
         try:
@@ -81,7 +81,7 @@ def _encode(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
 
 
 def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
-    """One PNG for each frame: frame-0001.png and so on."""
+    """Save frames [F, H, W, 3] as frame-0001.png and so on; return the paths."""
     from PIL import Image
 
     paths = [folder / f"frame-{number:04d}.png" for number in range(1, len(frames) + 1)]

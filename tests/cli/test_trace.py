@@ -52,5 +52,5 @@ def test_no_permission_names_the_flag(fake: Any, run: Any, tmp_path: Path, monke
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere, so chmod proves nothing
     result = run("generate", "a fox", "--trace", tmp_path / "out.json", "-o", tmp_path / "x.png")
     assert result.exit_code == 2
-    assert "choose another place with --trace" in result.stderr
+    assert "choose another path with --trace" in result.stderr
     assert not fake.opened

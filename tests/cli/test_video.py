@@ -125,7 +125,7 @@ def test_under_torchrun_other_ranks_have_none() -> None:
 
 
 def test_odd_sides_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="7 x 8, and video formats want even sides: use --frames"):
+    with pytest.raises(PlanError, match="7 x 8, but video codecs need even sides: save PNGs with --frames"):
         save_video(np.zeros((2, 7, 8, 3), np.uint8), tmp_path / "a.mp4", 8)
     assert list(tmp_path.iterdir()) == []
 
