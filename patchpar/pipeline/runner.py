@@ -1,12 +1,12 @@
-"""What one rank does: holds the diffusers pipeline, makes its denoiser parallel, runs its own loop untouched.
+"""The engine of one rank: holds the diffusers pipeline, makes its denoiser parallel, runs its own loop unchanged.
 
-    load / adopt     a pipeline from a folder or the hub, or one handed over
+    load / adopt     a pipeline from a folder or the hub, or one in memory
     install          the plan: a hook on every denoiser, every VAE in bands; nothing else of the pipeline changes
     generate         one call of the pipeline, the same on every rank
     apply            any other method or attribute of the pipeline, on every rank
-    restore          every hook out
+    restore          remove every hook
 
-The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-processing are diffusers' own.
+Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post-processing are diffusers' own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class PipelineRunner:
         self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
         self._transport: Transport | None = None
         self._arguments: dict[str, Any] = {}
-        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
+        if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that print
             silence_libraries()
 
     # --- the pipeline -------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class PipelineRunner:
 
     def _check_memory(self, weight_bytes: int) -> None:
         if self.device.type != "cuda":
-            return  # the caller has looked at the memory of all CPU ranks together
+            return  # the caller has checked the memory of all CPU ranks together
         free, _ = torch.cuda.mem_get_info(self.device)
         if weight_bytes > free:
             raise PlanError(
@@ -92,12 +92,12 @@ class PipelineRunner:
             )
 
     def adopt(self, pipe: Any) -> PipelineInfo:
-        """Take a pipeline that is in memory."""
+        """Use a pipeline in memory. Raises UnsupportedModel for an offloaded, spread, parallel or compiled one."""
         if getattr(pipe, "hf_device_map", None):
             raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
         offloaded = getattr(pipe, "_offload_device", None) is not None or getattr(pipe, "_all_hooks", None)
         if offloaded and self.context.world_size > 1:
-            raise UnsupportedModel("the pipeline is offloaded to the CPU: hand it over without offloading")
+            raise UnsupportedModel("the pipeline is offloaded to the CPU: pass it without offloading")
         refuse_parallel(pipe)
         if self.context.world_size > 1:
             refuse_compiled_denoisers(pipe)
@@ -109,9 +109,9 @@ class PipelineRunner:
     def apply(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False
     ) -> MethodResult:
-        """Call a method of the pipeline, or "vae.method" of a network, with the seams out: it may exchange modules.
+        """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
-        What it returned comes from rank 0, or from `everywhere`, where every rank has its own caller.
+        The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
         """
         self._installed.forget()
         method = attrgetter(name)(self.pipe)
@@ -122,36 +122,39 @@ class PipelineRunner:
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
 
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
-        """Set an attribute of the pipeline, or "vae.attribute" of a network; what its description then has anew."""
+        """Set an attribute of the pipeline, or "vae.attribute" of a network; return what changed in its description."""
         owner, _, attribute = name.rpartition(".")
         if self.context.world_size > 1 and is_name_of_denoiser(name):
             refuse_compiled(value)
         if owner or isinstance(value, nn.Module):
-            self.restore()  # the next call puts its hooks into this one; what is set may stand where they do
+            self.restore()  # the next call installs hooks again; the new value may replace a hooked module
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
         return _set_by_attributes(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
-        """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""
+        """Return an attribute of the pipeline on rank 0, or with `everywhere` on all ranks.
+
+        Raises UnsupportedModel for a network, which stays in its worker.
+        """
         value = attrgetter(name)(self.pipe)
         return value if everywhere else self._sent(f"pipe.{name}", value)
 
     def _sent(self, what: str, value: Any) -> Any:
-        """`value` on rank 0, to go to the caller. Raises UnsupportedModel for a network, or what holds one."""
+        """Return `value` on rank 0, for the caller. Raises UnsupportedModel for a network or a holder of one."""
         if any(_holds_network(leaf) for leaf in leaves(value)):
             raise UnsupportedModel(
-                f"{what} is a {type(value).__name__} that lives in the workers; methods of the pipeline and of its "
-                "networks reach it, such as pipe.set_adapters or pipe.vae.enable_tiling. For anything else change it "
-                "before ParallelPipeline(pipe)"
+                f"{what} is a {type(value).__name__} that exists in the workers only. Call methods of the pipeline and "
+                "of its networks, such as pipe.set_adapters or pipe.vae.enable_tiling; make any other change before "
+                "ParallelPipeline(pipe)"
             )
         return value if self.context.rank == 0 else None
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
     def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
-        """Make denoisers and VAEs parallel. Ranks beyond the plan's stay idle. `verify`: a folder keeps the verdicts.
+        """Make denoisers and VAEs parallel. Ranks beyond the plan's stay idle.
 
-        `vae`: one of the ways of `vae.choice`.
+        `verify`: a path is the folder of the verification results. `vae`: a mode of `shard.vae.modes`.
         """
         self.restore()
         works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
@@ -172,12 +175,12 @@ class PipelineRunner:
         self._installed_for = (plan, verify, vae)
 
     def restore(self) -> None:
-        """Take every hook out: the pipeline is as it was."""
+        """Remove every hook: the pipeline is as before `install`."""
         self._installed.restore()
         self._installed_for = (Plan(), True, "auto")
 
     def control(self, *, exchange: str = "on", vae: str = "on") -> None:
-        """Switch the exchange between bands "off", wrong on purpose, of the denoisers ("frozen" too) or the VAEs."""
+        """Set the exchange between bands to "off" (denoisers also "frozen"), which gives wrong images, for controls."""
         self._installed.control(exchange=exchange, vae=vae)
 
     def _guided(self) -> bool | None:
@@ -188,7 +191,7 @@ class PipelineRunner:
     # --- a call -------------------------------------------------------------------------------------------------
 
     def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
-        """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
+        """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
         if self._installed_for != (options.plan, options.verify, options.vae):
             self.install(options.plan, verify=options.verify, vae=options.vae)
         if options.same_everywhere:
@@ -200,11 +203,11 @@ class PipelineRunner:
         output, figures = self._run(kwargs, options)
         mesh = self._installed.mesh
         if mesh is not None and (mesh["cfg"].rank or mesh["patch"].rank):
-            output = None  # the same as another rank's
+            output = None  # equal to another rank's
         return self._report(output, (figures,), options)
 
     def _run_under_torchrun(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult:
-        """Where every process has a caller of its own."""
+        """Run a call where every process has its own caller."""
         sync = TorchrunSync(self.context, self.device, kwargs)
         sync.begin()
         if self.context.rank >= options.plan.world_size:
@@ -221,11 +224,11 @@ class PipelineRunner:
         return self._report(output, figures, options)
 
     def _run(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
-        """This rank's output and figures."""
+        """Return this rank's output and statistics."""
         installed, random = self._installed, GeneratorStates(kwargs, self.device)
         try:
             return self._call_pipeline(kwargs, options)
-        except OutputNeeded:  # once for a pipeline: it needs on all ranks what it has decoded
+        except OutputNeeded:  # at most once for a pipeline, which needs its decoded images on all ranks
             assert installed.vaes is not None
             installed.vaes.state.everywhere = True
             random.restore()
@@ -245,7 +248,7 @@ class PipelineRunner:
         return output, recorder.figures(self.context.rank, self.context.device)
 
     def _own_part(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Our prompts' arguments, while open."""
+        """Return a context with the arguments for this rank's prompts."""
         mesh = self._installed.mesh
         if mesh is None or mesh["data"].size == 1:
             return nullcontext(kwargs)
@@ -262,11 +265,11 @@ class PipelineRunner:
 
 
 def _set_by_attributes(pipe: Any) -> dict[str, Any]:
-    """What a description has of attributes that may be set, such as the scheduler."""
+    """Return the fields of a description that depend on attributes which can be set, such as the scheduler."""
     return {"native_only_reason": why_native_only(pipe), "one_batch_reason": why_one_batch(pipe)}
 
 
 def _holds_network(value: Any) -> bool:
-    """Whether a value is a network, a pipeline, or a method of one."""
+    """Return whether a value is a network, a pipeline, or a method of one."""
     owner = getattr(value, "__self__", value)
     return isinstance(owner, (nn.Module, DiffusionPipeline))

@@ -1,4 +1,4 @@
-"""From what a user asks for to ranks that are starting: plan, devices, executor. Nothing runs before all fits."""
+"""Check the arguments of ParallelPipeline and start its ranks: plan, devices, executor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
 TASKS = (None, "image-to-image")
 REFUSED_OPTIONS = {
-    "device_map": "every rank holds the whole pipeline; plan= says how they share the work",
+    "device_map": "every rank holds the whole pipeline; pass plan= to divide the work",
     "use_safetensors": "weights are always read from safetensors, because pickles can run code",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What a user asks for, checked. `plan` is None for "auto"; times in seconds."""
+    """Checked arguments of ParallelPipeline. `plan` is None for "auto"; times in seconds."""
 
     plan: Plan | None
     devices: Devices
@@ -36,11 +36,11 @@ class PipelineOptions:
 
     @property
     def starts_workers(self) -> bool:
-        """Whether its ranks are workers of this process."""
+        """Whether the ranks are workers of this process."""
         return torchrun_world() is None and len(self.devices.names) > 1
 
     def executor(self) -> Executor:
-        """Ranks for it, starting: in this process, in workers, or those of torchrun."""
+        """Return a started executor: in this process, with workers, or under torchrun. Raises LaunchError."""
         found: Executor
         if torchrun_world() is not None:
             found = TorchrunExecutor(ENGINE, deadline=self.deadline)
@@ -61,12 +61,12 @@ class PipelineOptions:
 def check_request(
     devices: object, plan: object, *, deadline: object, start_timeout: object, verify: object, vae: object
 ) -> PipelineOptions:
-    """Raise PlanError for a plan, devices, limits or a way of the VAE that cannot be."""
+    """Return the checked arguments. Raises PlanError for an invalid plan, devices, time limit, `verify` or `vae`."""
     wanted = plan_of(plan)
     if isinstance(verify, (str, Path)):
-        verify = Path(verify).expanduser().absolute()  # ranks may be started somewhere else
+        verify = Path(verify).expanduser().absolute()  # workers may have another working directory
     if not isinstance(verify, (bool, Path)):
-        raise PlanError(f"verify={verify!r}: True, False, or a folder that keeps the verdicts")
+        raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
     return PipelineOptions(
         plan=wanted,
         devices=_devices_of(devices, wanted),
@@ -78,7 +78,7 @@ def check_request(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise PlanError for options of from_pretrained that contradict how ranks load, or a task that is not known."""
+    """Raise PlanError for options of from_pretrained that ranks cannot use, or an unknown task."""
     task = options.get("task")
     if task not in TASKS:
         raise PlanError(f"task={task!r}: use one of {', '.join(map(repr, TASKS))}")
@@ -88,12 +88,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def way_and_network(vae: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """How the VAE runs, and diffusers' options with the network in them, if `vae` is one."""
+    """Return the mode of the VAE and diffusers' options, with the network `vae` in them if it is one."""
     return (vae, dict(options)) if isinstance(vae, str) else ("auto", {**options, "vae": vae})
 
 
 def plan_of(plan: object) -> Plan | None:
-    """A plan from "auto" (None), a text or a Plan. Raises PlanError."""
+    """Return the plan of a text or a Plan; None for "auto". Raises PlanError."""
     if plan is None or plan == "auto":
         return None
     if isinstance(plan, str):

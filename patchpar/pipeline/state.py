@@ -1,4 +1,4 @@
-"""Everything a `ParallelPipeline` knows, apart from it, so that its other attributes can be the pipeline's."""
+"""The state of a `ParallelPipeline`, in a separate object, so that its other attributes can be the pipeline's."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -14,12 +14,12 @@ from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.messages import CallbackChange, MethodResult
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
-from patchpar.pipeline.state_changes import asked
+from patchpar.pipeline.state_changes import engine_call
 from patchpar.plan.plan import Plan
 
 
 class PipelineState:
-    """What was asked for, the ranks and their model, and the latest call."""
+    """The requested options, the ranks and their model, and the latest call."""
 
     def __init__(self, request: PipelineOptions) -> None:
         self.request, self.wanted = request, request.plan
@@ -31,13 +31,13 @@ class PipelineState:
         self.on_step: Callable[[int, int], object] | None = None
         self.progress: dict[str, Any] = {}
         self.tracing = False
-        self.is_fresh = False  # began as its files have it
+        self.is_fresh = False  # loaded from files, and no network passed as an option
         self.caller: CallController | None = None
         self.lock = threading.RLock()
         change_in_children(self)
 
     def after_fork(self) -> None:
-        """See `launch.forks`."""
+        """See Forkable."""
         self.lock = threading.RLock()
 
     @property
@@ -48,31 +48,31 @@ class PipelineState:
         return self.executor
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of every rank's engine. Rank 0 answers; under torchrun each process answers itself."""
+        """Call a method of the engine on every rank; return rank 0's result, under torchrun that of this process."""
         ranks = self.ranks
         everywhere = ranks.kind != "local"
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
-        """Call a method of the pipeline, or of one of its networks, on every rank. Raises PlanError for pickles."""
-        words, options = asked(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
+        """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
+        words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
         returned: MethodResult = self.ask(*words, **options)
         return returned
 
     def keep(self, changes: Iterable[CallbackChange]) -> None:
-        """Have workers that start later do to networks what a callback has done during the call."""
+        """Repeat the changes that a callback made to networks on workers that start later."""
         if not isinstance(self.ranks, LocalExecutor):
-            return  # nothing is started anew
+            return  # other executors never restart ranks
         for change in changes:
             if change.kwargs is not None:
-                words, options = asked(change.path, change.args, change.kwargs, is_fresh=self.is_fresh)
+                words, options = engine_call(change.path, change.args, change.kwargs, is_fresh=self.is_fresh)
                 self.ranks.remember(*words, **options)
             elif change.is_of_networks:
                 self.ranks.remember("set", change.path, *change.args, replay=change.path)
 
     @property
     def described(self) -> PipelineInfo:
-        """The model, of a pipeline that has been loaded."""
+        """The description of a loaded pipeline."""
         assert self.model is not None, "a pipeline is described as soon as it is loaded"
         return self.model

@@ -1,10 +1,10 @@
-"""What methods of a pipeline and its networks change, by name: what new workers have to be told, and what not.
+"""Which methods of a pipeline and its networks restarted workers have to repeat, by name.
 
-encode_prompt, vae.decode, get_..., prepare_...     nothing: they compute
-set_..., enable_... and disable_...                 the last one holds
-load_lora_weights ... unload_lora_weights           the second takes the first back
-load_lora_weights(adapter_name=...), set_adapters, delete_adapters      what concerns a deleted adapter is not told
-anything else                                       something, and it is repeated as it was
+encode_prompt, vae.decode, get_..., prepare_...     compute only: not repeated
+set_..., enable_... and disable_...                 the last call is repeated
+load_lora_weights ... unload_lora_weights           the second undoes the first
+load_lora_weights(adapter_name=...), set_adapters, delete_adapters      calls about deleted adapters are dropped
+any other method                                    repeated as it was
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from patchpar.launch.adapter_replay import NamedAdapters
 from patchpar.launch.replay import CallEffects
 
-LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
+LOAD_SECONDS = 3600.0  # for a large model on a slow disk; a worker that dies is noticed at once all the same
 COMPUTES = frozenset(
     {
         *("blend", "build", "check", "convert", "decode", "denormalize", "encode", "estimate", "forward", "generate"),
@@ -25,7 +25,7 @@ COMPUTES = frozenset(
         *("trim", "truncate", "unpatchify", "unscale", "upsample"),
     }
 )
-"""Methods that leave the networks as they are, by name or by the first word of it."""
+"""Methods that do not change networks, by name or by its first word."""
 CHANGES_AFTER_ALL = frozenset({"prepare_unet", "encode_kv_cache"})
 SETS = frozenset({"set", "enable", "disable"})
 LORA = (
@@ -47,24 +47,24 @@ UNDOES = {
     "unload_ip_adapter": CallEffects(undoes="image prompt"),
     "unload_textual_inversion": CallEffects(undoes="inversion"),
 }
-"""Of the pipeline, and without arguments, which would say that a part is meant."""
+"""Methods of the pipeline that undo all calls of a kind, when called without arguments."""
 
 NAMES_ADAPTERS: Mapping[str, tuple[Literal["adds", "selects", "deletes"], int, str]] = {
     "load_lora_weights": ("adds", 1, "adapter_name"),
     "set_adapters": ("selects", 0, "adapter_names"),
     "delete_adapters": ("deletes", 0, "adapter_names"),
 }
-"""Methods of the pipeline, and which argument of them says which adapters, by place and by name."""
+"""Methods of the pipeline that name adapters: effect, and position and name of the argument with the names."""
 ADDS_OR_HIDES = ("fused", "image prompt")
-"""Kinds of calls after which it is not known which adapters are there: IP-Adapters may bring some of their own."""
+"""Kinds of calls after which the present adapters are unknown: IP-Adapters may add their own."""
 
 
 def change_of(
     path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool = True
 ) -> CallEffects | None:
-    """What a call of the method `path` ("set_adapters", "vae.enable_tiling") changes; None if it only computes.
+    """Return what a call of the method `path` ("set_adapters", "vae.enable_tiling") changes; None if it only computes.
 
-    `is_fresh`: the pipeline began as its files have it; one that was handed over may have had adapters before.
+    `is_fresh`: the pipeline was loaded from files; one that was passed in memory may have had adapters before.
     """
     owner, _, name = path.rpartition(".")
     parts = _adapters_of(path, args, kwargs) if is_fresh else None
@@ -83,7 +83,7 @@ def change_of(
 
 
 def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedAdapters | None:
-    """The adapters that a call of the pipeline adds, selects or deletes; None where it does not name them."""
+    """Return the adapters that a call of the pipeline adds, selects or deletes; None if it does not name them."""
     if path not in NAMES_ADAPTERS:
         return None
     does, index, name = NAMES_ADAPTERS[path]
@@ -98,7 +98,7 @@ def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 def _selecting(
     path: str, names: list[str], rest: Sequence[Any], kwargs: Mapping[str, Any], gone: frozenset[str]
 ) -> tuple[Any, ...]:
-    """What `asked` asks for a call of set_adapters, without some of its adapters and their weights."""
+    """Return the arguments of `apply` for a call of set_adapters without the adapters `gone` and their weights."""
     weights = rest[0] if rest else kwargs.get("adapter_weights")
     kept = [index for index, name in enumerate(names) if name not in gone]
     if isinstance(weights, (list, tuple)):
@@ -106,10 +106,10 @@ def _selecting(
     return path, ([names[index] for index in kept], weights), {}
 
 
-def asked(
+def engine_call(
     path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments and options of the call with which an executor has every rank call a method."""
+    """Return arguments and options of `Executor.call` that run the method `path` on every rank."""
     whole, named = with_whole_paths(path, args, kwargs)
     change = change_of(path, whole, named, is_fresh=is_fresh)
     return ["apply", path, whole, named], {"replay": change or False, "expected": LOAD_SECONDS if change else 0.0}
@@ -118,9 +118,9 @@ def asked(
 def with_whole_paths(
     path: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a method with files named from the root: workers that start later may start somewhere else.
+    """Return a method's arguments with absolute paths, since later workers may have another working directory.
 
-    Those are paths, and the texts that name what a `load_` method loads, where they are files or folders here.
+    Paths are Path objects, and strings that name what a `load_` method loads, if such a file or folder exists here.
     """
     loads = path.rpartition(".")[2].startswith("load_")
     whole = [_whole(value, loads and not index) for index, value in enumerate(args)]

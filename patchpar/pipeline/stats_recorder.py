@@ -1,4 +1,4 @@
-"""The books of one call on one rank: what its door has counted, taken down at the end of every step."""
+"""Recorder of the statistics of one call on one rank: the communicator's counters at the end of every step."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ N = TypeVar("N", int, float)
 
 
 class StatsRecorder:
-    """Opened when a call begins, with `traffic` at zero. `stale_states`: of those of its denoisers that have one.
+    """Created when a call begins, with `traffic` at zero. `stale_states`: those of denoisers that have one.
 
-    `tracing`: also keep every event, for a trace. `of_vaes`: what encoding and decoding exchange, which belongs to no
-    step and is booked as one kind.
+    `tracing`: also record every event, for a trace. `of_vaes`: exchanges of encoding and decoding, which belong to no
+    step and are counted as one kind.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StatsRecorder:
         self._stale_bytes = 0
 
     def end_step(self) -> None:
-        """The scheduler has taken a step. Waits of a GPU's stream that last are booked in a later one."""
+        """Record a scheduler step. Waits of a CUDA stream that have not finished are counted in a later step."""
         self._traffic.book_stalls(block=False)
         now, before = self._counted(), self._before
         self._steps.append(
@@ -48,11 +48,11 @@ class StatsRecorder:
         self._note_step()
 
     def end_image(self) -> None:
-        """The pipeline has returned. Belongs before what the seams hold is given up."""
+        """Record the size of the stale states when the pipeline has returned, before they are released."""
         self._stale_bytes = sum(history.cache.num_bytes() for history in self._stale_states)
 
     def figures(self, rank: int, device: str) -> RankStats:
-        """Everything, for the caller."""
+        """Return all statistics for the caller."""
         traffic, of_vaes = self._traffic, self._of_vaes
         for each in (traffic, of_vaes):
             each.book_stalls(block=True)
@@ -68,7 +68,7 @@ class StatsRecorder:
         )
 
     def _counted(self) -> StepStats:
-        """The sums as they stand."""
+        """Return the current totals."""
         return StepStats(
             bytes_sent=dict(self._traffic.bytes_sent),
             bytes_received=dict(self._traffic.bytes_received),
@@ -78,7 +78,7 @@ class StatsRecorder:
         )
 
     def _note_step(self) -> None:
-        """A step begins with its first denoiser call where that is known, since text encoders may have run before."""
+        """Record a trace event. The step begins with its first denoiser call if known, after text encoders."""
         events = self._traffic.events
         if events is not None:
             calls = [event.start for event in events if event.what == "call" and event.start >= self._step_began]
@@ -88,11 +88,11 @@ class StatsRecorder:
 
 
 def _with_vaes(steps: Mapping[str, N], vaes: Mapping[str, N]) -> dict[str, N]:
-    """What the denoisers exchanged by kind, and the VAEs' as one kind of its own, if there is any."""
+    """Return the denoisers' values by kind, with the sum of the VAEs' as one kind of its own, if there is any."""
     return {**steps, VAE: sum(vaes.values())} if vaes else dict(steps)
 
 
 def _more(now: Mapping[str, N], before: Mapping[str, N]) -> dict[str, N]:
-    """How much has been added, by kind, where there is anything."""
+    """Return the increase of each kind, without zeros."""
     added = {kind: value - before.get(kind, 0) for kind, value in now.items()}
     return {kind: value for kind, value in added.items() if value}

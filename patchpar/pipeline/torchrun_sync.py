@@ -1,9 +1,9 @@
-"""Under torchrun every process has a caller of its own: how the ranks begin and end a call as one.
+"""Synchronise the start and the end of a call under torchrun, where every process has its own caller.
 
-rank 0            the others          a rank that the plan leaves idle
-random state ---> take it             takes it
-generate          generate          answers every question of the others with nothing
-last word   ----> end with it         ends with it
+rank 0            other ranks       a rank that the plan does not use
+random state ---> set it            sets it
+generate          generate          takes part in every `ask`
+FinalState -----> set it            sets it
 """
 
 import contextlib
@@ -24,47 +24,47 @@ from patchpar.strategies.data.split import merge_outputs
 
 
 class TorchrunSync:
-    """One call with the arguments `kwargs`, seen from one rank."""
+    """One rank's part in a call with the arguments `kwargs`."""
 
     def __init__(self, context: RankContext, device: torch.device, kwargs: Mapping[str, Any]) -> None:
         self._context, self._device = context, device
         self._generators = generators_of(kwargs)
 
     def begin(self) -> None:
-        """All take the states of rank 0's generators, and of its default one."""
+        """Set all generators, also the default ones, to rank 0's states. Collective."""
         states, default = self._context.ask((self._states(), random_state(self._device)))
         self._set_states(states)
         take_random_state(default, self._device)
 
     def end(self, output: Any, data: Axis | None, comm: Communicator | None) -> Any:
-        """The whole output on rank 0, on the others one of the same class that holds nothing."""
+        """Return the whole output on rank 0, on other ranks an empty one of the same class. Collective."""
         states = self._states()
         if data is not None and comm is not None and data.size > 1:
             output, states = self._of_all(output, data, comm)
-        empty = self._hear(FinalState(emptied(output), states, random_state(self._device)))
+        empty = self._finish(FinalState(emptied(output), states, random_state(self._device)))
         return output if self._context.rank == 0 else empty
 
     def figures(self, own: RankStats, mesh: Mesh | None, comm: Communicator | None) -> tuple[RankStats, ...]:
-        """Those of every rank that takes part, in order."""
+        """Return the statistics of all participating ranks in order. Collective."""
         if mesh is None or comm is None:
             return (own,)
         everyone = Axis("all", mesh.ranks.index(self._context.rank), len(mesh.ranks), mesh.ranks)
         return tuple(gather_objects(comm, everyone, own))
 
     def stand_by(self) -> CallResult:
-        """Take part in every question, also where there is nothing to do."""
+        """Take part in every `ask` of the other ranks until the FinalState; return its output."""
         answer = None
         while not isinstance(answer, FinalState):
-            with contextlib.suppress(CallAborted):  # the callback raised: the last word follows all the same
+            with contextlib.suppress(CallAborted):  # the callback raised: a FinalState follows all the same
                 answer = self._context.ask(None)
-        return CallResult(output=self._obey(answer), generators=())
+        return CallResult(output=self._apply(answer), generators=())
 
     def release(self) -> None:
-        """Let ranks that stand by go, because this call ends in an exception, on all who take part."""
+        """End `stand_by` on idle ranks, because this call ends with an exception on all participating ranks."""
         self._context.ask(FinalState(None, self._states(), random_state(self._device)))
 
     def _of_all(self, output: Any, data: Axis, comm: Communicator) -> tuple[Any, list[Any]]:
-        """The outputs of all data ranks in one; of each generator in a list the state at the rank that drew from it."""
+        """Return the merged output of all data ranks, and each generator's state from the rank that used it."""
         found = gather_objects(comm, data, (output, self._states()))
         before = self._states_at_begin
         states = [
@@ -73,13 +73,13 @@ class TorchrunSync:
         ]
         return merge_outputs([output for output, _ in found]), states
 
-    def _hear(self, word: FinalState) -> Any:
-        return self._obey(self._context.ask(word))
+    def _finish(self, final: FinalState) -> Any:
+        return self._apply(self._context.ask(final))
 
-    def _obey(self, word: FinalState) -> Any:
-        self._set_states(word.generators)
-        take_random_state(word.random, self._device)
-        return word.output
+    def _apply(self, final: FinalState) -> Any:
+        self._set_states(final.generators)
+        take_random_state(final.random, self._device)
+        return final.output
 
     def _states(self) -> list[Any]:
         return [generator.get_state() for generator in self._generators]
@@ -91,7 +91,7 @@ class TorchrunSync:
 
 
 def emptied(output: Any) -> Any:
-    """An output of the same class that holds nothing: what ranks other than 0 return under torchrun."""
+    """Return an empty output of the same class, for ranks other than 0 under torchrun."""
     if isinstance(output, tuple):
         return (None,) * len(output)
     if isinstance(output, Mapping):
@@ -100,7 +100,7 @@ def emptied(output: Any) -> Any:
 
 
 def gather_objects(comm: Communicator, axis: Axis, own: Any) -> list[Any]:
-    """Any picklable object from every place of `axis`, in order."""
+    """Return the picklable objects of all ranks of `axis`, in order. Raises ExchangeError."""
     data = pack(encode(own))
     packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.transport.device)
     gather = AllGather(comm, axis, "output", "output")

@@ -1,9 +1,9 @@
-"""A picture made larger: resized, given some noise, and drawn again from there.
+"""Upscale an image: resize it, add noise, and denoise it again.
 
-    picture  --resized-->  encoded  --noise-->  windows, kept in place by the anchor  --decoded-->  larger picture
+    image  --resize-->  encode  --noise-->  windows, kept in place by the anchor  --decode-->  larger image
 
-As in img2img (SDEdit, arXiv 2108.01073): the noise takes the fine detail away that resizing could not have, and the
-model draws detail of its own. At a size that is large for the model, structure guidance keeps it to the picture.
+As in img2img (SDEdit, arXiv 2108.01073): the noise removes the fine detail that resizing cannot provide, and the model
+generates new detail. At a size that is large for the model, structure guidance keeps it close to the image.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from patchpar.pipeline.pipeline import ParallelPipeline
 
-GRID = 64  # pixels: a multiple of what any model's sides must be multiples of
+GRID = 64  # pixels: a multiple of every model's size unit
 
 
 def upscale(
     pipe: ParallelPipeline, image: Image, *, scale: float = 2.0, strength: float = 0.35, **call: Any
 ) -> Image | None:
-    """`image`, `scale` times as large on both sides, by a pipeline of task "image-to-image".
+    """Return `image` enlarged by `scale` on both sides, by a pipeline of task "image-to-image".
 
-    `strength`: how much noise it is given, from 0 to 1: more of it, more new detail and less of the old. `call` goes to
-    the pipeline: prompt, generator, num_inference_steps (of which it takes the last `strength`). None on a rank of
-    torchrun that has no result. Raises PlanError.
+    `strength`: amount of noise, between 0 and 1: more noise gives more new detail and keeps less of the old. `call`
+    goes to the pipeline: prompt, generator, num_inference_steps (of which it takes the last fraction `strength`). None
+    on ranks of torchrun other than 0. Raises PlanError.
     """
     _check(pipe, scale, strength)
     size = (round(image.width * scale), round(image.height * scale))
@@ -38,18 +38,20 @@ def upscale(
 
 def _check(pipe: ParallelPipeline, scale: float, strength: float) -> None:
     if not 1 < scale <= 16:
-        raise PlanError(f"scale={scale:g}: a picture is made more than 1 and at most 16 times as large")
+        raise PlanError(f"scale={scale:g}: it must be above 1 and at most 16")
     if not 0 < strength < 1:
-        raise PlanError(f"strength={strength:g}: it is between 0, which adds nothing, and 1, which leaves nothing")
+        raise PlanError(
+            f"strength={strength:g}: it must be above 0, which adds no noise, and below 1, which keeps nothing"
+        )
     if not {"image", "strength"} <= set(pipe.description.parameters):
         raise PlanError(
-            f"{pipe.description.pipeline} does not begin with a picture: open the model as "
+            f"{pipe.description.pipeline} does not start from an image: load the model with "
             "ParallelPipeline.from_pretrained(model, task='image-to-image')"
         )
 
 
 def _continued(image: Image) -> Image:
-    """Right and bottom continued by their last pixels to a multiple of the grid."""
+    """Pad right and bottom with the last pixels to a multiple of the grid."""
     import numpy as np
     from PIL.Image import fromarray
 

@@ -1,4 +1,4 @@
-"""Refuse a call that cannot work before any worker does work: each message has the value, the limit, the way out."""
+"""Refuse an impossible call before any worker computes. Errors have the value, the limit and the way out."""
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
@@ -14,14 +14,14 @@ from patchpar.strategies.structure.memory_estimate import check_room
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import refusal_of, units_of
 
-OLD = ("callback", "callback_steps")  # taken by name only, and said to be deprecated when it is used
+OLD = ("callback", "callback_steps")  # deprecated in diffusers; accepted by name only
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
 SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
 
 
 def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name, numbers as Python's own. Raises TypeError as a call with wrong arguments does."""
+    """Return all arguments by name, numbers as Python's own. Raises TypeError like a call with wrong arguments."""
     names = list(model.parameters)
     if len(args) > len(names):
         raise TypeError(f"{model.pipeline} takes at most {len(names)} arguments, but {len(args)} were given")
@@ -33,27 +33,27 @@ def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if name not in model.parameters and name not in OLD:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.8 if model.takes_any else 0.6)
             if model.takes_any and not near:
-                continue  # diffusers ignores it, or knows why it takes it
+                continue  # diffusers ignores or uses it
             hint = f"; did you mean {near[0]!r}?" if near else f". It takes {', '.join(names)}"
             raise TypeError(f"{model.pipeline} takes no argument {name!r}{hint}")
     return {name: _plain(model, name, value) for name, value in {**bound, **kwargs}.items()}
 
 
 def _plain(model: PipelineInfo, name: str, value: Any) -> Any:
-    """Python's own number where one of numpy's or a tensor is given for a size, a count, or what is one by default."""
+    """Convert numpy numbers and tensors to Python numbers for sizes, counts, and arguments with a number as default."""
     is_number = name in (*SIDES, *COUNTS) or type(model.parameters.get(name)) in (int, float)
     return plain(value) if is_number else value
 
 
 def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError for values that no plan can work with."""
+    """Raise PlanError for values that are invalid with any plan."""
     for name in PROMPTS:
         if name in kwargs:
             _check_prompt(name, kwargs[name])
     for name in COUNTS:
         value = kwargs.get(name)
         if value is not None and not is_whole(value):
-            raise PlanError(f"{name}={value!r}: it is a whole number of at least 1")
+            raise PlanError(f"{name}={value!r}: it must be a whole number of at least 1")
     for name in SIDES:
         if kwargs.get(name) is not None:
             _check_side(name, kwargs[name], model.size_unit)
@@ -73,7 +73,7 @@ def _check_prompt(name: str, value: Any) -> None:
 
 def _check_side(name: str, value: Any, unit: int) -> None:
     if not is_whole(value):
-        raise PlanError(f"{name}={value!r}: it is a whole number of pixels")
+        raise PlanError(f"{name}={value!r}: it must be a whole number of pixels")
     if value % unit:
         below, above = value // unit * unit, -(-value // unit) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
@@ -81,12 +81,12 @@ def _check_side(name: str, value: Any, unit: int) -> None:
 
 
 def check_plan(model: PipelineInfo, plan: Plan) -> None:
-    """Raise UnsupportedModel when a plan can do no call of this model at all."""
+    """Raise UnsupportedModel or PlanError if no call of this model works with the plan."""
     if isinstance(plan.strategy, StructureGuidance):
         if plan.cfg > 1:
             raise PlanError(
-                f"plan {plan} splits guidance over axis 'cfg', but strategy {plan.strategy.name} shares out the "
-                f"branches of guidance itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
+                f"plan {plan} splits guidance over axis 'cfg', but strategy {plan.strategy.name} distributes the "
+                f"guidance branches itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
             )
         return
     refuse_without_denoiser(model.pipeline, model.denoisers, plan)
@@ -99,7 +99,7 @@ def check_plan(model: PipelineInfo, plan: Plan) -> None:
 
 
 def check_plan_for(model: PipelineInfo, plan: Plan, kwargs: Mapping[str, Any], devices: Sequence[str] = ()) -> None:
-    """Raise PlanError when this plan cannot do this call, or the CPU ranks among `devices` have no room for it."""
+    """Raise PlanError if this call does not work with the plan, or the CPU ranks of `devices` lack memory for it."""
     check_plan(model, plan)
     size = model.size(kwargs)
     if isinstance(plan.strategy, StructureGuidance):
@@ -119,7 +119,7 @@ def check_plan_for(model: PipelineInfo, plan: Plan, kwargs: Mapping[str, Any], d
 
 
 def _check_large(model: PipelineInfo, plan: Plan, strategy: StructureGuidance, kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError for a picture that is not large, or that more ranks than it has windows would share."""
+    """Raise PlanError for an image that is not large, or has fewer windows than ranks."""
     native, size = (strategy.native,) * 2 if strategy.native is not None else model.default_size, model.size(kwargs)
     if size is None or native is None:
         return
@@ -149,7 +149,7 @@ def _check_bands(model: PipelineInfo, plan: Plan, size: tuple[int, int]) -> None
 
 
 def refuse_without_denoiser(pipeline: str, denoisers: Collection[Any], plan: Plan) -> None:
-    """Raise UnsupportedModel for a plan that shares the work of networks which a pipeline has not."""
+    """Raise UnsupportedModel for a plan that divides networks which the pipeline does not have."""
     if not denoisers and plan.patch * plan.cfg > 1:
         raise UnsupportedModel(
             f"a {pipeline} has no {', '.join(sum(DENOISERS, ()))} whose work plan {plan} could share: use data=N, for "

@@ -76,7 +76,7 @@ def test_messages(one: ParallelPipeline) -> None:
     with pytest.raises(PlanError, match=r"64 x 80 pixels are less than 1\.42 times the native size of 64 x 64: plain"):
         one(**call(height=64, width=80))
     model = describe(build("sd").pipe)
-    with pytest.raises(PlanError, match=r"shares out the branches of guidance itself.*patch=4"):
+    with pytest.raises(PlanError, match=r"distributes the guidance branches itself.*patch=4"):
         check_plan(model, Plan(cfg=2, patch=2, strategy=CASE.strategy))
     with pytest.raises(PlanError, match=r"4 patches and then 9 windows, of 2 guidance branches.*19 ranks.*at most 18"):
         check_plan_for(model, Plan(patch=19, strategy=CASE.strategy), call())

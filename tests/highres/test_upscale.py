@@ -94,11 +94,11 @@ def test_messages(folder: Path) -> None:
     with pytest.raises(PlanError, match=r"task='video': use one of None, 'image-to-image'"):
         ParallelPipeline.from_pretrained(folder, task="video")
     with ParallelPipeline.from_pretrained(folder, devices="cpu:1") as pipe:
-        with pytest.raises(PlanError, match="scale=1: a picture is made more than 1"):
+        with pytest.raises(PlanError, match="scale=1: it must be above 1"):
             upscale(pipe, scene(), scale=1)
-        with pytest.raises(PlanError, match="strength=0: it is between 0, which adds nothing"):
+        with pytest.raises(PlanError, match="strength=0: it must be above 0"):
             upscale(pipe, scene(), strength=0)
-        with pytest.raises(PlanError, match=r"does not begin with a picture: open the model .*task='image-to"):
+        with pytest.raises(PlanError, match=r"does not start from an image: load the model .*task='image-to"):
             upscale(pipe, scene())
 
 

@@ -130,7 +130,7 @@ def test_methods_that_are_refused(parallel: ParallelPipeline, name: str, argumen
 
 @pytest.mark.parametrize("name", ["components", "_get_add_time_ids", "unet.conv_in", "vae.encoder"])
 def test_networks_stay_in_the_workers(parallel: ParallelPipeline, name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"pipe\.{name} .*lives in the workers.*pipe\.vae\.enable_tiling"):
+    with pytest.raises(UnsupportedModel, match=rf"pipe\.{name} .*exists in the workers only.*pipe\.vae\.enable_tiling"):
         operator.attrgetter(name)(parallel)
 
 

@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 
 from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
 from patchpar.pipeline.caller import CallController
-from patchpar.pipeline.state_changes import asked, with_whole_paths
+from patchpar.pipeline.state_changes import engine_call, with_whole_paths
 from tests import tiny
 from tests.breadth import first_of
 
@@ -32,7 +32,7 @@ def keep(
     replays: ReplayLog, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fresh: bool = True
 ) -> None:
     """As an executor does when a call has been made."""
-    (method, *words), options = asked(path, args, kwargs, is_fresh=is_fresh)
+    (method, *words), options = engine_call(path, args, kwargs, is_fresh=is_fresh)
     change = options["replay"]
     if change:
         replays.add(ReplayedCall(method=method, args=tuple(words), kwargs={}, expected=0.0, sent=None, change=change))
@@ -195,8 +195,8 @@ def test_what_was_there_before_is_taken_back_again() -> None:
 
 
 def test_only_changes_may_take_an_hour_without_work() -> None:
-    assert asked("vae.decode", (), {}, is_fresh=True)[1] == {"replay": False, "expected": 0.0}
-    options = asked("load_lora_weights", (), {}, is_fresh=True)[1]
+    assert engine_call("vae.decode", (), {}, is_fresh=True)[1] == {"replay": False, "expected": 0.0}
+    options = engine_call("load_lora_weights", (), {}, is_fresh=True)[1]
     assert isinstance(options["replay"], CallEffects)
     assert options["expected"] > 0
 
