@@ -160,7 +160,7 @@ def test_a_network_as_its_caller_holds_it(parallel: ParallelPipeline, plain: Any
     assert parallel.unet.eval() is not plain.unet
     assert "enable_tiling" in dir(parallel.vae)
     assert not hasattr(parallel.vae, "enable_levitation")
-    with pytest.raises(UnsupportedModel, match=r"pipe\.vae\.to is not for networks in workers: devices="):
+    with pytest.raises(UnsupportedModel, match=r"pipe\.vae\.to is not for networks in workers: pass devices="):
         parallel.vae.to("cuda")
     with pytest.raises(UnsupportedModel, match="called by the pipeline only"):
         parallel.unet(torch.zeros(1))
