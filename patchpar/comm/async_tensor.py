@@ -15,11 +15,11 @@ from torch import Tensor
 from patchpar.comm.pytree import leaves, map_leaves
 
 # Names of torch's functions and methods: those that read no values, those that return views, those that copy.
-_ASKS = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
-_ASKS |= {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_inference"}
-_PARTS = {"__get__", "__getitem__", "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand"}
-_PARTS |= {"view", "view_as", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "swapaxes"}
-_PARTS |= {"detach", "contiguous"}
+_METADATA = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
+_METADATA |= {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_inference"}
+_VIEWS = {"__get__", "__getitem__", "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand"}
+_VIEWS |= {"view", "view_as", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "swapaxes"}
+_VIEWS |= {"detach", "contiguous"}
 _COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
 
 
@@ -124,11 +124,11 @@ class AsyncTensor(Tensor):
             return func(*plain_args, **plain_kwargs)
 
         if first is not None and first._message.pending and not _async_tensors_in((args[1:], kwargs)):
-            if name in _ASKS:
+            if name in _METADATA:
                 return run()
-            if name in _PARTS or name in _COPIES:
+            if name in _VIEWS or name in _COPIES:
                 result = run()
-                if _are_parts(result, plain_args[0]):
+                if _are_views(result, plain_args[0]):
                     return map_leaves(
                         lambda x: AsyncTensor.on(x, first._message) if isinstance(x, Tensor) else x, result
                     )
@@ -150,7 +150,7 @@ def _plain(x: Any) -> Any:
         return x.as_subclass(Tensor)
 
 
-def _are_parts(result: Any, whole: Tensor) -> bool:
+def _are_views(result: Any, whole: Tensor) -> bool:
     """Whether all tensors of `result` are views of `whole`; true where `result` has no tensor."""
     address = whole.untyped_storage().data_ptr()
     return all(x.untyped_storage().data_ptr() == address for x in leaves(result) if isinstance(x, Tensor))

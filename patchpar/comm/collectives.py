@@ -38,12 +38,12 @@ class ExchangePart:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that leave this rank, once per receiver."""
+        """Bytes sent by this rank, counted once per receiver."""
         return sum(Outgoing(peers, tensors).num_bytes for peers, tensors in self.outgoing)
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that come to this rank."""
+        """Bytes received by this rank."""
         return sum(spec.num_bytes for specs in self.incoming.values() for spec in specs)
 
     def kept(self) -> "ExchangePart":
@@ -90,9 +90,9 @@ class Communicator:
         parts = [moments_part(axis, shared)] if shared else []
         parts += [] if edges is None else [edges]
 
-        def arranged(found: list[Received]) -> tuple[Received, Halo]:
-            by_rank = {axis.ranks.index(peer): tensors for peer, tensors in found[0].items()} if shared else {}
-            return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, found[-1])
+        def arranged(received: list[Received]) -> tuple[Received, Halo]:
+            by_rank = {axis.ranks.index(peer): tensors for peer, tensors in received[0].items()} if shared else {}
+            return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, received[-1])
 
         return self.exchange(where, parts).then(arranged)
 

@@ -155,7 +155,7 @@ def test_values_of_the_last_step_are_refused() -> None:
 
     (found,) = on_threads(1, on_rank, deadline=60.0)
     assert isinstance(found, UnsupportedModel)
-    assert "meet in parts that are not split (attn), and no values of the last step" in str(found)
+    assert "meet in parts that are not split (attn), and stale values of these are not kept" in str(found)
 
 
 def test_compiled_blocks_are_refused() -> None:

@@ -114,8 +114,8 @@ class DelayedWork(Work[Messages]):
             line = self._transport
             shapes = ", ".join(f"{spec.shape} {spec.dtype}" for spec in message.specs) or "nothing"
             raise ExchangeError(
-                f"rank {line.rank} at {self.where}: the link of {line.rate:g} bytes/s and {line.latency:g} s brings "
-                f"the message of rank {message.peer} ({shapes}) {there - now:.3g} s after the deadline of "
+                f"rank {line.rank} at {self.where}: the link of {line.rate:g} bytes/s and {line.latency:g} s "
+                f"delivers the message of rank {message.peer} ({shapes}) {there - now:.3g} s after the deadline of "
                 f"{line.deadline:g} s: raise the deadline or the rate"
             )
 

@@ -42,7 +42,7 @@ class Outgoing:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that leave this rank, counted once per receiver."""
+        """Bytes sent by this rank, counted once per receiver."""
         return len(self.peers) * sum(x.numel() * x.element_size() for x in self.tensors)
 
 

@@ -2,7 +2,7 @@
 
     sender                                    receiver
     copy tensors into own arena
-    ring: (segment, offset, bytes)  ------>   copy out of the mapped segment
+    message: (segment, offset, bytes) ---->   copy out of the mapped segment
                                     <------   done: (segment)         the space may be used again
 
 Measured on two CPU cores against gloo's point-to-point messages: benchmarks/transport.py.
@@ -26,7 +26,7 @@ from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
 
 FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
-RING, RING_NEW, DONE = 1, 2, 3  # RING_NEW comes with the descriptor of a segment the peer has not seen
+MESSAGE, NEW_SEGMENT, DONE = 1, 2, 3  # NEW_SEGMENT: a message with the descriptor of a segment new to the peer
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
 
 
@@ -36,8 +36,8 @@ class _PeerSocket:
     def __init__(self, peer: int, link: socket.socket) -> None:
         self.peer, self.link = peer, link
         link.setblocking(False)
-        self.rings: dict[int, tuple[int, int, int]] = {}  # by number, until fetched
-        self.rung = 0  # rings so far
+        self.arrived: dict[int, tuple[int, int, int]] = {}  # by number, until fetched
+        self.num_arrived = 0  # messages so far
         self.expected = 0  # messages that have a number
         self.known: set[int] = set()  # our segments that the peer has mapped
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here
@@ -64,12 +64,12 @@ class _PeerSocket:
             if kind == DONE:
                 arena.segments[segment].unread -= 1
                 continue
-            if kind == RING_NEW:
+            if kind == NEW_SEGMENT:
                 descriptor = self._descriptors.pop(0)
                 self.mapped[segment] = map_segment(descriptor)
                 os.close(descriptor)
-            self.rings[self.rung] = (segment, offset, num_bytes)
-            self.rung += 1
+            self.arrived[self.num_arrived] = (segment, offset, num_bytes)
+            self.num_arrived += 1
         return True
 
 
@@ -109,12 +109,14 @@ class SharedMemoryTransport:
             segment.unread += 1
             line = self._lines[peer]
             if segment.number in line.known:
-                self._ring(line, FRAME.pack(RING, segment.number, offset, total), where)
+                self._send_frame(line, FRAME.pack(MESSAGE, segment.number, offset, total), where)
             else:
                 line.known.add(segment.number)
-                self._ring(line, FRAME.pack(RING_NEW, segment.number, offset, total), where, segment.descriptor)
+                self._send_frame(
+                    line, FRAME.pack(NEW_SEGMENT, segment.number, offset, total), where, segment.descriptor
+                )
 
-    def _ring(self, line: _PeerSocket, frame: bytes, where: str, descriptor: int | None = None) -> None:
+    def _send_frame(self, line: _PeerSocket, frame: bytes, where: str, descriptor: int | None = None) -> None:
         give_up = time.monotonic() + self.deadline
         while True:
             try:
@@ -135,7 +137,7 @@ class SharedMemoryTransport:
         """
         line = self._lines[message.peer]
         try:
-            segment, offset, num_bytes = self._ring_of(line, number, where)
+            segment, offset, num_bytes = self._frame_of(line, number, where)
         except ExchangeError as error:
             raise ExchangeError(f"{error}; expected from it: {_shapes(message)}") from error.__cause__
         if num_bytes != message.num_bytes:
@@ -150,19 +152,19 @@ class SharedMemoryTransport:
             received.append(view.to(self.device, copy=True) if into is None else into.copy_(view))
             offset += aligned(spec.num_bytes)
         with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
-            self._ring(line, FRAME.pack(DONE, segment, 0, 0), where)
+            self._send_frame(line, FRAME.pack(DONE, segment, 0, 0), where)
         return received
 
     def has_come(self, message: Incoming, number: int) -> bool:
         """Whether message `number` of `message.peer` has arrived, or never will because that rank is gone."""
         line = self._lines[message.peer]
-        while number not in line.rings and line.read(self._arena):
+        while number not in line.arrived and line.read(self._arena):
             pass
-        return number in line.rings or line.closed
+        return number in line.arrived or line.closed
 
-    def _ring_of(self, line: _PeerSocket, number: int, where: str) -> tuple[int, int, int]:
+    def _frame_of(self, line: _PeerSocket, number: int, where: str) -> tuple[int, int, int]:
         start = time.monotonic()
-        while number not in line.rings:
+        while number not in line.arrived:
             if line.read(self._arena):
                 continue
             if line.closed:
@@ -171,7 +173,7 @@ class SharedMemoryTransport:
                 os.sched_yield()
             else:
                 self._sleep(start + self.deadline, where, line)
-        return line.rings.pop(number)
+        return line.arrived.pop(number)
 
     def _sleep(self, give_up: float, where: str, line: _PeerSocket, *, writing: bool = False) -> None:
         """Wait for a frame of any peer (or until `line` can be written) and read all, so that no socket fills up."""

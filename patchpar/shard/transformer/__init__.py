@@ -1,1 +1,1 @@
-"""Transformers with their tokens shared between ranks: found out by watching the model, carried out by hooks."""
+"""Transformers with their tokens split between ranks: a search finds the tokens, hooks on the blocks split them."""

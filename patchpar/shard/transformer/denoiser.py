@@ -155,8 +155,7 @@ class TokenDenoiser(SharedDenoiser):
         self._take_out()
         where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
         raise UnsupportedModel(
-            f"the tokens of {plan.denoiser} meet in {where}, and no values of the last step are kept of these: use "
-            f"strategy=exact"
+            f"the tokens of {plan.denoiser} meet in {where}, and stale values of these are not kept: use strategy=exact"
         )
 
     def _know(self, forward: Forward, call: Call) -> None:
@@ -216,7 +215,7 @@ class TokenDenoiser(SharedDenoiser):
             "tokens": str(self.plan),
             "strategy": self.patch.policy.name,
             "cut": cut_for(self.patch.policy),
-            "places": self.patch.axis.size,
+            "ranks": self.patch.axis.size,
             "device": self.patch.comm.transport.device.type,
             "arguments": arguments_of(call),
         }

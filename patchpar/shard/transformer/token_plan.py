@@ -147,15 +147,14 @@ class GridSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What to do at the blocks at `paths`: of one list, made alike and called alike.
+    """The plan of the blocks at `paths`, which are of one list, one structure and one signature.
 
-    `inputs` go by the name of an argument, `outputs` by number.
-
-    `signature` tells the kind apart: which arguments are tensors. `counts` are arguments that say how many tokens there
-    are, and maybe how many rows beside them. `bounds` are arguments that say how many of the first tokens are treated
-    otherwise than the rest, as those of a frame that is given. `ratio`: tokens for each number of the latent of one
-    sample, wanted where no argument consists of tokens alone. `origin`: None where tokens lie in no grid that is known.
-    `mixing`: where tokens meet outside attention; None where they do not. `replicated`: parts that are not split.
+    `signature`: the name and type of each argument. `inputs` are keyed by the name of an argument, `outputs` by number.
+    `counts`: arguments that hold the number of tokens, with or without other rows. `bounds`: arguments that hold the
+    number of first tokens that the block computes differently, such as those of a given frame. `ratio`: tokens per
+    element of one sample's latent, used where no argument consists of tokens alone. `origin`: the source of the tokens'
+    grid; None where it is not known. `mixing`: where tokens meet outside attention; None where they do not.
+    `replicated`: parts that are not split.
     """
 
     name: str
@@ -192,10 +191,10 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlan:
-    """Where tokens are split, and what is left whole on every rank, with the reason.
+    """The blocks that are split, and those that every rank runs whole, with the reason.
 
-    `latent`: the name of the argument that is denoised. `others`: paths and signatures of blocks seen that are not
-    split, since they cannot be, or see no tokens.
+    `latent`: the name of the argument that is denoised. `others`: paths and signatures of blocks that are not split,
+    since they cannot be or have no tokens.
     """
 
     denoiser: str

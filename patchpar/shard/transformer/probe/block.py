@@ -29,7 +29,7 @@ class BlockProbe:
         self.block, self.latent_size, self._severance = block, latent_size, severance
         self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
         others = moved.arguments.tensors()
-        self._undisturbed: dict[int, Observed] = {}
+        self._unperturbed: dict[int, Observed] = {}
         self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
 
     def plan(self) -> BlockPlan | None:
@@ -104,9 +104,9 @@ class BlockProbe:
         """Return what is observed without perturbation; None where x is not contiguous, as perturbed copies are."""
         if not x.is_contiguous():
             return None
-        if severance.sequences not in self._undisturbed:
-            self._undisturbed[severance.sequences] = observe_block(self.block.module, self.block.arguments, severance)
-        return self._undisturbed[severance.sequences]
+        if severance.sequences not in self._unperturbed:
+            self._unperturbed[severance.sequences] = observe_block(self.block.module, self.block.arguments, severance)
+        return self._unperturbed[severance.sequences]
 
     def _observe(self, name: str, severance: Severance, x: Tensor) -> Observed:
         arguments = self.block.arguments.map(lambda other, leaf: x if other == name else leaf)
