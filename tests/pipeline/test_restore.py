@@ -83,7 +83,7 @@ def test_a_pipeline_in_memory_on_three_devices(hold: Hold, capfd: pytest.Capture
         assert "drawing" in capfd.readouterr().err
         pipe.set_progress_bar_config(disable=True)
         assert str(pipe.plan) == "patch=3,strategy=exact"
-        assert "3 devices are odd" in pipe.explain()
+        assert "3 is odd" in pipe.explain()
         assert relative_error(got, own(**tall, generator=generator())) <= EXACT
         got = pipe(**CALL, generator=generator())
         assert str(pipe.plan) == "cfg=2"
