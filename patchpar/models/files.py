@@ -92,7 +92,7 @@ def _whole(model: str | Path) -> Path:
         path = Path(model).expanduser().absolute()
         path.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, or the home of an unknown user
-        raise PlanError(f"{str(model)!r:.200} can be no path: {error}") from error
+        raise PlanError(f"{str(model)!r:.200} is no valid path: {error}") from error
     return path
 
 
@@ -134,14 +134,14 @@ def refuse_other_weights(folder: Path) -> None:
     config = folder / "config.json"
     named = read_object(config).get("transformers_weights") if config.is_file() else None
     if named is not None and not re.fullmatch(r"[^/\\]+\.safetensors(\.index\.json)?", str(named)):
-        raise PlanError(f"{config} leads to {named!r:.80}, which is no safetensors file of this folder")
+        raise PlanError(f"{config} names {named!r:.80}, which is no safetensors file of this folder")
     for index in folder.glob("*.safetensors.index*.json"):
         shards = read_object(index, limit=MAX_HEADER).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise PlanError(f"{index} does not say which file has which weights: fetch it again")
+            raise PlanError(f"{index} has no valid weight_map: fetch it again")
         for name in set(shards.values()):
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise PlanError(f"{index} leads to {name!r:.80}, which is no safetensors file of this folder")
+                raise PlanError(f"{index} names {name!r:.80}, which is no safetensors file of this folder")
 
 
 def _checked_sizes(file: Path) -> tuple[int, int]:

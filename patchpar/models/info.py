@@ -170,7 +170,7 @@ def refuse_compiled(network: Any) -> None:
         if is_wrapped(network):
             kind, way = type(network._orig_mod).__name__, "use the network itself, which is its attribute _orig_mod"
         raise UnsupportedModel(
-            f"{kind} is compiled as a whole, and with it what stands before its forward: {way}, and compile its blocks "
+            f"{kind} is compiled as a whole, including what wraps its forward: {way}, and compile its blocks "
             "instead, as pipe.transformer.compile_repeated_blocks() does"
         )
 
@@ -190,8 +190,8 @@ def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
             refuse_compiled(network)
         if found := compiled_in(network):
             raise UnsupportedModel(
-                f"pipe.{'.'.join(filter(None, (name, found[0])))} is compiled, and compiled code does not travel to "
-                f"workers: hand it over uncompiled and compile it there, as pipe.{name}.compile_repeated_blocks() of "
+                f"pipe.{'.'.join(filter(None, (name, found[0])))} is compiled, and compiled code cannot be sent to "
+                f"workers: pass it uncompiled and compile it there, as pipe.{name}.compile_repeated_blocks() of "
                 "the ParallelPipeline does on all ranks"
             )
 

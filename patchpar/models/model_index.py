@@ -52,7 +52,7 @@ def _pipeline(file: Path, name: Any) -> str | tuple[str, ...]:
     if isinstance(name, list) and all(isinstance(each, str) for each in name):
         return tuple(name)
     if not isinstance(name, str):
-        raise PlanError(f"{file} does not say which pipeline of diffusers it is of: _class_name is {name!r:.80}")
+        raise PlanError(f"{file} names no pipeline of diffusers: _class_name is {name!r:.80}")
     return name
 
 

@@ -23,7 +23,7 @@ CONFIGS = (
     "processor_config.json",
 )
 KERNELS = ("attn_implementation", "_attn_implementation")
-TRUST = "code that comes with a model is not run, unless from_pretrained is told trust_remote_code=True"
+TRUST = "code that comes with a model is not run, unless from_pretrained gets trust_remote_code=True"
 
 
 def refuse_code(folder: Path, options: Mapping[str, Any], *, besides: Collection[str] = ()) -> None:
@@ -89,7 +89,7 @@ def _refuse_config(file: Path, facts: Mapping[str, Any], kind: str, *, is_looked
         raise PlanError(f"{file} has an auto_map, that is classes of its own for {kind}: {TRUST}")
     for kernel in _values(facts, KERNELS):
         if isinstance(kernel, str) and "/" in kernel:
-            raise PlanError(f"{file} asks for the attention {kernel!r}, code from the hub: {TRUST}")
+            raise PlanError(f"{file} names the attention kernel {kernel!r}, code from the hub: {TRUST}")
 
 
 def _values(facts: Any, names: Collection[str]) -> Iterator[Any]:

@@ -36,8 +36,8 @@ def _text_encoder(pipe: Any) -> None:
 BEFORE: list[tuple[Callable[[Any], None], str]] = [
     (_wrapped, f"UNet2DConditionModel {WHOLE}.*_orig_mod|_orig_mod.*compile its blocks"),
     (_in_place, f"UNet2DConditionModel {WHOLE}"),
-    (_block, r"pipe\.unet\.mid_block is compiled.*does not travel.*pipe\.unet\.compile_repeated_blocks"),
-    (_text_encoder, r"pipe\.text_encoder is compiled.*does not travel"),
+    (_block, r"pipe\.unet\.mid_block is compiled.*cannot be sent.*pipe\.unet\.compile_repeated_blocks"),
+    (_text_encoder, r"pipe\.text_encoder is compiled.*cannot be sent"),
 ]
 
 

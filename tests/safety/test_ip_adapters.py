@@ -126,8 +126,8 @@ def test_of_the_hub_s_cache_neither(pickled: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "facts", "said"),
     [
-        ("model.safetensors.index.json", {"weight_map": {"a": "pytorch_model.bin"}}, "leads to 'pytorch_model.bin'"),
-        ("config.json", {"transformers_weights": "adapter_model.bin"}, "leads to 'adapter_model.bin'"),
+        ("model.safetensors.index.json", {"weight_map": {"a": "pytorch_model.bin"}}, "names 'pytorch_model.bin'"),
+        ("config.json", {"transformers_weights": "adapter_model.bin"}, "names 'adapter_model.bin'"),
         ("config.json", {"_attn_implementation": "somebody/kernels"}, "code from the hub"),
         ("adapter_config.json", {"base_model_name_or_path": "somebody/else"}, "loaded from elsewhere"),
     ],

@@ -1,1 +1,1 @@
-"""Pictures larger than a denoiser was trained for, out of native-size patches, in diffusers' own loop."""
+"""Images larger than a denoiser was trained for, from native-size patches, in diffusers' own loop."""

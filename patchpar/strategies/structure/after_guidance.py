@@ -68,7 +68,7 @@ class AfterGuidance:
         self._scheduler = scheduler
 
         def stepped(step: Step, model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._ended(step(self._made_whole(model_output), *args, **kwargs))
+            return self._ended(step(self._completed(model_output), *args, **kwargs))
 
         scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
@@ -95,7 +95,7 @@ class AfterGuidance:
         self._waiting.append(partial_prediction)
         return partial_prediction.image_BCHW
 
-    def _made_whole(self, model_output: Tensor) -> Tensor:
+    def _completed(self, model_output: Tensor) -> Tensor:
         if self._layout is None or not (self._seen or self._waiting):
             return model_output
         layout, waiting, seen = self._layout, self._waiting, self._seen

@@ -45,7 +45,7 @@ def from_everyone(
 
 
 def to_all(tensors: Sequence[Tensor]) -> Sent:
-    """Return a sender of the same tensors, of any shape, to every group rank; they travel in one message."""
+    """Return a sender of the same tensors, of any shape, to every group rank, in one message."""
     whole = [x.contiguous() for x in tensors]
     return lambda _: whole
 

@@ -129,12 +129,12 @@ class BlendPlan:
                 rows = piece.of(whole)
                 rows.add_(x.view(rows.shape))
         others = {axis.ranks.index(peer): x for each in from_others for peer, (x,) in each.items()}
-        everyone = (
+        of_all = (
             [extra if group_rank == axis.rank else others[group_rank] for group_rank in range(axis.size)]
             if from_others
             else []
         )
-        return self.own_band(whole, axis.rank, dtype), [x for x in everyone if x is not None]
+        return self.own_band(whole, axis.rank, dtype), [x for x in of_all if x is not None]
 
     def _sizes(self, group_rank: int, owner: int, like_GBCHW: Tensor) -> list[int]:
         """Return the number of elements of each piece of a rank."""

@@ -94,7 +94,7 @@ class HighResDenoiser:
         layout = PatchInputs.of(
             (args, kwargs), pixels=self.native.pixels, size_conditioning=self.method.size_conditioning
         )
-        denoiser_call = self._asked(forward, layout)
+        denoiser_call = self._call_of(forward, layout)
         level = level_of(scheduler, timestep_of(self._parameters, args, kwargs))
         interlace = self._interlace(layout.x_BCHW)
         self._check_ranks(interlace, denoiser_call.branches)
@@ -102,10 +102,13 @@ class HighResDenoiser:
         if level.time > self.method.switch:
             partial_prediction, like = self._structure.predict(denoiser_call, level, interlace)
         else:
-            laid = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}"), self._zones(interlace)
+            windows_and_zones = (
+                self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}"),
+                self._zones(interlace),
+            )
             parted = self._after.parted
             partial_prediction, like = self._detail.predict(
-                denoiser_call, level, laid, interlace, silent=silent, parted=parted
+                denoiser_call, level, windows_and_zones, interlace, silent=silent, parted=parted
             )
         if self._after.takes(partial_prediction):
             return layout.output(like, self._after.put_off(layout, partial_prediction))
@@ -115,7 +118,7 @@ class HighResDenoiser:
             self._after.answered(layout, whole_BCHW, denoiser_call.branches)
         return layout.output(like, whole_BCHW)
 
-    def _asked(self, forward: Callable[..., Any], layout: PatchInputs) -> DenoiserCall:
+    def _call_of(self, forward: Callable[..., Any], layout: PatchInputs) -> DenoiserCall:
         in_bands = None
         if self.team is not None:
             self.team.exchange, in_bands = self.exchange, partial(self.team.denoise, forward)

@@ -52,15 +52,17 @@ class InterlacedStage:
         """Return this rank's partial prediction and one output of the denoiser."""
         axis, size = self._mesh[1], interlace.patch_size
         x_NBChw = interlace.split(denoiser_call.layout.x_BCHW)
-        asks = 1 if self._only_follow(level) else len(interlace)
-        schedule = scheduled(asks, denoiser_call.branches, axis.size, 1 if self._listens else self._method.bands)
+        evaluated = 1 if self._needs_anchor_only(level) else len(interlace)
+        schedule = scheduled(
+            evaluated, denoiser_call.branches, axis.size, 1 if self._records_attention else self._method.bands
+        )
         assignment, watcher = schedule.assignment, self._watcher(denoiser_call, size)
         own, like = denoiser_call.evaluated(
             schedule, axis.rank, lambda patch: (x_NBChw[patch], PatchPosition(size)), watcher.around
         )
         one = next(iter(own.values()))
-        stacked = tuple((number * size[0], 0) for number in range(asks))
-        windows = Windows((asks * size[0], size[1]), size, stacked)
+        stacked = tuple((number * size[0], 0) for number in range(evaluated))
+        windows = Windows((evaluated * size[0], size[1]), size, stacked)
         blend = BlendPlan.of(windows, assignment, denoiser_call.branches)
         partial_prediction = PartialPrediction(
             canvas_KBCHW=blend.sums(own_of(assignment[axis.rank], own), one),
@@ -92,14 +94,14 @@ class InterlacedStage:
         patches = patches.expand(len(interlace), *patches.shape[1:])
         return interlace.join(self._guided(level, interlace, x_NBChw[:, : patches.shape[1]], patches))
 
-    def _only_follow(self, level: NoiseLevel) -> bool:
+    def _needs_anchor_only(self, level: NoiseLevel) -> bool:
         """Whether nothing of the other patches' predictions is used, so that only the anchor is evaluated."""
         guidance = self._method.guidance
         whole = guidance.strength(self._method.progress(level.time)) == 1
-        return whole and guidance.space == "x0" and not self._listens
+        return whole and guidance.space == "x0" and not self._records_attention
 
     @property
-    def _listens(self) -> bool:
+    def _records_attention(self) -> bool:
         """Whether the anchor's attention is recorded; its rank then evaluates it whole, not in bands."""
         return self._method.guidance.masked and bool(self._attention.layers)
 
@@ -112,8 +114,8 @@ class InterlacedStage:
             mask = self._mask.repeat(x.shape[1] // len(self._mask), 1, 1, 1)
         target = self._aged(target_of(guidance, level, x[0], prediction[0], mask))
         strength = guidance.strength(self._method.progress(level.time))
-        led = guided(guidance, level, interlace, target, (x, prediction), strength).to(patches_NBChw.dtype)
-        return torch.cat([led, patches_NBChw[:, :, channels:]], 2)
+        moved = guided(guidance, level, interlace, target, (x, prediction), strength).to(patches_NBChw.dtype)
+        return torch.cat([moved, patches_NBChw[:, :, channels:]], 2)
 
     def _aged(self, fresh: StructureTarget) -> StructureTarget:
         """Return the previous step's target with lag if there is one of this shape, else the fresh one."""
@@ -127,7 +129,7 @@ class InterlacedStage:
         """Return a recorder, active in a step's first call, which has the prompt; a second has the negative prompt."""
         _, kwargs = denoiser_call.layout.call
         text = kwargs.get("encoder_hidden_states")
-        wanted = self._listens and self._clock.call <= 0
+        wanted = self._records_attention and self._clock.call <= 0
         if not wanted or not isinstance(text, Tensor):
             return _AnchorRecorder(self._attention, None, Unit(0, denoiser_call.branches - 1))
         weights = self._content.weights(len(denoiser_call.layout.x_BCHW) // denoiser_call.branches, text.shape[1])

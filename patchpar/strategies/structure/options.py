@@ -145,13 +145,13 @@ class StructureGuidance:
         from patchpar.strategies.structure.structure import Guidance
         from patchpar.strategies.structure.windows import Tiling
 
-        led = {option: self._chosen(option) for option in ("space", "weight", "decay", "align_samples", "masked")}
+        guidance = {option: self._chosen(option) for option in ("space", "weight", "decay", "align_samples", "masked")}
         rest = {
             option: self._chosen(option)
             for option in ("switch", "structure_strength", "size_conditioning", "shared_noise")
         }
         return Method(
-            guidance=Guidance(**led, lag=self.lag),
+            guidance=Guidance(**guidance, lag=self.lag),
             tiling=Tiling(overlap=self.overlap, margin=self.margin, moved=self.context == 0),
             context=self.context,
             bands=self.bands,

@@ -139,13 +139,13 @@ class WindowContext:
                 keys, values = (x.index_select(2, tokens).chunk(len(branches)) for x in own)
                 for branch, pair in zip(branches, zip(keys, values, strict=True), strict=True):
                     self._left[link._replace(branch=branch), path] = KVPair(*pair)
-        met = [own]
+        parts = [own]
         for link in self._links:
             pairs = [self._call.seen.get((link._replace(branch=branch), path)) for branch in branches]
             found = [pair for pair in pairs if pair is not None]
             if link.receiver == number and len(found) == len(branches):
-                met.append(KVPair(*map(torch.cat, zip(*found, strict=True))))
-        return KVPair(*(torch.cat(parts, 2) for parts in zip(*met, strict=True))) if len(met) > 1 else own
+                parts.append(KVPair(*map(torch.cat, zip(*found, strict=True))))
+        return KVPair(*(torch.cat(each, 2) for each in zip(*parts, strict=True))) if len(parts) > 1 else own
 
     def _seen(self, link: NeighbourLink, path: str) -> Tensor:
         """Return the indices of the sender's tokens that the receiver attends to in a layer."""
@@ -215,7 +215,7 @@ class _ContextAttention(SdpaMode):
     """Adds the context of a window to self-attention in one evaluation."""
 
     def __init__(self, context: WindowContext, evaluation: Evaluation) -> None:
-        super().__init__(self._meet)
+        super().__init__(self._with_context)
         self._window_context, self._evaluation = context, evaluation
         self._path: str | None = None
         self.passed: set[str] = set()
@@ -232,13 +232,13 @@ class _ContextAttention(SdpaMode):
         hooks.before(layer, enter)
         hooks.after(layer, leave)
 
-    def _meet(self, call: AttentionCall) -> Tensor:
+    def _with_context(self, call: AttentionCall) -> Tensor:
         path = self._path
         if path is None or call.attn_mask is not None or call.key.shape[2] != call.query.shape[2]:
             return call.run()
         self.passed.add(path)
-        met = self._window_context.with_neighbours(path, self._evaluation, KVPair(call.key, call.value))
-        return replace(call, key=met.key, value=met.value).run()
+        joined = self._window_context.with_neighbours(path, self._evaluation, KVPair(call.key, call.value))
+        return replace(call, key=joined.key, value=joined.value).run()
 
 
 def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:

@@ -30,8 +30,8 @@ class WindowNeighbours:
         for dim in range(2):
             starts = sorted({corner[dim] for corner in self.windows.corners})
             window, side = self.windows.window[dim], self.windows.size[dim]
-            meet = [(before + window + after) // 2 for before, after in pairwise(starts)]
-            found.append(dict(zip(starts, pairwise([0, *meet, side]), strict=True)))
+            borders = [(before + window + after) // 2 for before, after in pairwise(starts)]
+            found.append(dict(zip(starts, pairwise([0, *borders, side]), strict=True)))
         return tuple(found)
 
     def tokens(self, stride: int) -> tuple[int, int]:
