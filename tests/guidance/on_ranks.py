@@ -13,7 +13,7 @@ import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport import Incoming, Outgoing
+from patchpar.comm.transport import Incoming, Outgoing, Work
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
@@ -24,6 +24,16 @@ from tests.ranks import Place
 Tensor = torch.Tensor
 
 
+class Silence(Work[Any]):
+    """Messages of zeros, there at once."""
+
+    def is_here(self, index: int) -> bool:
+        return True
+
+    def _receive(self, index: int) -> list[Tensor]:
+        return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.incoming[index].specs]
+
+
 class Deaf:
     """A transport that sends nothing and hears zeros: what results look like without the exchange."""
 
@@ -31,19 +41,7 @@ class Deaf:
         self.rank, self.device = place.rank, torch.device("cpu")
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Any:
-        zeros = [[torch.zeros(s.shape, dtype=s.dtype) for s in message.specs] for message in incoming]
-
-        class Silence:
-            def wait_for(self, index: int) -> list[Tensor]:
-                return zeros[index]
-
-            def wait(self) -> list[list[Tensor]]:
-                return zeros
-
-            def stalls(self) -> tuple[()]:
-                return ()
-
-        return Silence()
+        return Silence(incoming, where)
 
     def close(self) -> None: ...
 
