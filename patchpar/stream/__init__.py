@@ -1,1 +1,1 @@
-"""Streams: denoising steps on different ranks, blocks of frames on their way from one to the next."""
+"""Streams: denoising steps on different ranks, which pass blocks of frames from one to the next."""

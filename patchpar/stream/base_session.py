@@ -1,4 +1,4 @@
-"""What all streams offer to whoever holds one: iteration, plain and async, and controls."""
+"""Base class of all stream sessions: iteration, plain and async, and controls."""
 
 import asyncio
 import os
@@ -19,10 +19,10 @@ S = TypeVar("S", bound="BaseSession")  # type: ignore[type-arg]
 
 
 class BaseSession(Closing, Generic[D, T, E]):
-    """A stream that `driver` runs, which gives items T. E: what a control returns, from a block's or image's number."""
+    """A stream that `driver` runs. T: type of its items. E: result of a control, made from a block or image number."""
 
     _patience: float | None = None
-    """Seconds to wait for an item before `_on_timeout` is asked for one."""
+    """Seconds to wait for an item before `_on_timeout` is called."""
 
     def __init__(self, driver: D, output: Output, lead: int) -> None:
         self._driver, self._changed = driver, driver.changed
@@ -33,7 +33,7 @@ class BaseSession(Closing, Generic[D, T, E]):
         return self
 
     def __next__(self) -> T:
-        """The next item. Raises what a rank has raised, WorkerError, and LaunchError in a forked child."""
+        """Return the next item. Raises the error of a rank, WorkerError, and LaunchError in a forked child."""
         check_owner(self._owner)
         with self._changed:
             while not self._changed.wait_for(lambda: len(self._outputs) or self.is_over, self._patience):
@@ -49,12 +49,12 @@ class BaseSession(Closing, Generic[D, T, E]):
         return item
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        """The same without blocking the event loop."""
+        """Iterate without blocking the event loop."""
         while (item := await asyncio.to_thread(next, self, None)) is not None:
             yield item
 
     def pause(self) -> E:
-        """Begin nothing further until `resume`; what is under way comes out."""
+        """Begin nothing further until `resume`; what is in flight is still delivered."""
         self._check_running()
         return self._effect(self._driver.pause(True))
 
@@ -64,28 +64,28 @@ class BaseSession(Closing, Generic[D, T, E]):
         return self._effect(self._driver.pause(False))
 
     def flush(self) -> int:
-        """Drop what is ready and has not been taken; how many."""
+        """Drop all items that are ready; returns how many."""
         with self._changed:
             return self._outputs.flush()
 
     def stop(self) -> E:
-        """Begin nothing beyond what was asked for; iteration ends when that has come out."""
+        """Begin nothing further; iteration ends after what was requested has been delivered."""
         return self._effect(self._driver.stop())
 
     def cancel(self) -> None:
-        """End now: iteration ends, and what is under way is dropped."""
+        """End now: iteration ends, and what is in flight is dropped."""
         with self._changed:
             self._outputs.clear()
             self._driver.cancel()
 
     def close(self) -> None:
-        """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""
+        """Cancel the stream and wait until the ranks are free. Raises PlanError if they are not within a minute."""
         self._driver.cancel()
         if not self.is_free_within(CLOSE_SECONDS):
-            raise PlanError(f"the ranks have not let go of the stream within {CLOSE_SECONDS:g} s")
+            raise PlanError(f"the ranks did not end the stream within {CLOSE_SECONDS:g} s: close the pipeline")
 
     def is_free_within(self, seconds: float) -> bool:
-        """Wait for the ranks to be free of this stream; whether they are."""
+        """Wait up to `seconds` for the ranks to be free of this stream; returns whether they are."""
         return self._driver.join(seconds)
 
     @property
@@ -95,12 +95,12 @@ class BaseSession(Closing, Generic[D, T, E]):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come out, beyond what is ready."""
+        """Whether no further item comes, beyond those that are ready."""
         return self._driver.is_over
 
     @property
     def dropped(self) -> int:
-        """Items lost to a slow consumer, or flushed."""
+        """Items dropped for a slow consumer, or flushed."""
         return self._outputs.dropped
 
     @property
@@ -113,11 +113,11 @@ class BaseSession(Closing, Generic[D, T, E]):
             raise PlanError(f"this stream is {self.status}: begin another one")
 
     def _on_timeout(self) -> T | None:
-        """An item to give while none is ready. Under the lock."""
+        """An item to return while none is ready, or None. Under the lock."""
         return None
 
     def _on_output(self, item: T) -> None:
-        """Before an item is given, and its credit with it."""
+        """Called before an item is returned and its credit given back."""
 
     def _effect(self, number: int) -> E:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""How a model is to be streamed: `stream.json` in its folder, or an object of the same facts."""
+"""Streaming configuration of a model: `stream.json` in its folder, or an object with the same fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,12 +20,12 @@ MOST_STEPS, MOST_FPS, LONGEST_PROMPT = 1000, 1000.0, 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
-    """What a model was trained for. Raises PlanError.
+    """How a model streams, as it was trained. Raises PlanError.
 
     `sigmas`: noise levels of the denoising steps, from 1 to 0. `fps`: frames per second. `height`, `width`: pixels.
-    `blocks`: latent frames per block, window, sink. `text_tokens`: tokens of a prompt. `adapt_sink`: the first finished
-    frame becomes the sink. `prompts`: those it was trained on, where they are few. `reference`: an image beside it,
-    for streams that are given none.
+    `blocks`: latent frames per block, window, sink. `text_tokens`: maximum tokens of a prompt. `adapt_sink`: the first
+    finished frame becomes the sink. `prompts`: the training prompts, if there are few. `reference`: file name of the
+    default reference image in the model's folder.
     """
 
     sigmas: tuple[float, ...]
@@ -57,7 +57,7 @@ class StreamConfig:
 
     @property
     def schedule(self) -> FlowSchedule:
-        """The noise levels and how to go from one to the next."""
+        """The noise levels and the sampler."""
         return FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
 
     @property
@@ -67,28 +67,26 @@ class StreamConfig:
 
     @classmethod
     def load(cls, folder: Path) -> "StreamConfig":
-        """Read `stream.json`. Raises PlanError."""
+        """Read `stream.json`, or derive it for a Self-Forcing model. Raises PlanError."""
         file = folder / CONFIG
         known = None if file.is_file() else self_forcing_facts(folder)
         if known is not None:
             return cls.of(known)
         if not file.is_file():
-            raise PlanError(
-                f"{folder} has no {CONFIG}, so nobody knows how to stream it: pass config=StreamConfig(...)"
-            )
+            raise PlanError(f"{folder} has no {CONFIG}, which says how to stream it: pass config=StreamConfig(...)")
         try:
             return cls.of(read_object(file))
         except PlanError as error:
             raise PlanError(f"{file}: {error}") from error
         except TypeError as error:
-            raise PlanError(f"{file} is not complete, or cannot be read: {error}") from error
+            raise PlanError(f"{file} is incomplete or cannot be read: {error}") from error
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "StreamConfig":
-        """From what JSON keeps of one. Raises PlanError; TypeError where a fact is missing or of another kind."""
+        """Build from the fields of a JSON object. Raises PlanError; TypeError for missing fields or wrong types."""
         unknown = sorted(set(facts) - {known.name for known in fields(cls)})
         if unknown:
-            raise PlanError(f"{', '.join(unknown)} means nothing; a stream may have {_names(cls)}")
+            raise PlanError(f"unknown fields {', '.join(unknown)}: use {_names(cls)}")
         blocks = facts.get("blocks", {})
         if not isinstance(blocks, Mapping):
             raise PlanError(f"blocks={blocks!r:.80}: it must be an object of {_names(CausalOptions)}")

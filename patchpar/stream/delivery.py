@@ -1,4 +1,4 @@
-"""What a stream gives and how: chunks of frames with their times, their pace, and what becomes of those not taken."""
+"""Output of a stream: chunks of frames with timestamps, their pacing, and the policy for a slow consumer."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Pacing = Literal["fast", "realtime"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """From when a control holds: block, and seconds from the beginning of the stream."""
+    """Block, and seconds from the beginning of the stream, at which a control takes effect."""
 
     block: int
     seconds: float
@@ -25,11 +25,11 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Frames (frames, height, width, 3) in uint8 of one block.
+    """Frames [frames, height, width, 3] in uint8 of one block.
 
-    `pts`: seconds from the beginning of the stream to the first frame. `audio`: its samples (N,) between -1 and 1, or
-    None. `latency`: seconds from the block's first step to its frames. `epoch`: how often the stream has been taken up
-    again. `is_held`: no new block, but the last frame once more, see StreamDelivery.
+    `pts`: seconds from the beginning of the stream to the first frame. `audio`: its samples [N] between -1 and 1, or
+    None. `latency`: seconds from the block's first step to its frames. `epoch`: how often the stream has been resumed.
+    `is_held`: the last frame repeated instead of a new block, see StreamDelivery.
     """
 
     block: int
@@ -52,15 +52,15 @@ class StreamFormat:
     per_latent: int
 
     def first_frame(self, block: int) -> int:
-        """The number of a block's first frame."""
+        """Return the number of a block's first frame."""
         return first_frame_number(block * self.frames, self.per_latent)
 
     def seconds(self, block: int) -> float:
-        """When a block's first frame is due, from the beginning of the stream."""
+        """Return the time of a block's first frame, in seconds from the beginning of the stream."""
         return self.first_frame(block) / self.fps
 
     def blocks(self, seconds: float | None) -> int | None:
-        """Blocks that make so many seconds; None for a stream without end. Raises PlanError."""
+        """Return the number of blocks for so many seconds; None for a stream without end. Raises PlanError."""
         if seconds is None:
             return None
         if not 0 < seconds < float("inf"):
@@ -73,13 +73,13 @@ class StreamFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDelivery:
-    """How chunks reach the watcher. Raises PlanError.
+    """How chunks are delivered to the consumer. Raises PlanError.
 
-    `output`: while the watcher is slow, "block" waits; "drop_oldest" and "skip_to_live" lose chunks. `pace`: chunks as
-    soon as they are there ("fast"), or by the clock ("realtime"). `lead`: chunks that may be ready beyond the blocks
-    under way. `restarts`: how often the stream is taken up again when a worker has died. `hold`: while that happens,
-    the last frame is given again every so many seconds, as a chunk with `is_held`; None: nothing is given. `fps`: the
-    rate of times, by default the model's. `record`: a file to take the stream down in, see StreamingPipeline.replay.
+    `output`: for a slow consumer, "block" waits; "drop_oldest" and "skip_to_live" drop chunks. `pace`: chunks as soon
+    as they are ready ("fast"), or at their timestamps ("realtime"). `lead`: chunks that may be ready beyond the blocks
+    in flight. `restarts`: how often the stream is resumed after a worker has died. `hold`: meanwhile the last frame is
+    repeated every so many seconds, as a chunk with `is_held`; None for no such chunks. `fps`: frames per second of the
+    timestamps, by default the model's. `record`: a file to record the stream in, see StreamingPipeline.replay.
     """
 
     output: Output = "block"
@@ -96,8 +96,11 @@ class StreamDelivery:
         if self.pace not in get_args(Pacing):
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
         if not is_whole(self.lead) or not is_whole(self.restarts, 0):
-            raise PlanError(f"lead={self.lead!r}, restarts={self.restarts!r}: whole numbers of at least 1 and 0")
+            raise PlanError(
+                f"lead={self.lead!r}, restarts={self.restarts!r}: use whole numbers, lead at least 1 and restarts at "
+                "least 0"
+            )
         if self.hold is not None and not (is_number(self.hold) and 0 < self.hold < float("inf")):
-            raise PlanError(f"hold={self.hold!r}: seconds above 0, or None")
+            raise PlanError(f"hold={self.hold!r}: it must be seconds above 0, or None")
         if self.fps is not None and not (is_number(self.fps, 0, 1000) and self.fps):
             raise PlanError(f"fps={self.fps!r}: it must be above 0, and at most 1000")

@@ -1,8 +1,8 @@
-"""What may change in the middle of a stream, and how it travels: with the block from which it holds.
+"""Changes in the middle of a stream, and their serialization: each is sent with the block from which it holds.
 
-An event goes from rank to rank in front of its block, so that every denoising step changes at the very same block and
-nothing has to be drained or restarted. What a stream shows depends on its seed, its audio and its events, never on when
-they happened to arrive.
+An event passes from rank to rank before its block, so that every denoising step applies it at the same block and the
+pipeline is neither drained nor restarted. The output depends on the seed, the audio and the events, not on the time at
+which they arrive.
 """
 
 import json
@@ -20,21 +20,22 @@ TRANSITIONS: tuple[str, ...] = get_args(Transition)
 
 
 def check_transition(transition: str, over: int) -> None:
-    """Raise PlanError for a transition that is none."""
+    """Raise PlanError for an unknown transition, or a number of blocks `over` that does not go with it."""
     if transition not in TRANSITIONS:
         raise PlanError(f"transition={transition!r}: use one of {', '.join(TRANSITIONS)}")
     if (transition == "blend") != (over > 0):
         raise PlanError(
-            f"transition={transition!r} with over={over}: a blend, and nothing else, goes over in 1 block or more"
+            f"transition={transition!r} with over={over}: use over=1 or more with 'blend', and over=0 otherwise"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Another text, as embeddings (1, T, D). `negative`: what guidance leads away from, where there is guidance.
+    """Another prompt, as embeddings [1, T, D]. `negative`: embeddings of the negative prompt, with guidance only.
 
-    `transition`: "switch" keeps what the window holds; "cut" forgets it; "blend" goes over to the new text evenly in
-    `over` blocks; "recache" computes the window again under the new text (LongLive, arXiv:2509.22622, section 3.2).
+    `transition`: "switch" keeps the window; "cut" clears it; "blend" interpolates linearly to the new prompt in `over`
+    blocks; "recache" recomputes the window with the new prompt (LongLive, arXiv:2509.22622, section 3.2). Raises
+    PlanError.
     """
 
     text: Tensor
@@ -48,9 +49,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Another sink: one clean latent frame (1, C, 1, H, W).
+    """Another sink: one clean latent frame [1, C, 1, H, W].
 
-    `video`: for models that generate from an image, latents (1, C, F, H, W) of it with nothing behind it.
+    `video`: for image-to-video models, latents [1, C, F, H, W] of the image followed by grey images.
     """
 
     latents: Tensor
@@ -59,7 +60,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Another value of one of PARAMETERS. "audio_scale": how much of what audio says is added, 1 as it was trained."""
+    """Another value of one of PARAMETERS. "audio_scale": factor of the audio attention, 1 in training."""
 
     name: str
     value: float

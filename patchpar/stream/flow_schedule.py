@@ -1,9 +1,9 @@
-"""From one noise level to the next: flow matching as pure functions of a table, with no scheduler that remembers.
+"""Flow matching steps as pure functions of a table of noise levels, without the state of a diffusers scheduler.
 
 x_t = (1 - sigma) x_0 + sigma noise, and the network predicts noise - x_0 (rectified flow, arXiv:2209.03003).
 
     euler      x + (sigma' - sigma) v                                     one noise per block
-    renoise    (1 - sigma') x_0 + sigma' noise',   x_0 = x - sigma v      new noise each step, as distilled models want
+    renoise    (1 - sigma') x_0 + sigma' noise',   x_0 = x - sigma v      new noise each step, for distilled models
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Sampler = Literal["euler", "renoise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSchedule:
-    """Noise levels `sigmas` of the steps, falling from at most 1 to 0 at the end, one more than there are steps."""
+    """Noise levels `sigmas`, falling from at most 1 to 0, one more than there are steps. Raises PlanError."""
 
     sigmas: tuple[float, ...]
     sampler: Sampler = "euler"
@@ -32,7 +32,7 @@ class FlowSchedule:
 
     @classmethod
     def shifted(cls, steps: int, *, shift: float = 3.0, sampler: Sampler = "euler") -> "FlowSchedule":
-        """Even steps, moved towards the higher noise levels by `shift` (arXiv:2403.03206, section 5.3.2)."""
+        """Return even steps, moved towards higher noise levels by `shift` (arXiv:2403.03206, section 5.3.2)."""
         even = [1 - step / steps for step in range(steps + 1)]
         return cls(sigmas=tuple(shift * s / (1 + (shift - 1) * s) for s in even), sampler=sampler)
 
@@ -42,15 +42,15 @@ class FlowSchedule:
         return len(self.sigmas) - 1
 
     def timestep(self, step: int) -> float:
-        """The noise level at which `step` begins, 0 to 1000, as networks are told it."""
+        """Return the timestep, 0 to 1000, that the network is called with in `step`."""
         return 1000.0 * self.sigmas[step]
 
     def steps_above(self, level: float) -> range:
-        """The steps that begin at noise level `level`, 0 to 1, or above."""
+        """Return the steps that begin at noise level `level`, 0 to 1, or above."""
         return range(sum(sigma >= level for sigma in self.sigmas[:-1]))
 
     def needs_noise(self, step: int) -> bool:
-        """Whether the end of `step` takes new noise."""
+        """Whether new noise is added at the end of `step`."""
         return self.sampler == "renoise" and self.sigmas[step + 1] > 0
 
     def advance(self, step: int, x: Tensor, velocity: Tensor, noise: Tensor | None) -> Tensor:

@@ -1,14 +1,14 @@
-"""A stream taken down, so that it can be made again bit for bit: one line of JSON per block, after one that opens it.
+"""Recording of a stream for bit-equal replay: a JSON line per block, after a header line.
 
-    {"format": 1, "model": ..., "config": {...}, "options": {...}, "seed": ..., ...}           how it was begun
-    {"block": 0, "epoch": 0, "frames": "9f...", "updates": [{"kind": "PromptUpdate", ...}], ...}        what came out
+    {"format": 1, "model": ..., "config": {...}, "options": {...}, "seed": ..., ...}                      header
+    {"block": 0, "epoch": 0, "frames": "9f...", "updates": [{"kind": "PromptUpdate", ...}], ...}           block
 
-It is data: of how the model was loaded it keeps the dtype and the variant and nothing else, and nothing else is taken
-from it. A token or a path that were options of from_pretrained are in no journal. Only its owner can read the file.
+Of the options of from_pretrained it stores the dtype and the variant only, and `replay` reads no others: a journal
+contains no token and no local path of an option. Only its owner can read the file.
 
-A line has what the block was made of (conditions that hold from it on, audio as the model hears it, audio as it is
-played in 16 bits) and a digest of its frames. Audio takes about 30 kB a second, silence next to nothing; beyond `limit`
-bytes no more is taken down, which is said once. A file whose end is missing is good up to there.
+A block line has the inputs of the block (conditions that hold from it on, audio tokens, audio samples in 16 bits) and a
+hash of its frames. Audio takes about 30 kB a second, silence almost nothing. Beyond `limit` bytes the recording ends
+with one warning. A truncated file is valid up to its last whole line.
 """
 
 import base64
@@ -44,7 +44,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 VARIANT = re.compile(r"\w[\w.-]{0,63}")
 MOST_DIMS = 8
 MOST_BYTES = 2**28
-"""Of one tensor: a hundred times the largest reference that streams take."""
+"""Limit of one tensor: a hundred times the largest reference that streams take."""
 UPDATES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (PromptUpdate, ReferenceUpdate, Parameter, Prompt, Reference)
 }
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalHeader:
-    """How a stream was begun. `options`: see `kept_options`. `size`: rows and columns of latents."""
+    """Arguments with which a stream began. `options`: see `kept_options`. `size`: rows and columns of latents."""
 
     model: str
     config: StreamConfig
@@ -65,19 +65,19 @@ class JournalHeader:
 
 
 def kept_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """The options of from_pretrained that a journal may keep: torch_dtype and variant, as texts. Raises PlanError."""
+    """Return the options of from_pretrained that a journal stores: torch_dtype, variant, as text. Raises PlanError."""
     dtype = options.get("torch_dtype", options.get("dtype"))
     found = {"torch_dtype": dtype, "variant": options.get("variant")}
     kept = {name: str(value).removeprefix("torch.") for name, value in found.items() if value is not None}
     if kept.get("torch_dtype", DTYPES[0]) not in DTYPES:
-        raise PlanError(f"torch_dtype={kept['torch_dtype']!r:.80}: a journal knows {', '.join(DTYPES)}")
+        raise PlanError(f"torch_dtype={kept['torch_dtype']!r:.80}: a journal takes {', '.join(DTYPES)}")
     if not VARIANT.fullmatch(kept.get("variant", "fp16")):
         raise PlanError(f"variant={kept['variant']!r:.80}: it must be a name such as fp16")
     return kept
 
 
 class StreamJournal:
-    """Takes down one stream in the file `path`. Raises PlanError if that cannot be."""
+    """Records one stream in the file `path`. Raises PlanError if it cannot be written."""
 
     def __init__(self, path: Path, origin: JournalHeader, *, limit: int = LIMIT) -> None:
         self._path, self._limit, self._epoch = path, limit, -1
@@ -93,10 +93,10 @@ class StreamJournal:
             raise PlanError(f"record={str(path)!r} cannot be written: {error}") from error
         left = sorted({*origin.options} - {*kept, "dtype"})
         if left:
-            log.warning("%s does not keep %s: give what matters again where it is replayed", path, ", ".join(left))
+            log.warning("%s does not store the options %s: replay runs without them", path, ", ".join(left))
 
     def note(self, output: OutputBlock, frames: Tensor) -> None:
-        """Take down a block and what it was made of. Ends the recording, with a warning, where that is impossible."""
+        """Record a block's inputs and the hash of its frames [F, H, W, 3]. On failure, warn and end the recording."""
         if self._file is None:
             return
         try:
@@ -105,7 +105,7 @@ class StreamJournal:
             self._give_up(str(error))
 
     def close(self) -> None:
-        """No more comes. Idempotent."""
+        """Close the file. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -123,7 +123,7 @@ class StreamJournal:
         return line
 
     def _write(self, line: str) -> bool:
-        """Whether there was room for it."""
+        """Write a line; returns whether it was within the limit."""
         assert self._file is not None
         self._size += len(line) + 1
         if self._size > self._limit:
@@ -134,7 +134,7 @@ class StreamJournal:
         return True
 
     def _give_up(self, why: str) -> None:
-        log.warning("%s ends after %d blocks: %s; the stream goes on", self._path, self.blocks, why)
+        log.warning("%s ends after %d blocks: %s; the stream continues", self._path, self.blocks, why)
         self.close()
 
 
@@ -144,7 +144,7 @@ def digest(frames: Tensor) -> str:
 
 
 def _private(path: Path) -> IO[str]:
-    """The file, open for writing, that only its owner can read, also where one of that name was there before."""
+    """Open `path` for writing with mode 0600, also if it exists."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     if stat.S_ISREG(os.fstat(file).st_mode):
         os.fchmod(file, 0o600)
@@ -152,14 +152,14 @@ def _private(path: Path) -> IO[str]:
 
 
 def as_words(update: Update) -> dict[str, Any]:
-    """A change as JSON has it."""
+    """Return a change as a JSON object."""
     values = {field.name: getattr(update, field.name) for field in fields(update)}
     words = {name: _packed(x) if isinstance(x, Tensor) else x for name, x in values.items()}
     return {"kind": type(update).__name__, **words}
 
 
 def as_update(words: Any) -> Update:
-    """The change that `as_words` was given. Raises PlanError, KeyError, TypeError, ValueError for something else."""
+    """Restore a change from the JSON object of `as_words`. Raises PlanError, KeyError, TypeError, ValueError."""
     kind = UPDATES[words["kind"]]
     given = {name: value for name, value in words.items() if name != "kind"}
     values = {name: unpacked(value) if isinstance(value, Mapping) else value for name, value in given.items()}
@@ -183,7 +183,7 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("image", "latents"), _tensor),
     **dict.fromkeys(("video", "negative"), partial(_tensor, is_needed=False)),
 }
-"""Of the fields of a change, what each may be."""
+"""Validation of each field of a change."""
 
 
 def _packed(x: Tensor) -> dict[str, Any]:
@@ -206,9 +206,9 @@ def unpacked(packed: Any) -> Tensor:
     except (binascii.Error, zlib.error) as error:
         raise PlanError(f"a tensor whose bytes cannot be read: {error}") from error
     if len(raw) != size:
-        raise PlanError(f"a tensor of {size} bytes of which another number is there")
+        raise PlanError(f"a tensor whose shape needs {size} bytes has more or fewer")
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
 _DTYPES = {name: getattr(torch, name) for name in (*DTYPES, "uint8", "int16", "int32", "int64")}
-"""Of tensors in a journal."""
+"""Dtypes of tensors in a journal."""

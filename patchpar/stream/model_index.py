@@ -1,4 +1,4 @@
-"""What the files of a WanPipeline folder say of it, read without loading anything."""
+"""Properties of a WanPipeline folder, read from its configuration files without loading weights."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from patchpar.stream.json_fields import number, whole
 SELF_FORCING = "SelfForcingFlowMatchScheduler"
 """The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
-"""The parts of a pipeline that denoise. Wan 2.2 has one for each range of noise levels, all others have the first."""
+"""The denoisers of a pipeline. Wan 2.2 has one for each range of noise levels, other models have the first only."""
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What model_index.json says. Raises PlanError."""
+    """Read model_index.json. Raises PlanError."""
     file = folder / "model_index.json"
     if not file.is_file():
         raise PlanError(f"{folder} has no model_index.json: give the folder of a WanPipeline")
@@ -24,7 +24,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def low_noise_below(folder: Path) -> float | None:
-    """The noise level, 0 to 1, below which a pipeline has another transformer; None if it has one only.
+    """Return the noise level, 0 to 1, below which the second transformer is used; None if there is one only.
 
     Raises PlanError.
     """
@@ -39,18 +39,19 @@ def low_noise_below(folder: Path) -> float | None:
 
 
 def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
-    """How a model distilled by Self-Forcing (arXiv:2506.08009) streams, as stream.json would say; None for others.
+    """Return the fields of stream.json for a model distilled by Self-Forcing (arXiv:2506.08009); None for others.
 
-    It is told by its scheduler. Four steps, warped by the scheduler's shift, with new noise in each; blocks of 3 latent
-    frames in a window of 21; no sink. Other numbers in the transformer's configuration are followed. Raises PlanError.
+    The scheduler class identifies such a model. Four steps with the scheduler's shift, and new noise in each; blocks of
+    3 latent frames in a window of 21, unless the transformer's configuration has other numbers; no sink. Raises
+    PlanError.
     """
     scheduler = _read(folder / "scheduler" / "scheduler_config.json")
     if scheduler.get("_class_name") != SELF_FORCING:
         return None
     if low_noise_below(folder) is not None:
         raise PlanError(
-            f"{folder} was distilled by Self-Forcing for two transformers, and its steps are nowhere in it: pass "
-            "config=StreamConfig(...)"
+            f"{folder} was distilled by Self-Forcing with two transformers, and its files do not state the denoising "
+            "steps: pass config=StreamConfig(...)"
         )
     causal = _read(folder / HIGH_NOISE / "config.json")
     frames = whole("num_frames_per_block", causal.get("num_frames_per_block", 3), 1, MOST_FRAMES)
@@ -70,5 +71,5 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A configuration; nothing where there is none. Raises PlanError."""
+    """Read a configuration; empty if the file is missing. Raises PlanError."""
     return read_object(file) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""Which rank does which denoising steps of a stream. Pure: no tensors, no processes.
+"""Assignment of denoising steps to the ranks of a stream. No tensors, no processes.
 
 R < S    4 steps on 2 ranks      rank 0: steps 0-1     rank 1: steps 2-3, decode
 R = S    2 steps on 3 ranks      rank 0: step 0        rank 1: step 1             rank 2: decode
@@ -18,7 +18,7 @@ Decode = Literal["own", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSteps:
-    """One stage: its ranks, its denoising steps, and whether it decodes as well."""
+    """One stage: its ranks, its denoising steps, and whether it also decodes."""
 
     ranks: range
     steps: range
@@ -33,7 +33,7 @@ class StageSteps:
 class StreamPlan:
     """`sizes`: denoising steps of each stage, in order. Raises PlanError.
 
-    `decode`: on a rank of its "own", or on the "last" stage. `inner`: ranks that share the work of one step.
+    `decode`: on its "own" rank, or on the "last" stage. `inner`: ranks per denoising step.
     """
 
     sizes: tuple[int, ...]
@@ -42,35 +42,34 @@ class StreamPlan:
 
     def __post_init__(self) -> None:
         if not self.sizes or not all(map(is_whole, self.sizes)):
-            raise PlanError(f"sizes={self.sizes}: there is at least one stage, and each has at least one step")
+            raise PlanError(f"sizes={self.sizes}: use at least one stage, with at least one step each")
         if self.decode not in ("own", "last"):
             raise PlanError(f"decode={self.decode!r}: use 'own' or 'last'")
         if not is_whole(self.inner):
-            raise PlanError(f"inner={self.inner!r}: at least 1 rank does a step")
+            raise PlanError(f"inner={self.inner!r}: it must be a whole number of at least 1")
         if self.inner > 1 and max(self.sizes) > 1:
             raise PlanError(
-                f"{self.inner} ranks per stage, but stages of {max(self.sizes)} steps: give each step a stage of "
-                "its own before a step gets more ranks"
+                f"inner={self.inner}, but a stage has {max(self.sizes)} steps: use inner=1, or one step per stage"
             )
 
     @classmethod
     def even(cls, steps: int, ranks: int, *, decode: Decode | None = None) -> "StreamPlan":
-        """As even as `ranks` allow, the earlier stages the larger. Raises PlanError.
+        """Return a plan with steps as evenly on `ranks` ranks as possible, larger stages first. Raises PlanError.
 
-        Decoding gets a rank of its own where each step has one already, or `decode` says so.
+        By default decoding has its own rank if there are more ranks than steps.
         """
         if steps < 1 or ranks < 1:
-            raise PlanError(f"{steps} steps on {ranks} ranks: at least 1 of each")
+            raise PlanError(f"{steps} steps on {ranks} ranks: use at least 1 of each")
         decode = decode or ("own" if ranks > steps else "last")
         left = ranks - (decode == "own")
         if left < 1:
-            raise PlanError("1 rank, but decoding is to have a rank of its own: use 2 ranks, or decode='last'")
+            raise PlanError("1 rank with decode='own': use at least 2 ranks, or decode='last'")
         if left > steps:
             inner, rest = divmod(left, steps)
             if rest:
                 apart = ranks - left
                 raise PlanError(
-                    f"{ranks} ranks: {left} of them cannot be shared evenly by {steps} steps"
+                    f"{ranks} ranks: {left} of them cannot be divided evenly among {steps} steps"
                     f"{', as 1 decodes' if apart else ''}; use {steps * inner + apart} or {steps * (inner + 1) + apart}"
                     f"{_by_the_way(steps, ranks, decode)}"
                 )
@@ -85,12 +84,12 @@ class StreamPlan:
 
     @property
     def ranks(self) -> int:
-        """Ranks that the plan needs."""
+        """Number of ranks."""
         return len(self.sizes) * self.inner + (self.decode == "own")
 
     @property
     def stages(self) -> tuple[StageSteps, ...]:
-        """What a block passes, in order."""
+        """The stages that a block passes, in order."""
         found, step = [], 0
         for number, size in enumerate(self.sizes):
             ranks = range(number * self.inner, (number + 1) * self.inner)
@@ -106,7 +105,7 @@ class StreamPlan:
 
     @property
     def depth(self) -> int:
-        """Blocks that are under way at once when every stage is busy."""
+        """Blocks in flight when every stage is busy."""
         return len(self.stages)
 
     @property
@@ -115,18 +114,18 @@ class StreamPlan:
         return self.stages[-1].ranks[0]
 
     def stage_of(self, rank: int) -> int:
-        """The number of the stage that a rank belongs to. Raises PlanError."""
+        """Return the number of the stage of a rank. Raises PlanError."""
         for number, stage in enumerate(self.stages):
             if rank in stage.ranks:
                 return number
-        raise PlanError(f"rank {rank} has no part in this plan: it has ranks 0 to {self.ranks - 1}")
+        raise PlanError(f"rank {rank} is not in this plan: it has ranks 0 to {self.ranks - 1}")
 
     def __str__(self) -> str:
         return f"{self.steps} steps on {self.ranks} ranks ({'; '.join(map(str, self.stages))})"
 
 
 def plans(steps: int, ranks: int) -> Iterator[StreamPlan]:
-    """Every plan for at most `ranks` ranks, with one rank per stage or evenly several."""
+    """Yield every plan for at most `ranks` ranks, with one rank per stage, or as many for each step."""
     for decode in ("last", "own"):
         left = ranks - (decode == "own")
         for stages in range(1, min(steps, left) + 1):
@@ -139,7 +138,7 @@ def plans(steps: int, ranks: int) -> Iterator[StreamPlan]:
 
 
 def _by_the_way(steps: int, ranks: int, decode: Decode) -> str:
-    """The way to use exactly `ranks` ranks, where there is one."""
+    """A hint how to use exactly `ranks` ranks, if another `decode` allows it."""
     if decode == "own" and ranks % steps == 0:
         return ", or decode='last'"
     return ", or decode='own'" if decode == "last" and ranks > 1 and (ranks - 1) % steps == 0 else ""

@@ -1,4 +1,4 @@
-"""What a journal holds, read again: how the stream was begun, and the block by block of which it can be made again."""
+"""Reading a journal for replay: the header, and the inputs of each block."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ VERSION = re.compile(r"[\w.+-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """One line. `adapt_sink` where an epoch begins; `heard` and `audio` of a model that hears."""
+    """One block line. `adapt_sink`: with the first block of an epoch. `heard`: audio tokens. `audio`: samples [N]."""
 
     block: int
     epoch: int
@@ -35,14 +35,14 @@ class RecordedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRecording:
-    """A stream that was taken down."""
+    """A recorded stream."""
 
     origin: JournalHeader
     blocks: tuple[RecordedBlock, ...]
 
     @classmethod
     def read(cls, path: str | Path) -> "StreamRecording":
-        """Read a journal; a last line that is not whole is left out. Raises PlanError."""
+        """Read a journal; an incomplete last line is left out. Raises PlanError."""
         path = Path(path)
         head, *lines = _lines(path)
         origin = _origin(path, head)
@@ -50,11 +50,11 @@ class StreamRecording:
         if [block.block for block in blocks] != list(range(len(blocks))):
             raise PlanError(f"{path}: its blocks are not 0, 1, 2 and so on: a line is missing or was moved")
         if not blocks or blocks[0].adapt_sink is None:
-            raise PlanError(f"{path} has no block: nothing had come out of this stream")
+            raise PlanError(f"{path} has no block: this stream ended before its first frame")
         return cls(origin=origin, blocks=blocks)
 
     def runs(self, ranks: int) -> tuple[StreamRun, ...]:
-        """One for each epoch."""
+        """Return one run for each epoch."""
         rows, columns = self.origin.size
         return tuple(
             StreamRun(
@@ -70,39 +70,48 @@ class StreamRecording:
         )
 
     def check_fits(self, size: tuple[int, int], heard: Sequence[int] | None) -> None:
-        """Raise PlanError unless this was made with latents of this size and hears tokens of that shape, or nothing."""
+        """Raise PlanError unless latents have this size and audio tokens the shape `heard`; None for no audio."""
         if self.origin.size != size:
-            raise PlanError(f"it was made with latents of {self.origin.size}, and this model has {size}: another model")
+            raise PlanError(
+                f"it was recorded with latents of {self.origin.size}, and this model has {size}: use the model that "
+                "it was recorded with"
+            )
         for block in self.blocks:
             if [tuple(x.shape) for x in block.heard] != ([] if heard is None else [tuple(heard)]):
-                raise PlanError(f"block {block.block} hears what this model does not: it is another one")
+                raise PlanError(
+                    f"block {block.block} has audio of another shape than this model takes: use the model that it was "
+                    "recorded with"
+                )
             if heard is not None and (block.audio is None or block.audio.dim() != 1):
-                raise PlanError(f"block {block.block} has no audio that could be played")
+                raise PlanError(f"block {block.block} has no audio samples: the journal is damaged")
             for update in block.updates:
                 if isinstance(update, ReferenceUpdate) and tuple(update.image.shape) != self._image:
-                    raise PlanError(f"block {block.block} shows an image of {tuple(update.image.shape)}")
+                    raise PlanError(
+                        f"block {block.block} has a reference of {tuple(update.image.shape)}, but the stream takes "
+                        f"{self._image}"
+                    )
 
     @property
     def _image(self) -> tuple[int, int, int]:
         return self.origin.config.height, self.origin.config.width, 3
 
     def is_as_it_was(self, chunk: Chunk) -> bool:
-        """Whether these are the very frames that were taken down."""
+        """Whether the frames of `chunk` are bit-equal to the recorded ones."""
         return self.blocks[chunk.block].frames == digest(chunk.frames)
 
     def updates(self) -> Iterator[tuple[int, Update]]:
-        """Every change with the block from which it holds."""
+        """Yield every change with the block from which it holds."""
         return ((block.block, update) for block in self.blocks for update in block.updates)
 
 
 class RecordedAudio:
-    """The audio of a recording, see driver.AudioSource."""
+    """The recorded audio, as a driver.AudioSource."""
 
     def __init__(self, blocks: Sequence[RecordedBlock]) -> None:
         self._blocks = blocks
 
     def is_here(self, block: int) -> bool:
-        """All of it is."""
+        """True: all audio is recorded."""
         return True
 
     def is_over(self, block: int) -> bool:
@@ -112,17 +121,17 @@ class RecordedAudio:
     def take(self, block: int) -> tuple[Tensor, Tensor]:
         """Return the recorded (audio tokens [1, F, n, C], samples [N]) of a block, see AudioSource."""
         (heard,), audio = self._blocks[block].heard, self._blocks[block].audio
-        assert audio is not None, "who hears is heard"
+        assert audio is not None, "`check_fits` requires samples with tokens"
         return heard, audio.float() / 32767
 
 
 def _lines(path: Path) -> list[str]:
-    """All whole lines. Raises PlanError."""
+    """All complete lines. Raises PlanError."""
     try:
         with path.open("rb") as file:
             data = file.read(LIMIT + 1)
         if len(data) > LIMIT:
-            raise PlanError(f"{path} has more than {LIMIT} bytes: no journal of a stream has")
+            raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a journal")
         return data.decode("utf-8").split("\n")[:-1] or [""]
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read as the journal of a stream: {error}") from error
@@ -134,15 +143,15 @@ def _origin(path: Path, line: str) -> JournalHeader:
         facts = object_of(line, where)
         version = facts.pop("format")
     except (PlanError, KeyError) as error:
-        raise PlanError(f"{path} is no journal of a stream: its first line does not say how one was begun") from error
+        raise PlanError(f"{path} is no journal of a stream: its first line is no header") from error
     if version != FORMAT:
         raise PlanError(
-            f"{path} is of format {version!r:.20}, and this patchpar reads format {FORMAT}: use another version"
+            f"{path} has format {version!r:.20}, and this patchpar reads format {FORMAT}: use the version that wrote it"
         )
     try:
         return JournalHeader(**{**facts, **_checked_origin(facts)})
     except (TypeError, KeyError, ValueError) as error:
-        raise PlanError(f"{where}: it does not say how a stream was begun: {error}") from error
+        raise PlanError(f"{where}: the header is invalid: {error}") from error
 
 
 def _checked_origin(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,15 +179,15 @@ def _options(options: Mapping[str, Any]) -> dict[str, str]:
     unknown = sorted(set(options) - set(kept))
     if unknown:
         raise PlanError(
-            f"options {', '.join(map(repr, unknown))!s:.200} are not taken from a journal: of how a model is loaded it "
-            "says torch_dtype and variant"
+            f"options {', '.join(map(repr, unknown))!s:.200} are not read from a journal: it may have torch_dtype and "
+            "variant only"
         )
     return kept
 
 
 def _versions(versions: Mapping[str, Any]) -> dict[str, str]:
     if not all(VERSION.fullmatch(name) and VERSION.fullmatch(str(number)) for name, number in versions.items()):
-        raise PlanError(f"versions={versions!r:.80}: it must be names and numbers")
+        raise PlanError(f"versions={versions!r:.80}: it must be package names with their versions")
     return {name: str(number) for name, number in versions.items()}
 
 
@@ -192,7 +201,7 @@ def _block(path: Path, number: int, line: str) -> RecordedBlock:
 
 
 def _checked_block(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a RecordedBlock. Raises what reading them raises."""
+    """The fields of a RecordedBlock. Raises PlanError, KeyError, TypeError, ValueError."""
     adapt_sink = facts.get("adapt_sink")
     return {
         "block": whole("block", facts["block"], 0, 2**48),

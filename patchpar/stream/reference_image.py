@@ -26,13 +26,13 @@ def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
     try:
         image = torch.tensor(reference) if isinstance(reference, np.ndarray) else torch.as_tensor(reference)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PlanError(f"a reference of {type(reference).__name__} is no image: {_ways(height, width)}") from error
+        raise PlanError(f"a reference of {type(reference).__name__} is no image: {_accepted(height, width)}") from error
     if image.dtype is not torch.uint8 or tuple(image.shape) != (height, width, 3):
         raise PlanError(
-            f"a reference of shape {tuple(image.shape)} in {image.dtype} does not fit: {_ways(height, width)}"
+            f"a reference of shape {tuple(image.shape)} in {image.dtype} does not fit: {_accepted(height, width)}"
         )
     return image
 
 
-def _ways(height: int, width: int) -> str:
+def _accepted(height: int, width: int) -> str:
     return f"give a file, a PIL image, or {(height, width, 3)} in uint8"

@@ -1,9 +1,9 @@
-"""A video stream as its user holds it: chunks to iterate, and controls that say from which block and time they hold.
+"""`StreamSession`: a video stream as an iterator of chunks, with controls that return when they take effect.
 
     push_audio, set_prompt, ... ---> driver ---> ranks
     for chunk in session        <--- [ chunks, at most as many as there is credit ] <--- driver
 
-Nothing is queued beyond the credit, so that a slow consumer slows the stream down and memory does not grow; with
+The credit bounds the queue, so that a slow consumer slows the stream down and memory does not grow; with
 output="drop_oldest" or "skip_to_live" chunks are dropped instead.
 """
 
@@ -28,9 +28,9 @@ from patchpar.stream.stage import StageStats
 
 
 class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
-    """One stream. `StreamingPipeline.stream` makes it; a context manager and an iterator, plain and async.
+    """One stream, made by `StreamingPipeline.stream`. A context manager and an iterator, plain and async.
 
-    Controls return from when they hold.
+    Controls return the block and time at which they take effect.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
     def begin(
         self, *updates: Update, changes: Iterable[tuple[int, Update]] = (), journal: StreamJournal | None = None
     ) -> "StreamSession":
-        """Start with these conditions, and `changes` at their blocks. `journal` records what comes out."""
+        """Start with the conditions `updates`, and `changes` at their blocks. `journal` records the output."""
         self._journal = journal
         for block, update in (*((0, update) for update in updates), *changes):
             self._driver.update(update, block)
@@ -70,7 +70,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         self._last = self._held(item)
 
     def _deliver(self, output: OutputBlock) -> None:
-        """A block has come out. Under the lock."""
+        """Queue a finished block as a chunk. Under the lock."""
         produced, first = output.produced, self._format.first_frame(output.produced.block)
         missing = self._format.first_frame(produced.block + 1) - first - len(produced.frames)
         frames = produced.frames
@@ -89,12 +89,12 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         self._outputs.put(chunk)
 
     def _held(self, chunk: Chunk) -> Chunk:
-        """The last frame of a chunk, to be given again while no other comes."""
+        """The last frame of a chunk, to be repeated while no new chunk is ready."""
         pts = chunk.pts + (len(chunk.frames) - 1) / self._format.fps
         return replace(chunk, frames=chunk.frames[-1:].clone(), pts=pts, audio=None, is_held=True)
 
     def _wait_until_due(self, chunk: Chunk) -> None:
-        """After a chunk that was late the others keep their distance from it."""
+        """Sleep until a chunk is due. A late chunk delays all later ones by as much."""
         now = time.monotonic()
         if self._clock is None or now > self._clock + chunk.pts:
             self._clock = now - chunk.pts
@@ -110,7 +110,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
             return self._effect(self._driver.look())
 
     def end_audio(self) -> Effect:
-        """No more audio comes: the stream ends with it."""
+        """End the audio; the stream ends with it. Raises PlanError."""
         track = self._live_audio("use stop()")
         with self._changed:
             track.end()
@@ -119,20 +119,20 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
     def set_prompt(
         self, text: str, *, at: int | None = None, transition: Transition = "switch", over: int = 0
     ) -> Effect:
-        """Another prompt from block `at` on, or as soon as can be. See events.Prompt for the transitions."""
+        """Set another prompt from block `at` on, by default the next. See events.Prompt. Raises PlanError."""
         return self._update(PromptUpdate(text=text, transition=transition, over=over), at)
 
     def set_param(self, name: str, value: float, *, at: int | None = None) -> Effect:
-        """Another value of a parameter, see events.PARAMETERS. Raises PlanError."""
+        """Set another value of a parameter, see events.PARAMETERS. Raises PlanError."""
         return self._update(Parameter(name=name, value=value), at)
 
     def set_reference(self, reference: Any, *, at: int | None = None) -> Effect:
-        """Another reference image: a file, a PIL image, or (height, width, 3) in uint8 of the stream's size."""
+        """Set another reference: a file, a PIL image, or [height, width, 3] in uint8. Raises PlanError."""
         image = load_reference_image(reference, self._format.height, self._format.width)
         return self._update(ReferenceUpdate(image=image), at)
 
     def close(self) -> None:
-        """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""
+        """Cancel the stream and wait until the ranks are free. Raises PlanError if they are not within a minute."""
         try:
             super().close()
         finally:
@@ -154,5 +154,5 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
 
     @property
     def figures(self) -> tuple[StageStats, ...]:
-        """What each stage did, when the stream has ended."""
+        """Statistics of each stage, after the stream has ended."""
         return self._driver.figures

@@ -1,12 +1,12 @@
-"""What a stream plan will do, before any rank is started: frames per second, first frame, jitter, idle time.
+"""Simulation of a stream plan without ranks: frames per second, time to first frame, jitter, idle time.
 
-A block starts on a stage when it has arrived, the stage is done with the block before, and there is credit for it:
+A block starts on a stage when it has arrived, the stage has finished the previous block, and there is credit for it:
 
-    start[s][b] = max(arrived[s][b],  done[s][b-1],  (s = 0) audio of b is here and block b - credit has come out)
+    start[s][b] = max(arrived[s][b],  done[s][b-1],  (s = 0) audio of b is here and block b - credit is delivered)
     arrived[s][b] = max(done[s-1][b],  arrived[s][b-1]) + link
 
-For steady stages this gives the law FPS = F / max(stage, link) and TTFF = S c + v + links (Live Avatar,
-arXiv:2512.04677, table 5).
+With constant costs this gives FPS = F / max(stage, link) and TTFF = S c + v + links (Live Avatar, arXiv:2512.04677,
+table 5).
 """
 
 import math
@@ -22,11 +22,11 @@ from patchpar.stream.plan import StreamPlan, plans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCosts:
-    """Seconds. `step`: one denoising step of one block. `decode`: one block. `link`: one block to the next rank.
+    """Costs in seconds. `step`: one denoising step of a block. `decode`: one block. `link`: one block to the next rank.
 
-    `frames`: images per block. `inner_speedup`: how much faster a step is for each doubling of its ranks. `jitter`:
-    spread of every cost, as a share, one-sided. `source`: seconds between blocks of audio that arrive live; 0 where all
-    of it is there.
+    `frames`: images per block. `inner_speedup`: speedup of a step for each doubling of its ranks. `jitter`: one-sided
+    spread of every cost, as a fraction. `source`: seconds between blocks of live audio; 0 if all audio is there at the
+    start. Raises PlanError.
     """
 
     step: float
@@ -39,16 +39,16 @@ class StreamCosts:
 
     def __post_init__(self) -> None:
         if min(self.step, self.decode, self.link, self.source, self.jitter) < 0 or self.step + self.decode == 0:
-            raise PlanError(f"{self}: costs are at least 0, and there is work to be done")
+            raise PlanError(f"{self}: costs must be at least 0, and step or decode above 0")
         if self.frames < 1:
-            raise PlanError(f"frames={self.frames}: a block has at least 1 frame")
+            raise PlanError(f"frames={self.frames}: it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamForecast:
-    """What to expect. Seconds; `gaps` are those between blocks in the steady state: median, 95th and 99th percentile.
+    """Result of a simulation, in seconds. `gaps`: between blocks in the steady state, as p50, p95 and p99.
 
-    `busy`: share of its time that each stage works. `in_flight`: most blocks under way at once.
+    `busy`: fraction of time that each stage works. `in_flight`: maximum of blocks in flight at once.
     """
 
     fps: float
@@ -60,7 +60,7 @@ class StreamForecast:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Share of its time that each stage stands idle."""
+        """Fraction of time that each stage is idle."""
         return tuple(1 - fraction for fraction in self.busy)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class StreamForecast:
 
 
 def stage_seconds(plan: StreamPlan, costs: StreamCosts) -> tuple[float, ...]:
-    """What one block costs on each stage."""
+    """Return the seconds of one block on each stage."""
     fraction = costs.inner_speedup ** math.log2(plan.inner)
     return tuple(
         len(stage.steps) * costs.step / fraction + (costs.decode if stage.decodes else 0.0) for stage in plan.stages
@@ -81,16 +81,16 @@ def stage_seconds(plan: StreamPlan, costs: StreamCosts) -> tuple[float, ...]:
 
 
 def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
-    """(frames per second, seconds to the first frame) of steady stages, in closed form."""
+    """Return (frames per second, seconds to the first frame) for constant costs, in closed form."""
     seconds = stage_seconds(plan, costs)
     return costs.frames / max(*seconds, costs.link, costs.source), sum(seconds) + costs.link * (plan.depth - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnsetBudget:
-    """Seconds from audio to its image, in a live stream that is shown by the clock.
+    """Seconds from audio to its image, in a live stream with realtime pacing.
 
-    `buffer`: by how much the clock is behind the usual block, so that the slowest is shown in time as well.
+    `buffer`: delay of the clock after the usual block, so that the slowest block is in time as well.
     """
 
     fill: float
@@ -101,31 +101,31 @@ class OnsetBudget:
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """Sum of all parts."""
         return self.fill + self.steps + self.decode + self.link + self.buffer
 
     def __str__(self) -> str:
         return (
             f"{self.seconds:.2f} s from audio to image: {self.fill:.2f} until a block is full, {self.steps:.2f} to "
-            f"denoise it, {self.decode:.2f} to decode it, {self.link:.2f} on the way, {self.buffer:.2f} for the slowest"
+            f"denoise it, {self.decode:.2f} to decode it, {self.link:.2f} to send it, {self.buffer:.2f} for jitter"
         )
 
 
 def onset(plan: StreamPlan, costs: StreamCosts, *, spread: float = 0.0) -> OnsetBudget:
-    """What is between audio and its image where `costs.source` seconds of audio make a block. Raises PlanError.
+    """Return the latency from audio to its image, with `costs.source` seconds of audio per block. Raises PlanError.
 
-    `spread`: how much longer than the usual block the slowest takes, as a share.
+    `spread`: how much longer than the usual block the slowest takes, as a fraction.
 
-    The same for all audio of a block: what comes first waits until the block is full, and what comes last until it is
-    due. Nothing waits in a queue, as long as every stage keeps pace.
+    It is the same for all audio of a block: the first samples wait until the block is full, and the last until their
+    image is due. No block waits in a queue as long as no stage takes longer than `costs.source`.
     """
     if costs.source <= 0:
-        raise PlanError("source=0: say how many seconds of live audio make a block")
+        raise PlanError("source=0: give the seconds of live audio per block")
     slowest = max(*stage_seconds(plan, costs), costs.link)
     if slowest > costs.source:
         raise PlanError(
-            f"the slowest stage takes {slowest:.2f} s for a block, but {costs.source:.2f} s of audio make one, so that "
-            "images would come later and later: use more ranks, fewer steps, or larger blocks"
+            f"the slowest stage takes {slowest:.2f} s for a block of {costs.source:.2f} s of audio, so that the delay "
+            "would grow without limit: use more ranks, fewer steps, or larger blocks"
         )
     *denoise, last = stage_seconds(plan, costs)
     steps = sum(denoise) + last - costs.decode
@@ -147,14 +147,12 @@ def simulate(
     seed: int = 0,
     drain_at: int | None = None,
 ) -> StreamForecast:
-    """Run `blocks` blocks through the plan, with credit for `lead` blocks more than there are stages.
+    """Simulate `blocks` blocks, with credit for `lead` blocks more than there are stages. Raises PlanError.
 
-    `drain_at`: a block that starts only when the one before has come out, as a collective in mid-stream would have it.
+    `drain_at`: a block that starts only after the previous one is delivered, as with a collective in mid-stream.
     """
     if blocks < 4 * plan.depth:
-        raise PlanError(
-            f"blocks={blocks}: a pipeline of {plan.depth} stages shows its rate in {4 * plan.depth} or more"
-        )
+        raise PlanError(f"blocks={blocks}: the rate of {plan.depth} stages needs at least {4 * plan.depth} blocks")
     chance = random.Random(seed)
     seconds = stage_seconds(plan, costs)
     credit = plan.depth + lead
@@ -200,9 +198,9 @@ def _forecast(
 
 
 def best_plan(steps: int, ranks: int, costs: StreamCosts, *, fps: float = 0.0) -> StreamPlan:
-    """The plan for at most `ranks` ranks that shows its first frame soonest, of those that reach `fps`.
+    """Return the plan for at most `ranks` ranks with the earliest first frame among those that reach `fps`.
 
-    Where none reaches it, the fastest. Of equals the fastest, and of those the one with fewest ranks.
+    If none reaches it, the one with the most frames per second. Ties: more frames per second, then fewer ranks.
     """
     known = []
     for plan in plans(steps, ranks):

@@ -1,4 +1,4 @@
-"""What pipelines that stream video have in common: workers with their plan, and how a stream on them is set up."""
+"""Base class of the pipelines that stream video: workers with their plan, and the setup of a stream."""
 
 from typing import Generic, TypeVar
 
@@ -18,7 +18,7 @@ S = TypeVar("S", bound=StreamSession)
 
 
 class VideoStreamingPipeline(HeldRanks[WorkerGroup, S], Generic[C, S]):
-    """`workers` that have loaded a model, of which `facts` are known. `config`: how it is streamed."""
+    """`workers` that have loaded a model with the properties `facts`. `config`: how it is streamed."""
 
     def __init__(self, workers: WorkerGroup, config: C, facts: ModelFacts) -> None:
         super().__init__(workers)
@@ -27,7 +27,7 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, S], Generic[C, S]):
 
     @property
     def plan(self) -> StreamPlan:
-        """Which rank does which steps, or zones; another plan than it was if workers could not be had again."""
+        """Which rank runs which steps, or zones. It changes if workers could not be restarted on all devices."""
         return self._workers.plan
 
     def _format(self, fps: float, frames: int) -> StreamFormat:
@@ -40,7 +40,7 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, S], Generic[C, S]):
     def _limits(
         self, form: StreamFormat, delivery: StreamDelivery, seconds: float | None, queued: int = 0
     ) -> StreamLimits:
-        """`queued`: blocks under way beyond one in each stage."""
+        """`queued`: blocks in flight beyond one in each stage."""
         credit = queued + self.plan.depth + delivery.lead
         return StreamLimits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
 

@@ -1,4 +1,4 @@
-"""The ranks of a stream: started with their model, the same again when one dies, without it when it cannot be had."""
+"""The ranks of a stream: started with their model, restarted when one dies, without devices that have failed."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ Ranks = LocalExecutor | InlineExecutor
 ENGINE = "patchpar.stream.causal.runner:StreamRunner"
 LOAD_SECONDS = 600.0
 PATIENCE = 2
-"""Deaths without a block between them, after which the device at fault is done without."""
+"""Deaths without a finished block between them, after which the device of the rank that died is left out."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoading:
-    """What ranks load, by which of the classes that run there, and on which devices they may."""
+    """What the ranks load, with which runner class (`engine`), and on which devices."""
 
     folder: str
     config: StreamConfig | FifoConfig
@@ -34,7 +34,7 @@ class ModelLoading:
     engine: str = ENGINE
 
     def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, ModelFacts]:
-        """Ranks on the first of `devices` that have loaded their part of `plan`.
+        """Start ranks on the first of `devices` and load their parts of `plan`.
 
         Raises LaunchError, PlanError, UnsupportedModel.
         """
@@ -43,7 +43,7 @@ class ModelLoading:
 
 
 def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Any]:
-    """Ranks on these devices that have loaded what is `asked`, and what the first one says of it.
+    """Start ranks on these devices, call `load` with `asked`, and return them with the result of rank 0.
 
     Raises LaunchError, PlanError, UnsupportedModel.
     """
@@ -58,18 +58,18 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
 
 
 class WorkerStarter(Protocol):
-    """How ranks are had: those that one pipeline's model needs."""
+    """Starts the ranks for one pipeline's model."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """On which they may be; there may be more than a plan has ranks."""
+        """Available devices; there may be more than a plan has ranks."""
 
     def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, ModelFacts]:
-        """Ranks on the first of `devices`. Raises LaunchError."""
+        """Start ranks on the first of `devices`. Raises LaunchError."""
 
 
 class WorkerGroup:
-    """Ranks that follow `plan`. `starting`: how to have others; without it there are none."""
+    """Ranks that follow `plan`. `starting`: restarts them on other devices; None for no restart."""
 
     def __init__(self, ranks: Ranks, plan: StreamPlan, starting: WorkerStarter | None = None) -> None:
         self._ranks, self.plan, self._starting = ranks, plan, starting
@@ -80,17 +80,18 @@ class WorkerGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers, by rank; none where the only rank is this process."""
+        """Process ids of the workers, by rank; empty where the only rank is this process."""
         return getattr(self._ranks, "pids", ())
 
     def run(self, run: StreamRun, on_event: OnEvent, on_start: OnStart) -> list[Any]:
-        """One run, on all ranks. Raises WorkerError when a rank dies: the next run finds others there."""
+        """Run on all ranks. Raises WorkerError when a rank dies; the next call runs on restarted ranks."""
         while True:
             if self._deaths >= PATIENCE:
                 self._do_without(self._at_fault)
-            heard, begun = self._hearing(on_event), self._beginning(on_start)
             try:
-                return self._ranks.call("run", run, on_event=heard, on_start=begun)
+                return self._ranks.call(
+                    "run", run, on_event=self._counting_deaths(on_event), on_start=self._within_plan(on_start)
+                )
             except WorkerError as error:
                 self._deaths += 1
                 self._at_fault = error.rank
@@ -99,16 +100,18 @@ class WorkerGroup:
                 if not self._do_without(rank_at_fault(error)):
                     raise
 
-    def _hearing(self, on_event: OnEvent) -> OnEvent:
-        def hear(rank: int, event: Any) -> None:
+    def _counting_deaths(self, on_event: OnEvent) -> OnEvent:
+        """A finished block resets the count of deaths."""
+
+        def receive(rank: int, event: Any) -> None:
             if isinstance(event, ProducedBlock):
                 self._deaths = 0
             on_event(rank, event)
 
-        return hear
+        return receive
 
-    def _beginning(self, on_start: OnStart) -> OnStart:
-        """Ranks that are gone are not spoken to."""
+    def _within_plan(self, on_start: OnStart) -> OnStart:
+        """Messages to ranks beyond the plan, which may have become smaller, are dropped."""
         count = self.plan.ranks
 
         def begun(tell: Tell) -> None:
@@ -122,7 +125,10 @@ class WorkerGroup:
         self._ranks.close()
 
     def _do_without(self, rank: int | None) -> bool:
-        """Others instead of the rank at fault, or fewer; whether that was possible. Raises LaunchError if it fails."""
+        """Restart without the device of `rank`, on another one or fewer; returns whether that was possible.
+
+        Raises LaunchError if it fails.
+        """
         if self._starting is None or self._is_closed:
             return False
         while True:
@@ -130,7 +136,7 @@ class WorkerGroup:
             plan = within(self.plan, len(devices))
             if plan is None:
                 return False
-            log.warning("device %s cannot be had any more; the stream goes on with %s", lost, plan)
+            log.warning("device %s has failed; the stream continues with %s", lost, plan)
             self._ranks.close()
             self.plan, self._devices, self._deaths = plan, devices, 0
             try:
@@ -143,7 +149,7 @@ class WorkerGroup:
 
 
 def rank_at_fault(error: BaseException | None) -> int | None:
-    """The rank that an error, or what led to it, accuses; None where it accuses none."""
+    """Return the rank that an error, or one of its causes, names; None if none does."""
     while error is not None:
         if isinstance(error, WorkerError) and error.rank is not None:
             return error.rank
@@ -152,12 +158,12 @@ def rank_at_fault(error: BaseException | None) -> int | None:
 
 
 def without(devices: Sequence[str], rank: int) -> tuple[tuple[str, ...], str]:
-    """The devices but for that of `rank`, in their order; and that one."""
+    """Return the devices except that of `rank`, in order; and that device."""
     return (*devices[:rank], *devices[rank + 1 :]), devices[rank]
 
 
 def within(plan: StreamPlan, devices: int) -> StreamPlan | None:
-    """The plan for the same steps on as many of `devices` as can be, and no more than it has ranks; None for none."""
+    """Return a plan for the same steps on as many of `devices` as possible, at most its ranks; None if impossible."""
     for ranks in range(min(plan.ranks, devices), 0, -1):
         try:
             return plan if ranks == plan.ranks else StreamPlan.even(plan.steps, ranks)

@@ -157,7 +157,7 @@ def test_a_busy_port_is_a_sentence() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: .*; choose another with --port"):
+        with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be used: .*; choose another port with --port"):
             WebServer("127.0.0.1", port, "--port")
 
 

@@ -182,14 +182,14 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         for words in (("--model", folder, "--ws", port), ("--model", image_folder, "--input", frames, "--mjpeg", port)):
             result = run(*words, "--devices", "cpu:99")  # too many: it would be said if it came so far
             assert result.exit_code == 2
-            assert f"127.0.0.1:{port} cannot be had: Address already in use" in result.stderr
+            assert f"127.0.0.1:{port} cannot be used: Address already in use" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ((), "nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
-        (("--model", "m", "--ws", "70000"), "--ws 70000: it is a number from 1 to 65535, or 0 for any that is free"),
+        (("--model", "m", "--ws", "70000"), "--ws 70000: it must be a number from 1 to 65535, or 0 for any free port"),
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
         (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),

@@ -183,7 +183,7 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
         other.bind((HOME, 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: Address already in use; .* --mjpeg 0"):
+        with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be used: Address already in use; .* --mjpeg 0"):
             ImageScreen(HOME, port, 20)
     WebServer(HOME, port, "--port").close()
     with pytest.raises(PlanError, match="--ws 70000: it is a number from 1 to 65535"):

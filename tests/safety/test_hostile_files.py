@@ -217,7 +217,7 @@ def test_a_small_line_may_not_become_a_large_tensor(journal: list[dict[str, Any]
     bomb = as_words(ReferenceUpdate(image=torch.zeros(2**25, dtype=torch.uint8)))["image"]
     line = {**journal[1], "updates": [{"kind": "ReferenceUpdate", "image": {**bomb, "shape": [1, 1, 3]}}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(journal[0]) + "\n" + json.dumps(line) + "\n")
-    with pytest.raises(PlanError, match="of which another number is there"):
+    with pytest.raises(PlanError, match="whose shape needs"):
         StreamRecording.read(tmp_path / "a.jsonl")
 
 

@@ -102,7 +102,7 @@ def test_without_the_device_whose_rank_dies_without_a_block(caplog: pytest.LogCa
     assert first.closed
     assert asked.plans == [one.plan] == [StreamPlan.even(2, 2)]
     assert asked.used == ["ac"]
-    assert "device b cannot be had any more; the stream goes on with 2 steps on 2 ranks" in caplog.text
+    assert "device b has failed; the stream continues with 2 steps on 2 ranks" in caplog.text
 
 
 def test_a_device_to_spare_takes_the_place_of_a_dead_one() -> None:

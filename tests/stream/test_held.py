@@ -38,7 +38,7 @@ class Stubborn:
         return False
 
     def close(self) -> None:
-        raise PlanError("the ranks have not let go of the stream within 60 s")
+        raise PlanError("the ranks did not end the stream within 60 s")
 
 
 def test_a_stream_in_the_middle_of_a_step_ends_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_what_is_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with session(ranks) as stream:
         for number in range(4):  # three under way, one waits
             stream.push(image=number)
-        with pytest.raises(PlanError, match="3 are under way"):
+        with pytest.raises(PlanError, match="3 are in flight"):
             stream.push(image=4)
         assert (stream.in_flight, len(ranks.orders) <= 3) == (3, True)
 

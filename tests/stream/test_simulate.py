@@ -90,12 +90,12 @@ def test_the_clock_waits_for_the_slowest_block() -> None:
     budget = onset(plan, live, spread=0.2)
     assert budget.buffer == pytest.approx(0.2 * 0.45)
     assert budget.seconds == pytest.approx(onset(plan, slow).seconds)
-    assert str(budget).endswith("0.09 for the slowest")
+    assert str(budget).endswith("0.09 for jitter")
 
 
 def test_stages_that_cannot_keep_pace_have_no_budget() -> None:
     slow = StreamCosts(step=0.3, decode=0.05, frames=12, source=0.48)
-    with pytest.raises(PlanError, match=r"slowest stage takes 0\.65 s for a block, but 0\.48 s"):
+    with pytest.raises(PlanError, match=r"slowest stage takes 0\.65 s for a block of 0\.48 s"):
         onset(StreamPlan.even(4, 2), slow)
     with pytest.raises(PlanError, match="source=0"):
         onset(StreamPlan.even(4, 2), LIVE_AVATAR)
@@ -132,5 +132,5 @@ def test_what_cannot_be() -> None:
         StreamCosts(step=-1, decode=1, frames=1)
     with pytest.raises(PlanError, match="frames=0"):
         StreamCosts(step=1, decode=1, frames=0)
-    with pytest.raises(PlanError, match="in 20 or more"):
+    with pytest.raises(PlanError, match="at least 20 blocks"):
         simulate(StreamPlan.even(4, 5), LIVE_AVATAR, blocks=10)

@@ -1,1 +1,1 @@
-"""Image pipelines as streams: one image after the other."""
+"""Image pipelines as streams of images."""

@@ -1,7 +1,7 @@
-"""Gives the ranks of an image stream their orders, and puts the images back into the order of their pushes.
+"""`ImageDriver`: sends requests to the ranks of an image stream, and delivers images in the order of their pushes.
 
-push ---> [ a few that wait ] ---> every rank, as soon as there is credit
-deliver  <--- [ their order ] <--- ranks, which end images in turn
+push ---> [ waiting requests ] ---> every rank, as soon as there is credit
+deliver  <--- [ reordering ] <--- ranks, which finish images in turn
 """
 
 import time
@@ -23,7 +23,7 @@ PUSH_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageResult:
-    """An image as the pipeline returned it. `number`: which push it answers. `latency`: seconds since that push."""
+    """An image as the pipeline returned it. `number`: that of its push. `latency`: seconds since that push."""
 
     number: int
     image: Any
@@ -32,11 +32,11 @@ class ImageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageStreamOptions:
-    """How an image stream runs. Raises PlanError.
+    """Options of an image stream. Raises PlanError.
 
-    `intake`: with "all" a push waits for room, with "latest" a newer frame replaces one that waits. `output`: while the
-    consumer is slow, "block" waits; "drop_oldest" and "skip_to_live" drop images. `lead`: images that may be ready
-    beyond one under way on each rank. `seed`: of every image.
+    `intake`: with "all" a push waits for room, with "latest" a newer frame replaces one that waits. `output`: for a
+    slow consumer, "block" waits; "drop_oldest" and "skip_to_live" drop images. `lead`: images that may be ready beyond
+    one in flight on each rank. `seed`: of every image.
     """
 
     ranks: int
@@ -49,7 +49,7 @@ class ImageStreamOptions:
         make_plain(self)
         check_output(self.output)
         if not is_whole(self.lead):
-            raise PlanError(f"lead={self.lead!r}: a whole number of at least 1")
+            raise PlanError(f"lead={self.lead!r}: it must be a whole number of at least 1")
         if self.intake not in get_args(Intake):
             raise PlanError(f"intake={self.intake!r}: use one of {', '.join(get_args(Intake))}")
         if not is_whole(self.seed, 0, 2**63 - 1):
@@ -57,7 +57,7 @@ class ImageStreamOptions:
 
 
 class ImageDriver(RankDriver):
-    """See RankDriver. `run(on_event, on_start)` runs the ranks; `deliver` takes each image, under the lock."""
+    """See RankDriver. `run(on_event=, on_start=)` runs the ranks. `deliver`: called with each image, under the lock."""
 
     def __init__(
         self, run: Callable[..., Any], options: ImageStreamOptions, deliver: Callable[[ImageResult], object]
@@ -66,8 +66,8 @@ class ImageDriver(RankDriver):
         self._run, self._options, self._deliver = run, options, deliver
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._pushed: dict[int, float] = {}
-        self._due: deque[int] = deque()  # ordered, in the order in which they come out
-        self._generated: dict[int, Any] = {}  # those that wait for one before them
+        self._due: deque[int] = deque()  # requested numbers, in the order of delivery
+        self._generated: dict[int, Any] = {}  # images that wait for an earlier one
         self.number = self.replaced = 0  # number: of the next push
 
     @property
@@ -81,7 +81,7 @@ class ImageDriver(RankDriver):
         return bool(self._waiting)
 
     def push(self, arguments: Mapping[str, Any]) -> int:
-        """One more image; its number. Where the intake is "latest" it replaces those that wait."""
+        """Request one more image; returns its number. With intake "latest" it replaces those that wait."""
         with self.changed:
             for number, _ in self._waiting:  # none where the intake is "all"
                 del self._pushed[number]
@@ -94,11 +94,11 @@ class ImageDriver(RankDriver):
             return number
 
     def wait_for_room(self) -> None:
-        """Until no image waits, where the intake is "all". Raises PlanError after a minute."""
+        """With intake "all", wait until no image waits for credit. Raises PlanError after a minute."""
         has_room = self._options.intake == "latest"
         if not has_room and not self.changed.wait_for(lambda: not self._waiting or self.is_over, PUSH_SECONDS):
             raise PlanError(
-                f"no image was taken for {PUSH_SECONDS:g} s, and {self.in_flight} are under way: take them in another "
+                f"no image was taken for {PUSH_SECONDS:g} s, and {self.in_flight} are in flight: take them in another "
                 "thread, or use map()"
             )
 
@@ -128,7 +128,7 @@ class ImageDriver(RankDriver):
         return self._waiting[0][0] if self._waiting else self.number
 
     def _order(self) -> None:
-        """Order images as far as there is credit, and the end when there are no more."""
+        """Request images as far as there is credit, and end the ranks when there are no more."""
         may_begin = not self._is_paused or self._is_stopping
         while may_begin and self._tell is not None and self._waiting and self._credits.take():
             number, arguments = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""What an image session and the ranks say to one another: orders to all, images from the rank that ends them."""
+"""Messages between an image session and its ranks: requests to all ranks, images from the rank that decodes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedImage:
-    """A finished image: the first image of what the pipeline returned."""
+    """A finished image: the first of those that the pipeline returned."""
 
     number: int
     image: Any

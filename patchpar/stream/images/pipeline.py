@@ -16,7 +16,7 @@ ENGINE = "patchpar.stream.images.runner:ImageRunner"
 
 
 class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
-    """An image pipeline that streams. Made by `from_pretrained`; a context manager."""
+    """An image pipeline for streams. Made by `from_pretrained`; a context manager."""
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         super().__init__(ranks)
@@ -32,10 +32,10 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
         deadline: float = 60.0,
         **options: Any,
     ) -> "ImageStreamingPipeline":
-        """Load the same pipeline on every device. Options are those of diffusers' from_pretrained.
+        """Load the same pipeline on every device. Other options are those of diffusers' from_pretrained.
 
-        `takes_image`: where the model's own pipeline generates from text alone, take the one of its family that starts
-        from an image. `deadline`: seconds that a rank may wait for another. Raises PlanError, LaunchError.
+        `takes_image`: if the model's own pipeline is text-to-image, use the image-to-image pipeline of its family.
+        `deadline`: seconds that a rank may wait for another. Raises PlanError, LaunchError.
         """
         path, options, _ = resolve_model(model, options)
         names = resolve_devices(devices).names
@@ -44,11 +44,11 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
     def stream(
         self, *, seed: int = 0, intake: Intake = "all", output: Output = "block", lead: int = 2, **arguments: Any
     ) -> ImageSession:
-        """Begin a stream of images with these arguments of the pipeline, such as `prompt` and `num_inference_steps`.
+        """Begin a stream of images with these pipeline arguments, such as `prompt` and `num_inference_steps`.
 
-        Each `push(image=...)`, or each entry of `map`, gives one image, the very one of `pipe(image=...,
-        **arguments)` with a CPU generator of `seed`. `intake`, `output`, `lead`: see ImageStreamOptions. The number of
-        denoiser calls is that of the first image throughout. Raises PlanError.
+        Each `push(image=...)`, or entry of `map`, gives one image, equal to `pipe(image=..., **arguments)` with a CPU
+        generator of `seed`. `intake`, `output`, `lead`: see ImageStreamOptions. All images must take as many denoiser
+        calls as the first. Raises PlanError.
         """
         executor = self._free_ranks()
         options = ImageStreamOptions(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)

@@ -1,4 +1,4 @@
-"""What one rank of an image stream runs: it loads the whole pipeline, and computes its steps of each image."""
+"""Runner of an image stream on one rank: loads the whole pipeline, and computes its steps of each image."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -15,10 +15,10 @@ from patchpar.stream.rank_runner import RankRunner
 
 
 class ImageRunner(RankRunner):
-    """One rank."""
+    """One rank of an image stream."""
 
     def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
-        """Load with diffusers, from safetensors only; the pipeline's class. Raises PlanError."""
+        """Load with diffusers, from safetensors only; returns the name of the pipeline's class. Raises PlanError."""
         self._connect()
         pipe = load_pipeline(model, with_dtype(options))
         self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
@@ -26,7 +26,7 @@ class ImageRunner(RankRunner):
         return type(self._pipe).__name__
 
     def run(self) -> int:
-        """Generate what the session orders until it sends EndStream; how many. Raises what the pipeline raises."""
+        """Generate images until the session sends EndStream; returns how many. Raises the errors of the pipeline."""
         context, transport = self._context, self._watched()
         comm = None if transport is None else Communicator(transport, context.beat)
         stage = ImageStage(self._pipe, context.rank, context.world_size, comm, context.beat)

@@ -1,4 +1,4 @@
-"""A stream of images as its user holds it: frames or requests in, images out in the same order."""
+"""`ImageSession`: a stream of images, frames or requests in, images out in the same order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
         driver.start()
 
     def push(self, **arguments: Any) -> int:
-        """One more image, with these arguments of the pipeline beside those of the stream; its number.
+        """Request one more image, with these pipeline arguments in addition to those of the stream. Returns its number.
 
         Raises PlanError if the stream has ended, or no image is taken for a minute.
         """
@@ -28,11 +28,11 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
             return self._driver.push({**self._arguments, **arguments})
 
     def push_frame(self, image: Any, **arguments: Any) -> int:
-        """`push(image=image)`: the next frame of a camera, a video or a folder."""
+        """Push the next frame of a camera, a video or a folder: `push(image=image)`."""
         return self.push(image=image, **arguments)
 
     def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[ImageResult]:
-        """Push all of these and give what comes out, as fast as there is credit. The stream ends with them."""
+        """Push all of these, as fast as there is credit, and yield their images. The stream ends with them."""
         for arguments in requests:
             while self._driver.has_waiting and not self.is_over:
                 if (result := next(self, None)) is None:
@@ -43,7 +43,7 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
         yield from self
 
     def set(self, **arguments: Any) -> int:
-        """Other arguments for all further images, such as `prompt`; the number of the first of them."""
+        """Set arguments such as `prompt` for all further images; returns the number of the first of them."""
         with self._changed:
             self._check_running()
             self._arguments.update(arguments)
@@ -51,7 +51,7 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
 
     @property
     def dropped(self) -> int:
-        """Frames that a newer one has replaced, and images lost to a slow consumer or flushed."""
+        """Frames that a newer one has replaced, and images dropped for a slow consumer or flushed."""
         return self._driver.replaced + super().dropped
 
     def _check_running(self) -> None:

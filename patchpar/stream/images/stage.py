@@ -1,8 +1,8 @@
-"""One rank's part in a stream of images: each runs through the plain pipeline, and our denoiser calls are ours.
+"""The loop of one rank in a stream of images: it runs the pipeline for each image and computes its denoiser calls.
 
-The first image is generated whole on every rank, which shows how many calls there are and what they return. From then
-on rank r sends the results of all calls so far to rank r + 1, and begins the next image. Ranks take turns at what is
-left when all calls are done, which is mostly decoding, so that none of them has more to do than the others.
+Every rank generates the whole first image, which shows the number of calls and the shapes of their outputs. Afterwards
+rank r sends the results of all calls so far to rank r + 1, and begins the next image. Ranks take turns at the work
+after the last call, mostly decoding, to balance the load.
 
     rank 0    0 1 |   0 1 | image |   0 1 | ...      of images 1, 2, 1, 3
     rank 1            2 3 |     2 3 image | ...      of images 1, 2
@@ -26,14 +26,14 @@ from patchpar.stream.messages import EndStream
 from patchpar.stream.stage_link import OutgoingMessages
 
 REST_SECONDS = 5.0
-"""How often a rank that waits for orders shows that it is there."""
+"""Seconds between heartbeats of a rank that waits for requests."""
 LOOK_SECONDS = 0.002
-"""How often a rank without orders looks whether an image that it is to end has come."""
+"""Seconds between checks for the results of an image that this rank is to finish."""
 Take = Callable[[float], ImageRequest | EndStream | None]
 
 
 def calls_of(rank: int, ranks: int, calls: int) -> range:
-    """The denoiser calls of one rank: whole steps where they divide evenly, the earlier ranks the fewer.
+    """Return the denoiser calls of one rank, as even as possible, the fewer on the earlier ranks.
 
     Raises PlanError if there are more ranks than calls.
     """
@@ -43,7 +43,7 @@ def calls_of(rank: int, ranks: int, calls: int) -> range:
 
 
 def finisher_of(image: int, ranks: int, calls: int) -> int:
-    """The rank that ends the `image`-th of a stream: in turn those that have the fewest calls."""
+    """Return the rank that finishes the `image`-th image of a stream: in turn those with the fewest calls."""
     counts = [len(calls_of(rank, ranks, calls)) for rank in range(ranks)]
     least = [rank for rank, assignment in enumerate(counts) if assignment == min(counts)]
     return least[-1 - image % len(least)]
@@ -51,7 +51,7 @@ def finisher_of(image: int, ranks: int, calls: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ImageTail:
-    """An image that this rank is to end. `since`: when that was known, by time.monotonic."""
+    """An image that this rank is to finish. `since`: when the receive was posted, by time.monotonic."""
 
     order: ImageRequest
     results: Work[Messages]
@@ -59,7 +59,7 @@ class ImageTail:
 
 
 class ImageStage:
-    """What a rank does with its pipeline. `stage_rank` of `ranks`; `comm` is None where there is one rank only.
+    """Runs the pipeline on one rank. `stage_rank` of `ranks`; `comm` is None where there is one rank only.
 
     `beat`: see StepAssignment.
     """
@@ -72,10 +72,10 @@ class ImageStage:
         self._leaving = OutgoingMessages()
 
     def run(self, take: Take, put: Callable[[int, Any], object]) -> int:
-        """Generate our part of all that `take` orders, until it says EndStream; how many images were ordered.
+        """Run this rank's part of all requests until `take` returns EndStream; returns the number of requests.
 
-        `take` is given the seconds that it may wait, and returns None if there is nothing by then. `put` gets the
-        images that end here. Raises ExchangeError if another rank is late or gone, and what the pipeline raises.
+        `take(seconds)` waits at most so long, and then returns None. `put(number, result)` is called for images that
+        this rank finishes. Raises ExchangeError if another rank is late or has died, and the errors of the pipeline.
         """
         generated = 0
         with shared_steps(self._pipe, self._beat) as assignment:
@@ -106,7 +106,7 @@ class ImageStage:
             put(order.number, result)
 
     def _run_own_steps(self, assignment: StepAssignment, order: ImageRequest, finisher: int) -> Any:
-        """Our calls of an image; the image if it ends with them, None if they were handed on."""
+        """Run this rank's calls of an image; the result if it ends with them, None if another rank continues."""
         stage_rank, last = self._stage_rank, self._ranks - 1
         own = calls_of(stage_rank, self._ranks, assignment.calls)
         before = self._before(assignment, own)
@@ -118,11 +118,11 @@ class ImageStage:
         return result
 
     def _plain(self, order: ImageRequest) -> Callable[[], Any]:
-        """What the pipeline does without us."""
+        """The plain pipeline call of a request."""
         return lambda: self._pipe(**order.arguments, generator=torch.Generator().manual_seed(order.seed))
 
     def _before(self, assignment: StepAssignment, own: range) -> list[Tensor]:
-        """All results before ours. They are kept, to be handed on."""
+        """Receive the results of all earlier calls."""
         if not own.start or self._comm is None:
             return []
         return self._comm.receive("steps", "stream", self._stage_rank - 1, assignment.specs(range(own.start))).wait_for(
@@ -134,18 +134,18 @@ class ImageStage:
         self._leaving.add(self._comm.send("steps", "stream", [stage_rank], results))
 
     def _tail(self, assignment: StepAssignment, order: ImageRequest) -> ImageTail:
-        """An image that comes back from the last rank. Expected now, so that messages keep their order."""
+        """Post the receive of an image's results from the last rank, now, so that messages keep their order."""
         assert self._comm is not None
         results = self._comm.receive("steps", "stream", self._ranks - 1, assignment.specs(range(assignment.calls)))
         return ImageTail(order, results, time.monotonic())
 
     def _is_due(self, tail: ImageTail) -> bool:
-        """Whether it is here, or so late that it is to be waited for, which says so if it does not come."""
+        """Whether the results have arrived, or are so late that waiting for them raises ExchangeError."""
         assert self._comm is not None
         return tail.results.is_here(0) or time.monotonic() - tail.since > self._comm.transport.deadline
 
     def _end(self, assignment: StepAssignment, put: Callable[[int, Any], object]) -> None:
-        """Run through the oldest image that we are to end, all calls of which are given, and decode it."""
+        """Finish the oldest pending image: run the pipeline with the received results of all calls, and decode."""
         tail = self._tails.popleft()
         nothing = range(assignment.calls, assignment.calls)
         put(tail.order.number, assignment.run(self._plain(tail.order), nothing, tail.results.wait_for(0), ends=True))

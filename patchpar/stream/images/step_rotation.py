@@ -1,12 +1,12 @@
-"""A pipeline's own loop, run on every rank, of which each rank computes some denoiser calls and is given those before.
+"""Denoiser calls of a pipeline divided among ranks. Every rank runs the pipeline's own loop and computes some calls.
 
-    rank 0    0 1 | stop                     computes calls 0 and 1, hands their results on, begins the next image
-    rank 1    . . 2 3 | stop                 is given 0 and 1
-    rank 2    . . . . 4 5 image            is given 0 to 3, ends the loop and decodes
-      or      . . . . 4 5 | stop             and another rank is given 0 to 5, and decodes
+    rank 0    0 1 | stop                     computes calls 0 and 1, sends their results, begins the next image
+    rank 1    . . 2 3 | stop                 receives the results of 0 and 1
+    rank 2    . . . . 4 5 image              receives 0 to 3, ends the loop and decodes
+      or      . . . . 4 5 | stop             and another rank receives 0 to 5, and decodes
 
-Schedulers, guidance and noise are diffusers' own and see what they would see in one process, so that the image is the
-same to the last bit. What every rank repeats is all that is not the denoiser: text and image encoders, the scheduler.
+Schedulers, guidance and noise are diffusers' own and get the same values as in one process, so that the image is
+bit-equal. Every rank repeats everything but the denoiser: text and image encoders, the scheduler.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,18 +27,18 @@ HOOK = "patchpar_steps"
 
 
 class LoopHandedOver(BaseException):
-    """Ends a pipeline's loop where our calls end. No error: pipelines that catch errors must let it pass."""
+    """Ends a pipeline's loop after this rank's calls. A BaseException, so that no pipeline catches it as an error."""
 
 
 class StepAssignment:
-    """Which denoiser calls of a run are ours. Before `record` has been used nothing is known of a run.
+    """Which denoiser calls of an image this rank computes. `record` must be used before `run`.
 
-    `beat` is called at every denoiser call, so that who watches this rank sees it at work.
+    `beat`: called at every denoiser call, as a heartbeat.
     """
 
     def __init__(self, beat: Callable[[str], object]) -> None:
         self._beat = beat
-        self._trees: list[Any] = []  # what each call returns, its tensors empty
+        self._trees: list[Any] = []  # outputs of each call with empty tensors
         self._own: range | None = None
         self._ends = True
         self._given: list[Tensor] = []
@@ -48,15 +48,15 @@ class StepAssignment:
 
     @property
     def calls(self) -> int:
-        """Denoiser calls of one run."""
+        """Denoiser calls of one image."""
         return len(self._trees)
 
     def specs(self, calls: range) -> tuple[TensorSpec, ...]:
-        """What these calls return, one after another."""
+        """Return shapes and dtypes of the output tensors of these calls, in order."""
         return tuple(spec for call in calls for spec in self._specs[call])
 
     def record(self, run: Callable[[], Any]) -> Any:
-        """A whole run, of which is remembered what its calls return."""
+        """Run the whole pipeline and record the structure and shapes of the denoiser's outputs."""
         self._trees, self._specs, self._own, self._number = [], [], None, 0
         return run()
 
@@ -72,13 +72,13 @@ class StepAssignment:
             result = run()
         if self._number != own.stop or (result is None) == ends:
             raise PlanError(
-                f"an image took {self._number} denoiser calls, the first one {self.calls}: the number of steps and "
-                "guidance must stay the same throughout a stream"
+                f"an image took {self._number} denoiser calls, the first one {self.calls}: keep the number of steps "
+                "and guidance the same throughout a stream"
             )
         return result
 
     def call(self, forward: Callable[[], Any]) -> Any:
-        """One denoiser call: computed, or given, or the end."""
+        """Handle one denoiser call: compute it, return the received output, or raise LoopHandedOver."""
         number, own = self._number, self._own
         self._beat("denoiser")
         self._number += 1
@@ -91,38 +91,40 @@ class StepAssignment:
         if number < own.start:
             before = len(self.specs(range(number)))
             return with_tensors(self._trees[number], self._given[before : before + len(self._specs[number])])
-        if number >= own.stop:  # of a run that ends here, which has one call too many
+        if number >= own.stop:  # the image ends here, but there is one call too many
             raise LoopHandedOver
         result = forward()
-        self.made += [x.clone() for x in tensors_in(result)]  # pipelines may change it where it lies
+        self.made += [x.clone() for x in tensors_in(result)]  # pipelines may change it in place
         if self._number == own.stop and not self._ends:
             raise LoopHandedOver
         return result
 
 
 class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Stands before a denoiser's forward."""
+    """Passes a denoiser's forward calls to a StepAssignment."""
 
     def __init__(self, assignment: StepAssignment) -> None:
         super().__init__()
         self._run_own_steps = assignment
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the denoiser's forward."""
+        """Replace the denoiser's forward."""
         return self._run_own_steps.call(lambda: self.fn_ref.original_forward(*args, **kwargs))
 
 
 @contextmanager
 def shared_steps(pipe: Any, beat: Callable[[str], object]) -> Iterator[StepAssignment]:
-    """A StepAssignment before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
+    """Install a StepAssignment on all denoisers of a pipeline, for the `with` block. Raises UnsupportedModel."""
     denoisers = list(denoisers_of(pipe).values())
     if not denoisers:
         raise UnsupportedModel(
-            f"a {type(pipe).__name__} has no unet, transformer, decoder or prior, so there are no steps to share"
+            f"a {type(pipe).__name__} has no unet, transformer, decoder or prior, so there are no steps to divide"
         )
     for denoiser in denoisers:
         if getattr(denoiser, "is_cache_enabled", False):
-            raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
+            raise UnsupportedModel(
+                "a cache between steps is enabled, but each rank computes some steps only: call disable_cache() first"
+            )
     assignment = StepAssignment(beat)
     with HookSet() as hooks:
         for denoiser in denoisers:

@@ -1,1 +1,1 @@
-"""Streams on their way to browsers while they are made: JPEG after JPEG, or a video in fragments with its audio."""
+"""Live streams for browsers: MJPEG, or fragmented MP4 with audio."""

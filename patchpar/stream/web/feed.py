@@ -1,8 +1,8 @@
-"""From one who shows to any number who watch, each as slow as it likes: what it cannot take it misses.
+"""Feeds from one stream to any number of browsers. A slow browser misses images or fragments.
 
-    stream --put--> feed [ newest image, or newest fragments ] <--looks-- any number of browsers
+    stream --put--> feed [ newest image, or newest fragments ] <--read-- any number of browsers
 
-Nobody waits for a browser, and no browser has a queue: all look at the same few images or fragments.
+The stream never waits for a browser, and no browser has a queue: all read the same few images or fragments.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 
 LOOK_SECONDS = 0.02
 AGAIN_SECONDS = 0.5
-"""After which an image is sent again where there is no other: browsers show one when the next begins."""
+"""Seconds after which an image is sent again if there is no newer one: browsers display it when the next begins."""
 BOUNDARY = "patchpar-picture"
 QUALITY = 88
-"""Of JPEG."""
+"""JPEG quality."""
 
 
 class MediaFeed:
-    """Bytes of one stream, by the media type `kind`. `watchers`: how many look at it.
+    """Bytes of one stream, of the media type `kind`. `watchers`: number of connected browsers.
 
-    `name`: one that nobody can guess, by which a server of several streams finds it.
+    `name`: a random name that cannot be guessed, part of its address on a server of several streams.
     """
 
     kind = ""
@@ -40,15 +40,15 @@ class MediaFeed:
 
     @property
     def address(self) -> str:
-        """Where such a server has it."""
+        """Path on a server of several streams."""
         return f"/live/{self.name}"
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the feed."""
         self.is_over = True
 
     def parts(self) -> AsyncIterator[bytes]:
-        """What one browser is sent, until the end."""
+        """Yield the bytes for one browser, until the end."""
         raise NotImplementedError
 
     @contextmanager
@@ -61,7 +61,7 @@ class MediaFeed:
 
 
 class ImageFeed(MediaFeed):
-    """JPEG after JPEG, which every browser shows in an <img>. Only the newest is held."""
+    """MJPEG, which every browser displays in an <img>. Only the newest image is stored."""
 
     kind = f"multipart/x-mixed-replace; boundary={BOUNDARY}"
 
@@ -71,17 +71,17 @@ class ImageFeed(MediaFeed):
 
     @property
     def count(self) -> int:
-        """How many images there were."""
+        """Number of images so far."""
         return self._newest[0]
 
     def put(self, image: Any) -> None:
-        """A new PIL image."""
+        """Replace the newest image by this PIL image."""
         data = io.BytesIO()
         image.convert("RGB").save(data, "JPEG", quality=QUALITY)
         self._newest = (self._newest[0] + 1, data.getvalue())
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """See MediaFeed. The last image comes twice."""
+        """See MediaFeed. The last image is sent twice."""
         with self._watched():
             yield f"--{BOUNDARY}".encode()
             seen, sent_at = 0, 0.0
@@ -99,11 +99,10 @@ class ImageFeed(MediaFeed):
 
 
 class VideoFeed(MediaFeed):
-    """A video in fragments, with its audio.
+    """Fragmented MP4 with audio.
 
-    `kept`: how many frames that one can begin with are held, with all that follows them; None: the whole video, so that
-    whoever comes late begins at its beginning. A watcher who falls behind what is held goes on with the newest frame
-    that one can begin with.
+    `kept`: number of key frames that are stored with the frames after them; None for the whole video, which a browser
+    then plays from its beginning. A browser that falls behind the stored fragments continues at the newest key frame.
     """
 
     kind = "video/mp4"
@@ -112,22 +111,22 @@ class VideoFeed(MediaFeed):
         super().__init__()
         self._lock = threading.Lock()
         self._kept, self._first, self._fragments = kept, 0, deque[Mp4Fragment]()
-        self._keys = deque[int]()  # numbers of those fragments that one can begin with
+        self._keys = deque[int]()  # numbers of the key frames' fragments
         self._head: Mp4Header | None = None
 
     @property
     def head(self) -> Mp4Header | None:
-        """What a player needs first; None before there is any fragment."""
+        """The MP4 header, which a player needs first; None before the first fragment."""
         return self._head
 
     @property
     def held(self) -> int:
-        """Bytes of fragments."""
+        """Bytes of the stored fragments."""
         with self._lock:
             return sum(len(fragment.data) for fragment in self._fragments)
 
     def put(self, head: Mp4Header, fragments: Iterable[Mp4Fragment]) -> None:
-        """More of the video, whose head is always the same."""
+        """Append fragments. `head` must always be the same."""
         with self._lock:
             self._head = head
             for fragment in fragments:
@@ -141,7 +140,7 @@ class VideoFeed(MediaFeed):
                     self._first += 1
 
     async def fragments(self) -> AsyncIterator[Mp4Fragment]:
-        """Each once, until the end. Where all is held from the first, otherwise from the newest key."""
+        """Yield fragments until the end, from the first if all are stored, otherwise from the newest key frame."""
         with self._watched():
             number = self._before()
             while True:
@@ -155,7 +154,7 @@ class VideoFeed(MediaFeed):
                     await asyncio.sleep(LOOK_SECONDS)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """See MediaFeed. The head, then fragments."""
+        """See MediaFeed. The header, then fragments."""
         has_head = False
         async for fragment in self.fragments():
             if not has_head and self._head is not None:
@@ -164,12 +163,12 @@ class VideoFeed(MediaFeed):
             yield fragment.data
 
     def _before(self) -> int:
-        """The number before that of the first fragment for one who comes now."""
+        """The number before that of the first fragment for a new browser."""
         with self._lock:
             return self._keys[-1] - 1 if self._keys and self._kept is not None else -1
 
     def _next(self, number: int) -> tuple[int, Mp4Fragment] | None:
-        """The fragment after `number`, with its own; the newest key where it is gone. None where there is none yet."""
+        """Number and fragment after `number`, or the newest key frame if it is dropped; None if there is none yet."""
         with self._lock:
             wanted = number + 1
             if wanted < self._first:

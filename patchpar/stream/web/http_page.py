@@ -1,4 +1,4 @@
-"""The page of a live stream and what it fetches: images, fragments over a WebSocket, a line that says how it goes."""
+"""Routes of the live page of a stream: the page, images, fragments over a WebSocket, and a status line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
 
 NOT_OURS = 1008
-"""The code of a WebSocket that is refused (RFC 6455: policy)."""
+"""Close code of a refused WebSocket (RFC 6455: policy violation)."""
 FRESH = {"Cache-Control": "no-store"}
 
 
 def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
-    """Shows JPEGs that follow one another. `names`: by which browsers may call it."""
+    """Return an app with a page of MJPEG. `names`: allowed host names."""
     app = _page("images", status, names)
 
     async def images() -> StreamingResponse:
@@ -31,7 +31,7 @@ def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> 
 
 
 def video_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
-    """Plays fragments that come over a WebSocket: the kind of video, the head, then fragments."""
+    """Return an app with a page that plays a video from a WebSocket. `names`: allowed host names."""
     app = _page("video", status, names)
 
     async def video(socket: WebSocket) -> None:
@@ -78,12 +78,12 @@ async def _send(socket: WebSocket, feed: VideoFeed) -> None:
 
 
 async def _until_gone(socket: WebSocket) -> None:
-    """Whatever a watcher says is thrown away."""
+    """Wait until the browser disconnects; its messages are ignored."""
     while (await socket.receive())["type"] != "websocket.disconnect":
         pass
 
 
 def _is_ours(socket: WebSocket) -> bool:
-    """Whether it was our page that asks, or no page at all: browsers let any page open a WebSocket to any server."""
+    """Whether the origin is this page or none: browsers let any page open a WebSocket to any server."""
     origin: Any = socket.headers.get("origin")
     return origin is None or urlsplit(origin).netloc == socket.headers.get("host")

@@ -1,4 +1,4 @@
-"""Fragments of an MP4 file (ISO/IEC 14496-12, section 8.8) of one sample each, box by box."""
+"""Fragments of an MP4 file (ISO/IEC 14496-12, section 8.8) with one sample each."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import struct
 from dataclasses import dataclass
 
 ALONE, NEEDS_OTHERS = 0x02000000, 0x01010000
-"""Sample flags, section 8.8.3: whether a sample can be decoded without any other."""
+"""Sample flags, section 8.8.3: whether a sample can be decoded without another."""
 TFHD = 0x020000 | 0x20 | 0x10 | 0x08
-"""Offsets count from the fragment's beginning; flags, size and duration of the sample follow."""
+"""Flags of tfhd: offsets count from the fragment's beginning; flags, size and duration of the sample follow."""
 TRUN = 0x01
-"""Where the data begins follows."""
+"""Flag of trun: the offset of the data follows."""
 START = re.compile(b"\x00\x00\x00?\x01")
-"""Between units of H.264 in a stream of bytes (ITU-T H.264, annex B)."""
+"""Start code between NAL units (ITU-T H.264, annex B)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Sample:
-    """A frame or a bit of audio. `time` and `duration`: in units of its track. `is_key`: it needs no other."""
+    """A video frame or an audio packet. `time`, `duration`: in units of its track. `is_key`: decodable on its own."""
 
     track: int
     time: int
@@ -28,7 +28,7 @@ class Mp4Sample:
 
 
 def fragment(number: int, sample: Mp4Sample) -> bytes:
-    """Fragment `number` of a video, with this sample."""
+    """Return the bytes of fragment `number`, with this sample."""
     flags = ALONE if sample.is_key else NEEDS_OTHERS
     header = _full(b"tfhd", 0, TFHD, struct.pack(">4I", sample.track, sample.duration, len(sample.data), flags))
     time = _full(b"tfdt", 1, 0, struct.pack(">Q", sample.time))
@@ -41,7 +41,7 @@ def fragment(number: int, sample: Mp4Sample) -> bytes:
 
 
 def with_lengths(units: bytes) -> bytes:
-    """Units of H.264 as MP4 has them: the length of each in front of it, instead of a start code."""
+    """Convert H.264 NAL units from annex B to the format of MP4: a length before each instead of a start code."""
     found = [unit.rstrip(b"\x00") for unit in START.split(units)]
     return b"".join(struct.pack(">I", len(unit)) + unit for unit in found if unit)
 

@@ -1,6 +1,6 @@
-"""A video in fragments of MP4, each of which a browser can play when it has the head.
+"""Encoding of a stream to fragmented MP4, which a browser plays fragment by fragment after the header.
 
-FFmpeg's own writer of fragments holds frames back until others have come, and times them by those; ours needs no other.
+FFmpeg's own muxer holds a frame back until the next has come, to know its duration; here a frame is written at once.
 """
 
 import io
@@ -19,7 +19,7 @@ QUICK = {"preset": "veryfast", "tune": "zerolatency", "forced-idr": "1", "profil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Header:
-    """What a player needs before the first fragment, and what sort of video it is, as HTML names it."""
+    """The bytes that a player needs before the first fragment, and the MIME type with codecs."""
 
     mime: str
     data: bytes
@@ -27,14 +27,14 @@ class Mp4Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Fragment:
-    """One frame, or a bit of audio. `is_key`: a frame that needs no other, so that one can begin with it."""
+    """One video frame, or one audio packet. `is_key`: a key frame, with which playback can begin."""
 
     data: bytes
     is_key: bool
 
 
 class FragmentEncoder:
-    """Encodes a stream block by block, in H.264 and AAC. Raises PlanError for sides that are odd."""
+    """Encodes a stream block by block, in H.264 and AAC. Raises PlanError for odd sizes."""
 
     def __init__(self, fps: float, height: int, width: int, rate: int | None) -> None:
         import av
@@ -48,11 +48,11 @@ class FragmentEncoder:
         self._count = 0
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> list[Mp4Fragment]:
-        """These frames and their audio, in the order of time. See VideoEncoder.add."""
+        """Encode frames and their audio to fragments, in the order of time. See VideoEncoder.add."""
         return list(self._fragments(self._encoder.add(frames_FHWC, pts, audio_N)))
 
     def close(self) -> list[Mp4Fragment]:
-        """What is left."""
+        """Return the remaining fragments."""
         found = list(self._fragments(self._encoder.rest()))
         self._container.close()
         return found
@@ -72,11 +72,11 @@ class FragmentEncoder:
 
 
 def _in_units(value: int, packet: Any) -> int:
-    """As the head counts the time of this track."""
+    """A time in the units that the header states for this track."""
     return round(value * packet.time_base / packet.stream.time_base)
 
 
 def _head_of(data: bytes, *, has_audio: bool) -> Mp4Header:
-    offset = data.index(b"avcC") + 5  # profile and level, as RFC 6381 wants them
+    offset = data.index(b"avcC") + 5  # profile and level, see RFC 6381
     codecs = [f"avc1.{data[offset : offset + 3].hex()}", *(["mp4a.40.2"] if has_audio else [])]
     return Mp4Header(mime=f'video/mp4; codecs="{", ".join(codecs)}"', data=data)

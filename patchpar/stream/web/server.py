@@ -1,4 +1,4 @@
-"""A port with a server behind it, in a thread; taken before anything is loaded."""
+"""A web server in a thread, whose port is bound before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_SECONDS, STOP_SECONDS = 30.0, 10.0
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach a port of this host."""
+    """Whether only this machine can reach ports of `host`."""
     if host == "localhost":
         return True
     try:
@@ -25,20 +25,20 @@ def is_local(host: str) -> bool:
 
 
 def names_of(host: str) -> list[str]:
-    """Names by which browsers may call it: on this machine no others, so that no foreign page can pose as it."""
+    """Return the host names that requests may use: on a loopback host local names only, against DNS rebinding."""
     return ["localhost", HOME, "[::1]"] if is_local(host) else ["*"]
 
 
 def check_port(port: int, flag: str) -> None:
-    """Raise PlanError for a number that is no port; it came with `flag`."""
+    """Raise PlanError for a number that is no port, from command-line option `flag`."""
     if not 0 <= port <= 65535:
-        raise PlanError(f"{flag} {port}: it is a number from 1 to 65535, or 0 for any that is free")
+        raise PlanError(f"{flag} {port}: it must be a number from 1 to 65535, or 0 for any free port")
 
 
 class WebServer:
-    """Taken when it is made, so that one that somebody else has is found before anything is loaded. Raises PlanError.
+    """A web server. Its port is bound at construction, so that a used port is refused before a model is loaded.
 
-    `flag`: what the person has said it with. Browsers that come before `serve` wait.
+    `flag`: the command-line option for error messages. Browsers that connect before `serve` wait. Raises PlanError.
     """
 
     def __init__(self, host: str, port: int, flag: str) -> None:
@@ -52,25 +52,25 @@ class WebServer:
         except OSError as error:
             self._socket.close()
             raise PlanError(
-                f"{host}:{port} cannot be had: {error.strerror}; choose another with {flag}, or {flag} 0 for any that "
-                "is free"
+                f"{host}:{port} cannot be used: {error.strerror}; choose another port with {flag}, or {flag} 0 for any "
+                "free port"
             ) from error
         self._server: Any = None
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
-        """Where browsers find it."""
+        """URL of the server."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._socket.getsockname()[1]}"
 
     @property
     def is_serving(self) -> bool:
-        """Whether somebody answers."""
+        """Whether the server is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def serve(self, application: Any, *, grace: int = 2) -> None:
-        """Serve an ASGI application, with `grace` seconds for answers under way at the end. Raises LaunchError."""
+        """Serve an ASGI application, with `grace` seconds for open responses at the end. Raises LaunchError."""
         import uvicorn
 
         config = uvicorn.Config(
@@ -82,21 +82,21 @@ class WebServer:
         give_up = time.monotonic() + START_SECONDS
         while not self._server.started:
             if not self.is_serving or time.monotonic() > give_up:
-                raise LaunchError(f"the page did not come up at {self.url}: what it printed says why")
+                raise LaunchError(f"the server at {self.url} did not start: see its output above")
             time.sleep(0.02)
 
     def wait(self) -> None:
-        """As long as it serves."""
+        """Wait until the server has ended."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(0.5)
 
     def end(self) -> None:
-        """Begin to close."""
+        """Request the end of the server, without waiting."""
         if self._server is not None:
             self._server.should_exit = True
 
     def close(self) -> None:
-        """End. Idempotent."""
+        """End the server and free the port. Idempotent."""
         self.end()
         if self._thread is not None:
             self._thread.join(STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""Servers end by a signal as they end by ctrl-C: what they have made is put away first."""
+"""Signals end a server as ctrl-C does, with cleanup."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(sig
 
 @contextmanager
 def signals_unwind() -> Iterator[None]:
-    """While inside, SIGTERM (`docker stop`) and SIGHUP raise SystemExit(128 + number) in the main thread, once.
+    """In the `with` block, SIGTERM (`docker stop`) and SIGHUP raise SystemExit(128 + number) in the main thread, once.
 
-    To be entered there. A signal that is ignored, as nohup has it, stays so.
+    Must be entered in the main thread. Signals that are ignored, as with nohup, stay ignored.
     """
     kept = {number: signal.getsignal(number) for number in ENDING}
     heeded = [number for number, handler in kept.items() if handler is not signal.SIG_IGN]
 
     def leave(number: int, frame: FrameType | None) -> None:
         for each in heeded:
-            signal.signal(each, signal.SIG_IGN)  # a second one would break off what the first began
+            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the cleanup
         raise SystemExit(128 + number)
 
     for number in heeded:

@@ -1,4 +1,4 @@
-"""Frames and audio of a stream encoded as they come, by PyAV: into a file, or for browsers that watch meanwhile."""
+"""Encoding of a stream's frames and audio with PyAV, block by block: to a file, or for browsers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ from torch import Tensor
 from patchpar.errors import PlanError
 
 AUDIO_RATE = 48_000
-"""Both audio codecs take it."""
+"""Samples per second that both audio codecs support."""
 
 PRIMING = 1024
-"""Samples that an AAC encoder begins before the audio. In fragments nothing tells a player to skip them."""
+"""Samples that an AAC encoder adds before the audio. Fragments cannot tell a player to skip them."""
 
 KEY_SECONDS = 0.4
-"""At least so much lies between two frames of a live video that need no other, for these are large."""
+"""Minimum of seconds between two key frames of a live video, since these are large."""
 
 TOLERANCE = 0.005
-"""Seconds between two blocks of audio that are rounding, and no gap."""
+"""Seconds between two blocks of audio that are rounding, not a gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoFormat:
-    """How a video is encoded. `rate`: samples per second of its audio, None for none.
+    """How a video is encoded. `rate`: samples per second of its audio, None for no audio. Raises PlanError.
 
-    `container`, `video` and `audio` are FFmpeg's names, `options` those of the video encoder.
-    `is_live`: no time is below 0, and blocks begin with a frame that needs no other, where to begin to watch.
+    `container`, `video`, `audio`: FFmpeg's names. `options`: those of the video encoder. `is_live`: no timestamp is
+    below 0, and blocks begin with a key frame, at most one per KEY_SECONDS.
     """
 
     fps: float
@@ -43,18 +43,18 @@ class VideoFormat:
 
     def __post_init__(self) -> None:
         if self.height % 2 or self.width % 2:
-            raise PlanError(f"frames are {self.height} x {self.width}, and video formats want even sides")
+            raise PlanError(f"frames are {self.height} x {self.width}: video needs an even height and width")
 
 
 class VideoSink(Protocol):
-    """All that is used of a file."""
+    """A file object open for writing."""
 
     def write(self, data: bytes) -> int:
-        """Take these bytes."""
+        """Write bytes."""
 
 
 class VideoWriter:
-    """Writes a video to `target`, a path or a file object. Frames that were lost leave a gap in it, of right length."""
+    """Writes a video to `target`, a path or a file object. Dropped frames leave a gap of their length."""
 
     def __init__(self, target: str | VideoSink, form: VideoFormat) -> None:
         import av
@@ -63,19 +63,19 @@ class VideoWriter:
         self._encoder = VideoEncoder(self._container, form)
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
-        """See VideoEncoder."""
+        """Encode frames and audio, see VideoEncoder.add."""
         for packet in self._encoder.add(frames_FHWC, pts, audio_N):
             self._container.mux(packet)
 
     def close(self) -> None:
-        """Encode what is left, and finish the container."""
+        """Write the remaining packets and finish the container."""
         for packet in self._encoder.rest():
             self._container.mux(packet)
         self._container.close()
 
 
 class VideoEncoder:
-    """Makes packets of frames and audio, for the first two tracks of a container of PyAV's."""
+    """Encodes frames and audio to packets, for the first two tracks of a PyAV container. Raises PlanError."""
 
     def __init__(self, container: Any, form: VideoFormat) -> None:
         import av
@@ -96,7 +96,7 @@ class VideoEncoder:
         self._last_key: int | None = None
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> Iterator[Any]:
-        """Frames in uint8, the first of which is due at `pts` seconds; the audio of the same time."""
+        """Yield the packets of frames in uint8, the first at `pts` seconds, and of their audio between -1 and 1."""
         import av
 
         first = round(pts * self._form.fps)
@@ -110,13 +110,13 @@ class VideoEncoder:
             yield from self._encoded(audio_N, round(pts * self._rate))
 
     def rest(self) -> Iterator[Any]:
-        """What the encoders still hold."""
+        """Yield the packets that the encoders still hold."""
         yield from self._timed(self._video.encode())
         if self._audio is not None:
             yield from self._audio.encode()
 
     def _begins_anew(self, frame: int) -> bool:
-        """Whether this first frame of a block is one to begin with."""
+        """Whether this first frame of a block becomes a key frame."""
         if not self._form.is_live:
             return False
         if self._last_key is not None and frame - self._last_key < KEY_SECONDS * self._form.fps:
@@ -131,11 +131,11 @@ class VideoEncoder:
 
     @property
     def _rate(self) -> int:
-        assert self._form.rate is not None, "who hears has a rate"
+        assert self._form.rate is not None, "a video with audio has a rate"
         return self._form.rate
 
     def _encoded(self, audio_N: Tensor, at: int) -> Iterator[Any]:
-        """Packets of audio. Where frames were lost there is silence, since an encoder knows no gaps."""
+        """Packets of audio. Dropped frames become silence, since an encoder takes no gaps."""
         import av
 
         lost = at - self._heard if at - self._heard > self._rate * TOLERANCE else 0
@@ -147,7 +147,7 @@ class VideoEncoder:
             yield from self._audio_packets(made.to_ndarray())
 
     def _audio_packets(self, samples_1N: Any) -> Iterator[Any]:
-        """Times are counted, so that nothing is rounded twice. Live, the first samples make room for PRIMING."""
+        """Timestamps are sample counts, to avoid rounding twice. Live, the first samples are dropped for PRIMING."""
         import av
 
         first, self._written = self._written, self._written + samples_1N.shape[1]

@@ -1,4 +1,4 @@
-"""Where a stream is shown live: a page with its frames as images, or as a video with audio."""
+"""Live web page of a stream: frames as images, or a video with audio."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from patchpar.stream.web.mp4_fragments import FragmentEncoder
 from patchpar.stream.web.server import WebServer, names_of
 
 KEPT = 4
-"""Frames that one can begin with, of a video: some seconds, in which a watcher may be slow and miss nothing."""
+"""Key frames of a video that are stored: some seconds by which a browser may lag without missing frames."""
 LINGER_SECONDS = 2.0
-"""So long may watchers fetch what is left at the end."""
+"""Seconds that browsers have to fetch the rest at the end."""
 WAITING_SECONDS = 1.0
-"""Of frames that wait until they are due; where a block has more than half of it, two blocks."""
+"""Seconds of frames that may wait until they are due; at least two blocks."""
 
 
 class WebPage:
-    """A page, from when it is made until it is closed. Raises PlanError for a port that is not free."""
+    """A web page, from construction to `close`. Raises PlanError for a port that is not free or missing packages."""
 
     def __init__(self, feed: MediaFeed, host: str, port: int, flag: str) -> None:
         missing = [name for name in ("fastapi", "uvicorn", "websockets") if find_spec(name) is None]
@@ -36,11 +36,11 @@ class WebPage:
         self.url = self._port.url
 
     def open(self, application: Callable[[Any, Callable[[], str], list[str]], Any]) -> None:
-        """Begin to serve. Raises LaunchError."""
+        """Start serving. Raises LaunchError."""
         self._port.serve(application(self.feed, lambda: self.status, self._names), grace=1)
 
     def close(self) -> None:
-        """End, when watchers have fetched what is left, or soon. Idempotent."""
+        """Stop serving, after browsers have fetched the rest or LINGER_SECONDS. Idempotent."""
         self.feed.close()
         give_up = time.monotonic() + LINGER_SECONDS
         while self.feed.watchers and time.monotonic() < give_up:
@@ -49,7 +49,7 @@ class WebPage:
 
 
 class ImageScreen:
-    """Frames as JPEG, one after another (MJPEG): every browser shows it, without audio. Raises PlanError."""
+    """Frames as MJPEG, which every browser displays, without audio. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float) -> None:
         self._feed = ImageFeed()
@@ -57,18 +57,18 @@ class ImageScreen:
         self._player = FramePlayer(self._put, fps)
 
     def open(self) -> None:
-        """Begin to serve. Raises LaunchError."""
-        from patchpar.stream.web.http_page import image_page  # which needs the extra that WebPage has looked for
+        """Start serving. Raises LaunchError."""
+        from patchpar.stream.web.http_page import image_page  # needs the extra that WebPage checks
 
         self._player.start()
         self.page.open(image_page)
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Show these to whoever watches; waits for nobody."""
+        """Queue frames [F, H, W, 3] for all browsers, without waiting for them."""
         self._player.add(frames_FHWC)
 
     def close(self) -> None:
-        """End, when all frames have been shown. Idempotent."""
+        """Stop serving after all frames have been sent. Idempotent."""
         self._player.close()
         self.page.close()
 
@@ -79,7 +79,7 @@ class ImageScreen:
 
 
 class VideoScreen:
-    """Fragments of MP4 over a WebSocket, with audio. `rate`: its samples per second. Raises PlanError."""
+    """Fragmented MP4 over a WebSocket, with audio of `rate` samples per second. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float, rate: int | None) -> None:
         self._feed = VideoFeed(KEPT)
@@ -88,13 +88,13 @@ class VideoScreen:
         self._encoder: FragmentEncoder | None = None
 
     def open(self) -> None:
-        """Begin to serve. Raises LaunchError."""
+        """Start serving. Raises LaunchError."""
         from patchpar.stream.web.http_page import video_page
 
         self.page.open(video_page)
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Show these to whoever watches; waits for nobody. Raises PlanError for sides that are odd."""
+        """Queue frames and audio for all browsers, without waiting for them. Raises PlanError for odd sizes."""
         if self._encoder is None:
             height, width = frames_FHWC.shape[1:3]
             self._encoder = FragmentEncoder(self._fps, height, width, self._rate)
@@ -103,7 +103,7 @@ class VideoScreen:
             self._feed.put(self._encoder.head, fragments)
 
     def close(self) -> None:
-        """End. Idempotent."""
+        """Encode the rest and stop serving. Idempotent."""
         encoder, self._encoder = self._encoder, None
         if encoder is not None:
             fragments = encoder.close()
@@ -112,7 +112,7 @@ class VideoScreen:
 
 
 class FramePlayer:
-    """Gives frames to `put` when they are due, `fps` in a second, in a thread. If they come too fast the oldest go."""
+    """Calls `put` with each frame when it is due, at `fps`, in a thread. Drops the oldest frames if too many wait."""
 
     def __init__(self, put: Callable[[Tensor], object], fps: float) -> None:
         self._put, self._period = put, 1 / fps
@@ -122,11 +122,11 @@ class FramePlayer:
         self._thread = threading.Thread(target=self._play, name="patchpar-player", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def add(self, frames_FHWC: Tensor) -> None:
-        """More frames."""
+        """Append frames."""
         with self._changed:
             self._waiting.extend(frames_FHWC)
             room = max(2 * len(frames_FHWC), round(WAITING_SECONDS / self._period))
@@ -135,7 +135,7 @@ class FramePlayer:
             self._changed.notify()
 
     def close(self) -> None:
-        """End when all have been played. Idempotent."""
+        """Wait until all frames have been played, and end the thread. Idempotent."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -147,7 +147,7 @@ class FramePlayer:
         while (frame := self._next()) is not None:
             now = time.monotonic()
             if now > due + self._period:
-                due = now  # it came late: the others keep their distance from it
+                due = now  # a late frame delays all later ones
             time.sleep(max(0.0, due - now))
             self._put(frame)
             due += self._period
