@@ -188,7 +188,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
+        ((), "the frames have no output: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
         (("--model", "m", "--ws", "70000"), "--ws 70000: it must be a number from 1 to 65535, or 0 for any free port"),
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
@@ -241,7 +241,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
 
     result = again("-o", tmp_path / "b.mp4")
     assert result.exit_code == 0, result.stderr
-    assert "3 blocks, every frame as it was" in result.stdout
+    assert "3 blocks, every frame equal to the recording" in result.stdout
     assert np.array_equal(film(tmp_path / "a.mp4")[0], film(tmp_path / "b.mp4")[0])
     head, *lines = journal.read_text().splitlines()
     lines[1] = json.dumps({**json.loads(lines[1]), "updates": [{"kind": "PromptUpdate", "text": "a hen"}]})
@@ -249,7 +249,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
     result = again("--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["differing"] == [1, 2]
-    assert "2 of 3 blocks are not what they were, from block 1 on" in result.stderr
+    assert "2 of 3 blocks differ from the recording, from block 1 on" in result.stderr
 
 
 def one_block(path: Path, model: str) -> Path:
@@ -277,7 +277,7 @@ def test_a_journal_does_not_choose_what_is_loaded(
     result = CliRunner().invoke(app, ["replay", str(journal)], input=answer)
     assert result.exit_code == 2
     assert ("far enough" in result.stderr) == loaded
-    assert ("say it with --model 'somebody/model'" in result.stderr) != loaded
+    assert ("pass --model 'somebody/model'" in result.stderr) != loaded
     assert ("Load that? [y/N]" in result.stderr) == (answer is not None)
     assert asked == ["somebody/model"] * loaded
     asked.clear()
@@ -294,7 +294,7 @@ def test_a_dry_run_says_who_would_do_what_and_how_fast(folder: Path) -> None:
     words = ("--model", folder, "--dry-run", "--devices", 3)
     plain = run(*words).stdout
     assert plain.splitlines()[0] == "2 steps on 3 ranks (rank 0: step 0; rank 1: step 1; rank 2: decode)"
-    assert "4 frames per block: to keep up with 20 frames/s, each of these may take 0.200 s" in plain
+    assert "4 frames per block: for 20 frames/s, each stage may take at most 0.200 s" in plain
     assert "add --costs" in plain
     fast = json.loads(run(*words, "--costs", "step=0.1,decode=0.05", "--json").stdout)
     assert fast["forecast"]["fps"] == pytest.approx(40, rel=0.03)
@@ -323,7 +323,7 @@ def test_the_meter() -> None:
         meter.add(10, under_way=3)
     assert meter.first_frame == 0.5
     assert meter.fps == pytest.approx(50 / 4.5)
-    assert meter.line("running", 2, 65.0) == "1:05.0, 12.0 frames/s, first frame after 0.50 s, 2 under way".replace(
+    assert meter.line("running", 2, 65.0) == "1:05.0, 12.0 frames/s, first frame after 0.50 s, 2 in flight".replace(
         "12.0", f"{30 / 2.5:.1f}"
     )
     assert meter.line("degraded", 2, 65.0).endswith(", degraded")

@@ -62,7 +62,7 @@ def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
 
 
 def test_odd_sides_are_refused() -> None:
-    with pytest.raises(PlanError, match="7 x 8, and video formats want even sides"):
+    with pytest.raises(PlanError, match="7 x 8: video needs an even height and width"):
         VideoFormat(fps=20, height=7, width=8)
 
 

@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
         with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be used: Address already in use; .* --mjpeg 0"):
             ImageScreen(HOME, port, 20)
     WebServer(HOME, port, "--port").close()
-    with pytest.raises(PlanError, match="--ws 70000: it is a number from 1 to 65535"):
+    with pytest.raises(PlanError, match="--ws 70000: it must be a number from 1 to 65535"):
         VideoScreen(HOME, 70000, 20, None)
 
 

@@ -180,9 +180,9 @@ def test_what_cannot_be() -> None:
         CausalOptions(frames=0)
     with pytest.raises(PlanError, match="'abs' or 'relative'"):
         CausalOptions(positions="other")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="whole patches of 2 x 2"):
+    with pytest.raises(PlanError, match="no multiple of patches of 2 x 2"):
         causal().memory(5, 6)
-    with pytest.raises(PlanError, match="2 frames make a block"):
+    with pytest.raises(PlanError, match="a block has 2 frames"):
         causal().banded(noise(1, 16, 3, ROWS, COLUMNS), torch.zeros(1, 2), text(0))
     net = transformer()
     net.register_to_config(image_dim=4)

@@ -186,7 +186,7 @@ def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
     ("make", "message"),
     [
         (partial(StepGroup.heads, heads=2), "2: use at most inner=2"),
-        (partial(StepGroup.of_frames, frames=1, tokens=2), "a frame of 2 tokens cannot be shared by 3"),
+        (partial(StepGroup.of_frames, frames=1, tokens=2), "a frame of 2 tokens cannot be split among 3"),
     ],
 )
 def test_what_cannot_be_shared(make: Any, message: str) -> None:

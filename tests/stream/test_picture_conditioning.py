@@ -115,7 +115,7 @@ def test_a_pipeline_goes_on_from_its_picture(tmp_path: Path) -> None:
     (tmp_path / "stream.json").write_text(json.dumps(STREAM))
     one, other = ((noise(2 * ROWS, 2 * COLUMNS, 3, seed=n) * 60 + 128).clamp(0, 255).to(torch.uint8) for n in (1, 2))
     with StreamingPipeline.from_pretrained(tmp_path, devices="cpu") as pipe:
-        with pytest.raises(PlanError, match="give one, reference="):
+        with pytest.raises(PlanError, match="pass reference="):
             pipe.stream("a fox")
         made = []
         for picture in (one, one, other):

@@ -142,7 +142,7 @@ def test_a_stream_can_be_streamed_without_ears(tmp_path: Path) -> None:
 def test_a_rate_that_a_model_was_not_made_for_is_said(tmp_path: Path) -> None:
     with (
         StreamingPipeline.from_pretrained(write_folder(tmp_path, hears=False), devices="cpu") as pipe,
-        pytest.warns(UserWarning, match="fps=25: this model was made for 20"),
+        pytest.warns(UserWarning, match="fps=25: this model was trained for 20"),
         pipe.stream(seconds=0.2, delivery=StreamDelivery(fps=25)) as stream,
     ):
         assert [chunk.pts for chunk in stream] == [0, 3 / 25]

@@ -1,1 +1,1 @@
-"""The verb `patchpar stream`, and `patchpar replay`."""
+"""The verbs `patchpar stream` and `patchpar replay`."""

@@ -1,4 +1,4 @@
-"""`patchpar stream`: video while it is generated, from audio, a reference image and a prompt; or new frames."""
+"""`patchpar stream`: output of a video while it is generated, or image-to-image on a stream of frames."""
 
 from __future__ import annotations
 

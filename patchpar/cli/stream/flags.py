@@ -73,11 +73,11 @@ class StreamFlags:
         if self.dry_run and takes_frames:
             raise PlanError("--dry-run forecasts streams of a video model: leave out --input")
         if self.costs is not None and not self.dry_run:
-            raise PlanError("--costs goes with --dry-run: a stream that runs is measured")
+            raise PlanError("--costs goes with --dry-run only: add --dry-run, or leave out --costs")
 
     def _check_outputs(self) -> None:
         if self.output is None and not self.is_live:
-            raise PlanError("nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000")
+            raise PlanError("the frames have no output: add --output talk.mp4, --mjpeg 8000 or --ws 8000")
         if self.host is not None and not self.is_live:
             raise PlanError(f"--host {self.host}: it goes with --mjpeg or --ws")
         for flag, port in (("--mjpeg", self.mjpeg), ("--ws", self.ws)):
@@ -89,12 +89,12 @@ class StreamFlags:
 
     @property
     def weights(self) -> str:
-        """The model; where none was named, the one of the package for this kind of stream."""
+        """The model; by default the embedded one for this kind of stream."""
         return self.model or (FACE if self.input is None else "embedded")
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody may watch meanwhile: then frames come by the clock."""
+        """Whether there is a live page, with frames at their timestamps."""
         return self.mjpeg is not None or self.ws is not None
 
     def for_loading(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`patchpar stream --dry-run`: which rank would do what, and how fast that would be, before any rank is started."""
+"""`patchpar stream --dry-run`: assignment of steps to ranks and expected speed, without starting ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COSTS = ("step", "decode", "link")
 
 
 def forecast(request: StreamFlags) -> None:
-    """Print it. Raises PlanError."""
+    """Print the plan and, with --costs, the expected speed. Raises PlanError."""
     from patchpar.stream.causal.model_folder import StreamFolder
     from patchpar.stream.plan import StreamPlan
 
@@ -33,14 +33,14 @@ def forecast(request: StreamFlags) -> None:
 
 
 def number_of(devices: str) -> int:
-    """How many devices are meant. A plain number need not be here: a dry run asks what would be."""
+    """Return the number of devices. A plain number may exceed those of this machine."""
     from patchpar.launch.devices import resolve_devices
 
     return int(devices) if devices.isdigit() and int(devices) > 0 else len(resolve_devices(devices).names)
 
 
 def parse_costs(text: str) -> dict[str, float]:
-    """`step=0.265,decode=0.15` as seconds. Raises PlanError."""
+    """Parse costs such as `step=0.265,decode=0.15`, in seconds. Raises PlanError."""
     found = {}
     for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
@@ -75,13 +75,12 @@ def _tell(found: dict[str, Any]) -> None:
     typer.echo(found["plan"])
     due, fps = found["seconds_per_block"], found["model_fps"]
     typer.echo(
-        f"{found['frames_per_block']} frames per block: to keep up with {fps:g} frames/s, each of these may take "
-        f"{due:.3f} s"
+        f"{found['frames_per_block']} frames per block: for {fps:g} frames/s, each stage may take at most {due:.3f} s"
     )
     for stage in found["stages"]:
         typer.echo(f"  {stage}")
     if "forecast" not in found:
-        typer.echo("how fast it would be: add --costs step=SECONDS,decode=SECONDS, of one block on one device")
+        typer.echo("expected speed: add --costs step=SECONDS,decode=SECONDS, of one block on one device")
         return
     typer.echo(found["forecast"]["text"])
     if not found["forecast"]["keeps_up"]:

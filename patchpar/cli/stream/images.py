@@ -1,4 +1,4 @@
-"""`patchpar stream --input`: the frames of a folder or a video, each generated anew by an image pipeline."""
+"""`patchpar stream --input`: image-to-image on the frames of a folder or a video."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
 
 FPS = 16.0
-"""Of a folder of images, where --fps does not say otherwise."""
+"""Frames per second of a folder of images without --fps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFrames:
-    """Images of `source` one after another, at `fps` frames per second."""
+    """Iterates over the images of `source`, a folder or a video, at `fps` frames per second."""
 
     source: Path
     fps: float
 
     @classmethod
     def of(cls, source: Path, fps: float | None) -> ImageFrames:
-        """Look whether there are any. Raises PlanError."""
+        """Check that `source` has images. `fps`: None for the video's own rate. Raises PlanError."""
         if source.is_dir():
             if not _images_in(source):
-                raise PlanError(f"--input {source}: this folder has no images, that is {', '.join(SUFFIXES)}")
+                raise PlanError(f"--input {source}: this folder has no images ({', '.join(SUFFIXES)})")
             return cls(source=source, fps=fps or FPS)
         if not source.is_file():
             raise PlanError(f"--input {source}: there is no such folder or video")
@@ -66,7 +66,7 @@ class ImageFrames:
 
 
 def stream_images(request: StreamFlags) -> None:
-    """Run it and report. Raises PlanError and what the ranks raise."""
+    """Run the stream and report. Raises PlanError and the errors of the ranks."""
     assert request.input is not None
     frames = ImageFrames.of(request.input, request.fps)
     RequestedTask(verb="stream", has_image=None).check_model(request.weights, request.for_loading())
@@ -128,7 +128,7 @@ def _rate_of(video: Path) -> float:
     try:
         with av.open(os.fspath(video)) as container:
             if not container.streams.video:
-                raise PlanError(f"--input {video} has no images: {container.format.name}")
+                raise PlanError(f"--input {video} has no video track: {container.format.name}")
             stream = container.streams.video[0]
             check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {video}")
             return float(stream.average_rate or FPS)

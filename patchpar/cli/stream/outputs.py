@@ -1,4 +1,4 @@
-"""Where `patchpar stream` shows its frames: in a file, on live pages, or both."""
+"""Outputs of `patchpar stream`: a file, live pages, or both."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameOutputs:
-    """Live pages, which are served from the beginning, and a file, which is whole at the end."""
+    """Live pages, served from the beginning, and a file, complete at the end."""
 
     live: tuple[ImageScreen | VideoScreen, ...]
     videos: tuple[StreamVideoFile, ...]
 
     @classmethod
     def opened(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
-        """Those that were asked for, until `stack` is left. Raises PlanError for a port that is not free."""
+        """Open the requested outputs until `stack` is closed. Raises PlanError for a port that is not free."""
         live = _live(request, fps, rate, stack) if request.is_live else ()
         videos = () if request.output is None else (stack.enter_context(video_at(request.output, fps, rate)),)
         return cls(live=live, videos=videos)
 
     @property
     def all(self) -> list[FrameOutput]:
-        """Each is shown every frame."""
+        """All outputs. Each gets every frame."""
         return [*self.live, *self.videos]
 
     def heard_by(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """Who is told how the stream is getting on: `say`, and the pages."""
+        """Return a function that reports a status line to `say` and to the pages."""
 
         def tell(line: str) -> None:
             say(line)
@@ -63,5 +63,5 @@ def _live(
         screen.open()
         typer.echo(f"watch at {screen.page.url}", err=True)
     if not is_local(host):
-        typer.echo(f"{host}: everybody who reaches this machine can watch", err=True)
+        typer.echo(f"{host}: everyone who can reach this machine can watch", err=True)
     return tuple(screens)

@@ -1,4 +1,4 @@
-"""How a stream is getting on: frames per second, time to the first frame, what is under way; as a line that lives."""
+"""Status line of a stream: frames per second, time to the first frame, blocks in flight."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 WINDOW = 3.0
-"""Seconds over which the rate on the line is taken."""
+"""Seconds over which the rate on the status line is measured."""
 
 
 class ProgressMeter:
-    """Counts frames as they come out. It begins when it is made."""
+    """Counts output frames. Time starts at construction."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
@@ -25,7 +25,7 @@ class ProgressMeter:
         self.frames = self.most_under_way = 0
 
     def add(self, frames: int, under_way: int) -> None:
-        """So many frames have come out, with so many blocks under way."""
+        """Count output frames. `under_way`: blocks in flight."""
         now = self._clock() - self._began
         self._first = self._first or (now, frames)
         self._last, self.frames = now, self.frames + frames
@@ -41,28 +41,28 @@ class ProgressMeter:
 
     @property
     def fps(self) -> float | None:
-        """Frames per second after the first block; None where no other has come."""
+        """Frames per second after the first block; None before the second."""
         if self._first is None or self._last <= self._first[0]:
             return None
         return (self.frames - self._first[1]) / (self._last - self._first[0])
 
     def line(self, status: str, under_way: int, seconds: float) -> str:
-        """What is to be seen while it runs. `seconds`: of video that have come out."""
+        """Return the status line. `seconds`: length of the output so far."""
         words = [f"{int(seconds) // 60}:{seconds % 60:04.1f}", f"{self._rate():.1f} frames/s"]
         if self.first_frame is not None:
             words.append(f"first frame after {self.first_frame:.2f} s")
-        words.append(f"{under_way} under way")
+        words.append(f"{under_way} in flight")
         return ", ".join(words if status == "running" else [*words, status])
 
     def _rate(self) -> float:
-        """Frames per second of late."""
+        """Frames per second in the last WINDOW seconds."""
         if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
             return 0.0
         frames = sum(count for _, count in self._recent) - self._recent[0][1]
         return frames / (self._recent[-1][0] - self._recent[0][0])
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures of the whole stream."""
+        """Return the statistics of the whole stream."""
         return {
             "frames": self.frames,
             "fps": self.fps,
@@ -79,6 +79,6 @@ class ProgressMeter:
 
 @contextmanager
 def living_line(first: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that can be replaced; where stderr is no terminal there is none."""
+    """Show a line on stderr that can be updated; nothing is shown if stderr is no terminal."""
     with Console(stderr=True).status(first) as line:
         yield line.update

@@ -53,24 +53,24 @@ def replay(request: ReplayFlags) -> None:
         report.finish(is_endless=False)
         if differing:
             raise PatchparError(
-                f"{len(differing)} of {len(recording.blocks)} blocks are not what they were, from block "
-                f"{differing[0]} on: another model, another version ({_made_with(recording)}), or another journal"
+                f"{len(differing)} of {len(recording.blocks)} blocks differ from the recording, from block "
+                f"{differing[0]} on: another model, another version ({_made_with(recording)}), or a changed journal"
             )
         if not request.json:
-            typer.echo(f"{len(recording.blocks)} blocks, every frame as it was")
+            typer.echo(f"{len(recording.blocks)} blocks, every frame equal to the recording")
 
 
 def _model(request: ReplayFlags, recorded: str) -> str:
-    """What is loaded: a journal may be a stranger's, and does not choose. Raises PlanError."""
+    """The model to load. A journal is untrusted and does not choose it without confirmation. Raises PlanError."""
     from patchpar.models.files import shipped_name
 
     known = request.model or shipped_name(recorded)
     if known is not None:
         return known
-    asked = f"{request.session} was made with the model {recorded!r}."
+    asked = f"{request.session} was recorded with the model {recorded!r}."
     if _can_be_asked() and typer.confirm(f"{asked} Load that?", default=False, err=True):
         return recorded
-    raise PlanError(f"{asked} A journal does not choose what is loaded: say it with --model {recorded!r}, or another")
+    raise PlanError(f"{asked} A journal does not choose what is loaded: pass --model {recorded!r}, or another model")
 
 
 def _can_be_asked() -> bool:
@@ -103,4 +103,4 @@ def _compared(session: Any, recording: StreamRecording, differing: list[int]) ->
 
 
 def _made_with(recording: StreamRecording) -> str:
-    return ", ".join(f"it was made with {name} {number}" for name, number in recording.origin.versions.items())
+    return ", ".join(f"it was recorded with {name} {number}" for name, number in recording.origin.versions.items())

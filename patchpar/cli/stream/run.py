@@ -1,4 +1,4 @@
-"""A stream from its first frame to its last, or to ctrl-C: shown, counted, reported."""
+"""Running a stream until its end or ctrl-C: output of frames, statistics, report."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 
 class FrameOutput(Protocol):
-    """Where frames are shown."""
+    """An output for frames."""
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Frames in uint8, due at `pts` seconds from the beginning, and their audio."""
+        """Output frames in uint8, the first at `pts` seconds from the beginning, and their audio."""
 
 
 class ReportedSession(Protocol):
-    """What the line says of a stream."""
+    """The session properties that are reported."""
 
     @property
     def in_flight(self) -> int:
-        """Blocks or images under way."""
+        """Blocks or images in flight."""
 
     @property
     def dropped(self) -> int:
-        """Those that nobody has seen."""
+        """Items that were dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedFrames:
-    """Some frames of a stream, due at `pts` seconds. `frames` is None where the last one is held."""
+    """Frames [F, H, W, 3] of a stream at `pts` seconds; None while the last frame is held. `audio`: [N] or None."""
 
     frames: Tensor | None
     pts: float
@@ -50,9 +50,9 @@ class TimedFrames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnding:
-    """How a stream ended: by itself, by ctrl-C, by a signal that asked for it, or by an error.
+    """How a stream ended: normally, by ctrl-C, by a signal, or by an error.
 
-    `seconds`: of video that have come out. `code`: the exit code after a signal, 0 without one.
+    `seconds`: length of the output. `code`: the exit code after a signal, 0 without one.
     """
 
     seconds: float
@@ -68,7 +68,7 @@ def show_all(
     say: Callable[[str], None],
     fps: float,
 ) -> StreamEnding:
-    """Until the stream ends. What has come out by then is shown whole, whatever ends it."""
+    """Send all parts to all `screens`, until the stream ends by itself, by a signal or by an error."""
     seconds = 0.0
     try:
         for part in parts:
@@ -90,7 +90,7 @@ def show_all(
 
 
 def paced(parts: Iterable[TimedFrames], clock: Any = time) -> Iterator[TimedFrames]:
-    """Each when it is due. After one that was late the others keep their distance from it."""
+    """Yield each part when it is due. A late part delays all later ones by as much."""
     began: float | None = None
     for part in parts:
         now = clock.monotonic()
@@ -102,7 +102,7 @@ def paced(parts: Iterable[TimedFrames], clock: Any = time) -> Iterator[TimedFram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamReport:
-    """What is said of a stream at its end. `plan`: who did what, in words."""
+    """The report at the end of a stream. `plan`: assignment of steps to ranks, as text."""
 
     plan: str
     meter: ProgressMeter
@@ -111,12 +111,12 @@ class StreamReport:
     outputs: Sequence[Path]
 
     def tell(self, as_json: bool, **more: Any) -> None:
-        """Print it on stdout; `more` for those who read JSON."""
+        """Print the report on stdout. `more`: further fields of the JSON."""
         if as_json:
             print_json({**self._as_dict(), **more})
             return
         typer.echo(self.plan)
-        lost = f", {self.dropped} lost" if self.dropped else ""
+        lost = f", {self.dropped} dropped" if self.dropped else ""
         typer.echo(f"{self.meter}; {self.ending.seconds:.1f} s{lost}")
         for path in self.outputs:
             typer.echo(f"saved {path}")
@@ -131,7 +131,7 @@ class StreamReport:
         }
 
     def finish(self, *, is_endless: bool) -> None:
-        """Leave as it has ended: raise its error, or Exit if it was cut short, as by ctrl-C unless it had no end."""
+        """Raise the error of the stream, or Exit after a signal; ctrl-C is a normal end if the stream is endless."""
         if self.ending.error is not None:
             raise self.ending.error
         if self.ending.code and not (is_endless and self.ending.code == INTERRUPTED):

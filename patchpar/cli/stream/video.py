@@ -1,4 +1,4 @@
-"""`patchpar stream` with a block-causal model: audio, face and prompt in, frames and audio out."""
+"""`patchpar stream` with a block-causal model: audio, reference image and prompt in, frames and audio out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from patchpar.stream.delivery import Pacing
 
 HOLD = 0.5
-"""Seconds after which the line says that a stream is being taken up again."""
+"""Seconds after which the status line shows that a stream is being resumed."""
 
 
 def stream_video(request: StreamFlags) -> None:
-    """Run it and report. Raises PlanError and what the ranks raise."""
+    """Run the stream and report. Raises PlanError and the errors of the ranks."""
     from patchpar.stream.causal.model_folder import StreamFolder
     from patchpar.stream.reference_image import load_reference_image
 
@@ -40,7 +40,7 @@ def stream_video(request: StreamFlags) -> None:
 
 
 def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
-    """Read before the ranks are started: a file that is broken is refused at once."""
+    """Read the audio before the ranks are started, so that a broken file is refused at once."""
     if request.audio is None:
         return None
     if folder.rate is None:
@@ -74,7 +74,7 @@ def _run(
 
 
 def parts_of(chunks: Iterable[Any], session: Any) -> Iterator[TimedFrames]:
-    """What comes out of a session, as it is shown."""
+    """Convert the chunks of a session to TimedFrames."""
     for chunk in chunks:
         frames = None if chunk.is_held else chunk.frames
         yield TimedFrames(frames=frames, pts=chunk.pts, audio=chunk.audio, status=session.status)

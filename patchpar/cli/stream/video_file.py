@@ -1,4 +1,4 @@
-"""A stream's frames and audio into a file, as they come: whole at the end, or not there at all."""
+"""Writing a stream's frames and audio to a file, which exists only if it is complete."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CONTAINERS = {".mp4": ("mp4", "aac"), ".mkv": ("matroska", "aac"), ".webm": ("we
 
 
 class StreamVideoFile:
-    """One video. Its size is that of the first frames."""
+    """One video file, with the size of the first frames."""
 
     def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
         self._path, self._suffix, self._fps, self._rate = path, suffix, fps, rate
         self._writer: Any = None
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Frames in uint8, due at `pts` seconds, and their audio. Raises PlanError for sides that are odd."""
+        """Encode frames in uint8, the first at `pts` seconds, and their audio. Raises PlanError for odd sizes."""
         if self._writer is None:
             self._writer = self._opened(*frames_FHWC.shape[1:3])
         self._writer.add(frames_FHWC, pts, audio_N)
 
     def close(self) -> None:
-        """Finish. Raises PatchparError if there was no frame."""
+        """Finish the file. Raises PatchparError if there was no frame."""
         if self._writer is None:
             raise PatchparError("the stream ended before its first frame: there is nothing to save")
         self._writer.close()
@@ -56,7 +56,7 @@ class StreamVideoFile:
 
 @contextmanager
 def video_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
-    """A video that lies at `path` when all has gone well."""
+    """Write a video that is moved to `path` when the `with` block ends without an error."""
     with written_whole(path) as beside:
         video = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
         yield video

@@ -1,1 +1,1 @@
-"""Block-causal video models as streams."""
+"""Streaming of block-causal video models."""

@@ -1,8 +1,9 @@
-"""Any Wan transformer of diffusers made block-causal from outside: a processor at each self-attention, nothing else.
+"""`CausalWan`: a diffusers Wan transformer made block-causal by a processor at each self-attention.
 
-Weights, LoRA and the rest of the forward stay diffusers' own, and `restore` takes everything out again. One
-transformer serves any number of memories. Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3), where each
-denoising step keeps keys and values of its own noise level only; blocks with caches as in CausVid (arXiv:2412.07772).
+Weights, LoRA and the rest of the forward are diffusers' own, and `restore` removes all processors and hooks. One
+transformer serves any number of KV windows. Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3), where each
+denoising step keeps keys and values of its own noise level only; blocks with KV caches as in CausVid
+(arXiv:2412.07772).
 
 Shapes: B batch, C channels, F latent frames, H x W latent pixels, N blocks, T text tokens, D width.
 """
@@ -27,17 +28,17 @@ from patchpar.stream.causal_options import CausalOptions
 
 
 class BlockAudio(NamedTuple):
-    """The audio of a block: audio tokens (B, F, n, C), and how much of what they say is added."""
+    """The audio of a block: audio tokens [B, F, n, C], and the factor of their attention output."""
 
     tokens_BFnC: Tensor
     scale: float = 1.0
 
 
 class CausalWan:
-    """A `WanTransformer3DModel` that sees one block of a stream at a time. Raises UnsupportedModel.
+    """A `WanTransformer3DModel` called with one block of a stream at a time. Raises UnsupportedModel.
 
-    `audio`: cross-attention to audio after some of its blocks, or None. `inner`: our place among ranks that share every
-    forward pass but `banded`; each of them has to make the same calls.
+    `audio`: cross-attention to audio after some of its blocks, or None. `inner`: the ranks among which every forward
+    pass but `banded` is split; all of them have to make the same calls.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class CausalWan:
                 self._hooks.after(block, AudioHook(layer, audio, self._passing))
 
     def restore(self) -> None:
-        """The transformer is as it was."""
+        """Restore the transformer to its original state."""
         self._hooks.close()
 
     def memory(self, height: int, width: int) -> KVWindow:
-        """An empty memory for one denoising step of a stream of latents of `height` x `width`."""
+        """Return an empty KV window for one denoising step of a stream with latents of `height` x `width`."""
         config = self.transformer.config
         tokens = self._grid(height, width).tokens
         size = WindowSize(
@@ -84,7 +85,7 @@ class CausalWan:
         return heads if self.inner is None else len(self.inner.heads(heads).query)
 
     def remember_sink(self, memory: KVWindow, latents_BCFHW: Tensor, text_BTD: Tensor) -> None:
-        """Put one clean latent frame (1, C, 1, H, W) into `memory` as its sink."""
+        """Store one clean latent frame [1, C, 1, H, W] in `memory` as its sink. Raises PlanError."""
         with self._during(SinkPass(memory, self._at(latents_BCFHW)), frames=self._shared(latents_BCFHW)):
             self._forward(latents_BCFHW, latents_BCFHW.new_zeros(1, dtype=torch.float32), text_BTD)
 
@@ -98,10 +99,10 @@ class CausalWan:
         block: int,
         heard: BlockAudio | None = None,
     ) -> Tensor:
-        """What the transformer predicts for block number `block`, (1, C, F, H, W).
+        """Return the transformer's prediction for block number `block`, [1, C, F, H, W].
 
-        Its keys and values stay in `memory`; blocks come one after another. `timestep` is 0 to 1000; `heard` is
-        the block's audio.
+        Stores the block's keys and values in `memory`; blocks have to be called in order. `timestep`: 0 to 1000.
+        `heard`: the block's audio. Raises PlanError.
         """
         memory.advance()
         now = BlockPass(memory, self._at(x_BCFHW), self.options, block)
@@ -117,10 +118,10 @@ class CausalWan:
         sink_BCFHW: Tensor | None = None,
         audio_BFnC: Tensor | None = None,
     ) -> Tensor:
-        """All of N blocks in one forward under a mask: the same function as `velocity` block by block, differentiable.
+        """Return the prediction for N blocks in one forward under a mask, [B, C, F, H, W] with F = N * frames.
 
-        `timesteps_BN`: a noise level, 0 to 1000, for each block; with levels that differ, history is as noisy as its
-        own level says. `sink_BCFHW`: one clean frame. `audio_BFnC`: tokens of all N * frames latent frames.
+        The same function as `velocity` block by block, but differentiable. `timesteps_BN`: a timestep, 0 to 1000, for
+        each block; these may differ. `sink_BCFHW`: one clean frame. `audio_BFnC`: tokens of all F latent frames.
         Raises PlanError.
         """
         positions = self._at(x_BCFHW)
@@ -128,7 +129,7 @@ class CausalWan:
         if rest or timesteps_BN.shape[1] != blocks:
             raise PlanError(
                 f"{x_BCFHW.shape[2]} latent frames and {timesteps_BN.shape[1]} noise levels: "
-                f"{self.options.frames} frames make a block, and each block has one level"
+                f"a block has {self.options.frames} frames and one noise level"
             )
         levels = timesteps_BN.repeat_interleave(self.options.frames * positions.grid.tokens, 1)
         if sink_BCFHW is not None:
@@ -157,7 +158,7 @@ class CausalWan:
             passing.now = passing.audio = passing.frames = None
 
     def _shared(self, x_BCFHW: Tensor) -> ShardedFrames | None:
-        """How a forward pass over these latents is shared."""
+        """The sharding of a forward pass over these latents; None on a single rank."""
         if self.inner is None:
             return None
         return self.inner.of_frames(x_BCFHW.shape[2], self._grid(*x_BCFHW.shape[3:]).tokens)
@@ -166,13 +167,13 @@ class CausalWan:
         _, rows, columns = self.transformer.config.patch_size
         if height % rows or width % columns:
             raise PlanError(
-                f"latents of {height} x {width} are not whole patches of {rows} x {columns}: choose a height and width "
-                "that are"
+                f"latents of {height} x {width} are no multiple of patches of {rows} x {columns}: choose a height and "
+                "width that are"
             )
         return PatchGrid(rows=height // rows, columns=width // columns)
 
     def _at(self, x_BCFHW: Tensor) -> RotaryPositions:
-        """Positions on the grid of these latents, made once."""
+        """Positions on the grid of these latents, cached."""
         grid = self._grid(*x_BCFHW.shape[3:])
         if grid not in self._positions:
             rope = self.transformer.rope
@@ -182,9 +183,9 @@ class CausalWan:
 
 
 class CurrentPass:
-    """Which forward pass the transformer is in. `silent_tokens` at the front of a sequence hear nothing.
+    """State of the current forward pass. `silent_tokens`: tokens at the front of the sequence without audio.
 
-    `frames`: how ranks share the pass, or None where it is all ours.
+    `frames`: the sharding of the pass, or None if this rank computes all of it.
     """
 
     def __init__(self) -> None:
@@ -196,7 +197,7 @@ class CurrentPass:
 
 
 class CausalProcessor:
-    """Wan's own self-attention, except for what it sees. `set_attention_backend` of diffusers chooses its kernel."""
+    """Wan's self-attention with other keys and values. `set_attention_backend` of diffusers chooses its kernel."""
 
     _attention_backend: Any = None
 
@@ -204,7 +205,7 @@ class CausalProcessor:
         self._layer, self._passing = layer, passing
 
     def __call__(self, attn: Any, hidden_states: Tensor, *_: object) -> Tensor:
-        """As WanAttnProcessor; positions come from the pass."""
+        """Compute the same as WanAttnProcessor, with the operands of the current pass; hidden_states: [B, l, D]."""
         if attn.fused_projections:
             q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
@@ -219,20 +220,20 @@ class CausalProcessor:
 
     def _see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         now = self._passing.now
-        assert now is not None, "a block-causal transformer is called through CausalWan"
+        assert now is not None, "a block-causal transformer must be called through CausalWan"
         queries, keys, values, mask = now.attend(self._layer, q, k, v)
         out: Tensor = dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
         return out
 
 
 class AudioHook:
-    """What a frame's tokens take from its audio, after one block of the transformer."""
+    """Adds the audio attention to the tokens after one block of the transformer."""
 
     def __init__(self, layer: int, audio: AudioConditioner, passing: CurrentPass) -> None:
         self._layer, self._audio, self._passing = layer, audio, passing
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], hidden_BLD: Tensor) -> Tensor | None:
-        """A forward hook."""
+        """Run as a forward hook; None leaves the output unchanged."""
         heard, silent = self._passing.audio, self._passing.silent_tokens
         if heard is None:
             return None
@@ -242,18 +243,18 @@ class AudioHook:
 
 
 def split_tokens(hooks: HookSet, transformer: WanTransformer3DModel, passing: CurrentPass) -> None:
-    """From the first block to the last projection this rank has its own tokens only, in passes that are shared."""
+    """In sharded passes, keep only this rank's tokens from the first block on, and gather all after the last layer."""
 
-    def ours(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def split(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         frames = passing.frames
         return None if frames is None else (frames.own(args[0]), *args[1:])
 
-    def everybodys(module: nn.Module, args: tuple[Any, ...], out_BlD: Tensor) -> Tensor | None:
+    def gather(module: nn.Module, args: tuple[Any, ...], out_BlD: Tensor) -> Tensor | None:
         frames = passing.frames
         return None if frames is None else frames.whole("proj_out", out_BlD)
 
-    hooks.before(transformer.blocks[0], ours)
-    hooks.after(transformer.proj_out, everybodys)
+    hooks.before(transformer.blocks[0], split)
+    hooks.after(transformer.proj_out, gather)
 
 
 def _refuse(transformer: WanTransformer3DModel) -> None:
@@ -264,6 +265,6 @@ def _refuse(transformer: WanTransformer3DModel) -> None:
         )
     if config.image_dim is not None or config.added_kv_proj_dim is not None:
         raise UnsupportedModel(
-            "this transformer looks at an embedded image beside its text: load a text-to-video checkpoint, whose "
-            "reference is its sink frame, or Wan 2.2, which is given images in channels"
+            "this transformer attends to an image embedding besides its text: load a text-to-video checkpoint, whose "
+            "reference is its sink frame, or Wan 2.2, which takes images in the latent channels"
         )

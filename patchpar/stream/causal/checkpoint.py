@@ -1,8 +1,7 @@
-"""The parts of a Wan model that one rank needs, from a folder in the naming of diffusers, whoever wrote it.
+"""Loading the parts of a Wan model that one rank needs, from a folder with weights in the naming of diffusers.
 
-Causal models are written by several programs, which name classes that diffusers does not have: a
-`CausalWanTransformer3DModel` of the very weights of a `WanTransformer3DModel`, a scheduler of their own. Streams need
-neither class, so that parts are loaded by what they are.
+Folders of causal models name classes that diffusers does not have: a `CausalWanTransformer3DModel` with the weights of
+a `WanTransformer3DModel`, and a custom scheduler. Streams need neither class, so that the class names are ignored.
 """
 
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredWeights:
-    """What a rank has to hold of a model. `transformers`: which; of none only the shapes of the first are made."""
+    """Parts of a model that a rank needs. `transformers`: their names; if empty, the first without weights."""
 
     text: bool
     vae: bool
@@ -30,7 +29,7 @@ class RequiredWeights:
 
 
 def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
-    """A WanPipeline with None for what is not needed, on the CPU. Raises PlanError, UnsupportedModel."""
+    """Load a WanPipeline on the CPU, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
     _refuse_others(folder)
     spared: dict[str, Any] = {} if needs.text else {"tokenizer": None, "text_encoder": None}
     if not needs.vae:
@@ -40,12 +39,12 @@ def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -
     pipe = load_pipeline(str(folder), options | spared, kind=WanPipeline)
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
-    pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # of which a stream needs nothing
+    pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # not used by streams
     return pipe
 
 
 def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> WanTransformer3DModel:
-    """Weights in the naming of diffusers, from `folder / part`. Raises PlanError, UnsupportedModel."""
+    """Load a transformer from `folder / part`, from safetensors only. Raises PlanError, UnsupportedModel."""
     if not (folder / part / "config.json").is_file():
         raise PlanError(f"{folder} has no {part}/config.json: give the folder of a WanPipeline")
     loaded, info = WanTransformer3DModel.from_pretrained(
@@ -54,24 +53,24 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[what]:
             raise UnsupportedModel(
-                f"{folder / part} is not what its config.json says: {what.replace('_', ' ')} {_first(info[what])}. "
-                "Weights are wanted in the naming of diffusers' WanTransformer3DModel"
+                f"{folder / part} does not match its config.json: {what.replace('_', ' ')} {_first(info[what])}. "
+                "Give weights in the naming of diffusers' WanTransformer3DModel"
             )
     return loaded.eval()
 
 
 def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]) -> Any:
-    """Shapes without weights of a transformer of this class, for a rank that generates nothing."""
+    """Return a transformer of this class on the meta device, for a rank that does not denoise."""
     config = kind.load_config(str(folder), subfolder=HIGH_NOISE)
     with torch.device("meta"):
         hollow = kind.from_config(config)
-    return nn.Module.to(hollow, dtype_of(options) or torch.float32)  # diffusers' own warns of weights that it casts
+    return nn.Module.to(hollow, dtype_of(options) or torch.float32)  # diffusers' own `to` warns when it casts weights
 
 
 def _refuse_others(folder: Path) -> None:
     vae = read_index(folder).get("vae")
     if isinstance(vae, list) and vae[-1] not in (None, "AutoencoderKLWan"):
-        raise UnsupportedModel(f"a {vae[-1]} cannot decode block by block: AutoencoderKLWan can")
+        raise UnsupportedModel(f"a {vae[-1]} cannot decode block by block: use a model with AutoencoderKLWan")
 
 
 def _first(names: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a model's folder says of how it streams, read without loading it."""
+"""Streaming properties of a model folder, read without loading weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from patchpar.stream.json_fields import whole
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE
 
 LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
-"""Parts that streams load or do without, whatever class the folder names for them, see `checkpoint`."""
+"""Parts whose class in model_index.json is ignored, see `checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFolder:
-    """A WanPipeline folder. `options`: those to load it with. `rate`: samples per second that it hears, or None.
+    """A WanPipeline folder. `options`: of from_pretrained. `rate`: audio samples per second, None for no audio.
 
-    `per_latent`: images that one latent frame stands for.
+    `per_latent`: images per latent frame.
     """
 
     path: str
@@ -34,7 +34,7 @@ class StreamFolder:
     def read(
         cls, model: str | Path, *, config: StreamConfig | None = None, options: Mapping[str, Any] | None = None
     ) -> "StreamFolder":
-        """Of a folder, or a model that comes with the package. `config`: in place of stream.json. Raises PlanError."""
+        """Read a folder, or an embedded model of the package. `config`: replaces stream.json. Raises PlanError."""
         path, options, _ = resolve_model(model, options or {}, besides=LOADED_BY_US)
         folder = Path(path)
         if not (folder / "model_index.json").is_file():

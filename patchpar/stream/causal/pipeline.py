@@ -1,4 +1,4 @@
-"""`StreamingPipeline`: a block-causal model, its denoising steps on ranks of their own, frames as they are made."""
+"""`StreamingPipeline`: streams of a block-causal model, with its denoising steps on different ranks."""
 
 import warnings
 from importlib.metadata import version
@@ -30,7 +30,7 @@ Audio = tuple[Tensor, int] | str | Path | None
 
 
 class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
-    """A block-causal model that streams. Made by `from_pretrained`; a context manager."""
+    """A block-causal model for streams. Made by `from_pretrained`; a context manager."""
 
     def __init__(self, workers: WorkerGroup, config: StreamConfig, facts: ModelFacts, loading: ModelLoading) -> None:
         super().__init__(workers, config, facts)
@@ -49,9 +49,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
     ) -> "StreamingPipeline":
         """Load a WanPipeline folder of a block-causal model.
 
-        `devices`: as ParallelPipeline takes them. `plan`: steps by rank; even by default. `config`: how to stream it,
-        where the folder has no stream.json. `deadline`: seconds that a rank may wait for another. Other options are
-        those of diffusers' from_pretrained. Raises PlanError, UnsupportedModel, LaunchError.
+        `devices`: see ParallelPipeline. `plan`: steps by rank; even by default. `config`: replaces the folder's
+        stream.json. `deadline`: seconds that a rank may wait for another. Other options are those of diffusers'
+        from_pretrained. Raises PlanError, UnsupportedModel, LaunchError.
         """
         known = StreamFolder.read(
             folder, config=config, options={name: _plain(value) for name, value in options.items()}
@@ -81,11 +81,11 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         seconds: float | None = None,
         delivery: StreamDelivery | None = None,
     ) -> StreamSession:
-        """Begin a stream. One at a time; use it in a `with` block.
+        """Begin a stream. Only one stream runs at a time; use it in a `with` block.
 
-        `reference`: an image (file, PIL, or (height, width, 3) in uint8) whose appearance the stream keeps. `audio`: a
-        file, or (samples (N,) or (channels, N), rate), for a stream of its length, "live" for `push_audio`, None for
-        silence. `seconds`: how long; without it, and without audio that ends, there is no end. Raises PlanError.
+        `reference`: an image whose appearance the stream keeps: a file, PIL, or [height, width, 3] in uint8. `audio`: a
+        file, or (samples [N] or [channels, N], rate), for a stream of its length; "live" for `push_audio`; None for
+        silence. `seconds`: length; None for no end, except that of the audio. Raises PlanError.
         """
         workers = self._free_ranks()
         run = self._stream_run(seed, adapt_sink=self.config.adapt_sink)
@@ -99,10 +99,10 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         return self._session.begin(*updates, journal=journal)
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
-        """Make a recorded stream again, bit for bit, also on other ranks.
+        """Generate a recorded stream again, bit-equal, also on another number of ranks.
 
-        `recording`: see StreamRecording.read; its `is_as_it_was` compares a chunk with what it was. A worker that dies
-        ends it. Raises PlanError.
+        `recording`: see StreamRecording.read; its `is_as_it_was` compares a chunk with the recording. The stream is not
+        resumed when a worker dies. Raises PlanError.
         """
         workers = self._free_ranks()
         delivery, form = delivery or StreamDelivery(), self._format_at(recording.origin.fps)
@@ -117,7 +117,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         return self._session.begin(changes=recording.updates())
 
     def _format_at(self, fps: float) -> StreamFormat:
-        """Frames at this rate. Raises PlanError where audio and frames would drift apart."""
+        """The format at this rate. Raises PlanError if audio and frames would drift apart."""
         config, facts = self.config, self._facts
         if facts.audio is not None and fps != facts.audio.fps:
             raise PlanError(
@@ -125,7 +125,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
                 f"frames would drift apart: use fps={facts.audio.fps:g}"
             )
         if fps != config.fps:
-            text = f"fps={fps:g}: this model was made for {config.fps:g}, so that everything moves faster or slower"
+            text = f"fps={fps:g}: this model was trained for {config.fps:g}, so that motion is faster or slower"
             warnings.warn(text, stacklevel=3)
         return self._format(fps, config.blocks.frames)
 
@@ -134,7 +134,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         if reference is None and self.config.reference is not None:
             reference = Path(self._loading.folder) / self.config.reference
         if reference is None and self._facts.starts_from_image:
-            raise PlanError("this model starts from an image: give one, reference=")
+            raise PlanError("this model starts from an image: pass reference=")
         if reference is not None:
             image = load_reference_image(reference, self.config.height, self.config.width)
             updates.append(ReferenceUpdate(image=image))
@@ -153,7 +153,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         )
 
     def _track(self, audio: Audio) -> AudioTrack | None:
-        """The audio of a stream. A model that takes audio gets silence where there is none."""
+        """The audio of a stream; silence for a model that takes audio where there is none."""
         config = self._facts.audio
         if config is None:
             if audio is not None:
@@ -187,5 +187,5 @@ def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
 
 
 def _plain(option: Any) -> Any:
-    """An option as a journal can store it."""
+    """An option as text if it is a dtype, for the journal."""
     return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option

@@ -1,8 +1,8 @@
-"""Wan's rotary positions for frames anywhere in time: before the first, beyond the table, in any order.
+"""Wan's rotary position embedding for frames at any time: negative, beyond diffusers' table, in any order.
 
-A stream has no end, so that positions grow beyond every table; they are computed from the same frequencies instead.
-Attention sees differences of positions only, which is what lets a sink frame roll along (Live Avatar,
-arXiv:2512.04677, section 4.3).
+A stream has no end, so that positions exceed every table; they are computed from the same frequencies instead.
+Attention depends on differences of positions only, so that the sink frame can keep its distance to the current block
+(Live Avatar, arXiv:2512.04677, section 4.3).
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ class PatchGrid:
 
 
 class RotaryPositions:
-    """Cosines and sines for tokens of `grid`, as Wan's own rotary module gives them.
+    """Cosines and sines for tokens of `grid`, equal to those of Wan's own rotary module.
 
-    `widths`: channels of a head that turn with time, row and column.
+    `widths`: channels of a head that are rotated by time, row and column.
     """
 
     def __init__(self, widths: tuple[int, int, int], grid: PatchGrid, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class RotaryPositions:
         )
 
     def at(self, frames: Sequence[int]) -> Rotary:
-        """(1, tokens, 1, head width) for frames at these places in time, which may be negative."""
+        """Return (cos, sin), each [1, tokens, 1, d], of frames at these times, which may be negative. d: head width."""
         times = _table(self._time_width, frames)
         n = self.grid.tokens
         cos, sin = (
@@ -63,14 +63,14 @@ class RotaryPositions:
 
 
 def _table(width: int, positions: Sequence[int]) -> Rotary:
-    """(places, width) each, computed in double precision: single would be too coarse an hour into a stream."""
+    """(cos, sin) [positions, width] in double precision: single would be too coarse after an hour of a stream."""
     at = torch.tensor(list(positions), dtype=torch.float64)
     cos, sin = get_1d_rotary_pos_embed(width, at, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
     return cos, sin
 
 
 def rotate(x_BLhd: Tensor, rotary: Rotary) -> Tensor:
-    """Turn pairs of channels by their positions, in the arithmetic of Wan's own attention."""
+    """Rotate pairs of channels [B, L, heads, d] by their positions, with the arithmetic of Wan's own attention."""
     cos, sin = rotary
     even, odd = x_BLhd[..., 0::2], x_BLhd[..., 1::2]
     out = torch.empty_like(x_BLhd)

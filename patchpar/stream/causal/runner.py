@@ -1,4 +1,4 @@
-"""What one rank of a stream does: loads what its stage needs, and runs its stage for as long as a stream lasts."""
+"""Runner of a block-causal stream on one rank: loads the parts that its stage needs, and runs the stage."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,11 +24,11 @@ from patchpar.stream.stage import StageLoop, StageStats
 from patchpar.stream.stage_io import RankStageIO
 
 TRAINING_CHUNKS = 20
-"""Chunks of 4 images behind a reference: such models were trained on videos of 81 images."""
+"""Chunks of 4 grey images after a reference: image-to-video models were trained on videos of 81 images."""
 
 
 class StreamRunner(StageRunner):
-    """One rank."""
+    """One rank of a block-causal stream."""
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         config, plan, rank = self._config, self._plan, self._context.rank
@@ -49,7 +49,7 @@ class StreamRunner(StageRunner):
         return self._facts() if rank == 0 else None
 
     def _step_group(self, ranks: range) -> StepGroup:
-        """The ranks that share the steps of our stage."""
+        """The ranks of this rank's stage."""
         assert self._comm is not None, "several ranks have a communicator"
         axis = Axis("inner", ranks.index(self._context.rank), len(ranks), tuple(ranks))
         return StepGroup(self._comm, axis)
@@ -71,7 +71,7 @@ class StreamRunner(StageRunner):
         )
 
     def _run_stage(self, run: StreamRun) -> StageStats:
-        if self._starts_from_image:  # its sink throughout
+        if self._starts_from_image:  # the sink stays the reference
             run = replace(run, adapt_sink=False)
         stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
         rank = self._context.rank
@@ -96,7 +96,7 @@ class StreamRunner(StageRunner):
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
-        """Text and images as what the stages take."""
+        """Encode the text or image of an update."""
         if isinstance(update, PromptUpdate):
             text, _ = self._pipe.encode_prompt(
                 update.text,
