@@ -18,7 +18,7 @@ def test_equal_pictures() -> None:
     assert psnr(picture, picture) == math.inf
     assert ssim(picture, picture) == pytest.approx(1.0)
     assert max_abs_diff(picture, picture) == 0.0
-    assert np.asarray(difference_map(picture, picture).picture).max() == 0
+    assert np.asarray(difference_map(picture, picture).image).max() == 0
 
 
 def test_psnr_of_a_constant_error() -> None:
@@ -73,7 +73,7 @@ def test_the_difference_map_shows_the_place() -> None:
     picture = np.zeros((16, 16, 3))
     other = picture.copy()
     other[3, 7, 1] = 0.25
-    grey = np.asarray(difference_map(picture, other).picture)
+    grey = np.asarray(difference_map(picture, other).image)
     assert np.argwhere(grey).tolist() == [[3, 7]]
     assert grey[3, 7] == 255
     assert difference_map(picture, other).gain == pytest.approx(4.0)

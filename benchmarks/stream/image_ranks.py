@@ -71,7 +71,7 @@ def in_order(ended: Iterable[Ended]) -> Streamed:
     times, images = list[float](), list[Any]()
     for one in sorted(ended, key=lambda one: one.number):
         times.append(max([one.moment, *times[-1:]]))
-        images.append(one.picture)
+        images.append(one.image)
     return Streamed(times=tuple(times), images=tuple(images))
 
 

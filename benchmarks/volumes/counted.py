@@ -65,9 +65,9 @@ def num_steps(policy: ExchangePolicy) -> int:
 
 def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figures:
     """Run the first, exact steps, and those that are measured."""
-    comm, history, ways = bands.part.comm, bands.history, {"sent": [], "received": []}
-    first = first_stale(bands.part.policy)
-    for _ in range(first + num_steps(bands.part.policy)):
+    comm, history, ways = bands.patch.comm, bands.history, {"sent": [], "received": []}
+    first = first_stale(bands.patch.policy)
+    for _ in range(first + num_steps(bands.patch.policy)):
         if history is not None:
             history.clock.next_call()
         comm.traffic.clear()

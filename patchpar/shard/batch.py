@@ -174,7 +174,7 @@ class Batch:
         if not self.by_item or any(len(each) != len(tensors) for each in of_parts):  # one tensor for each item
             return whole
         cut = [
-            [cut_to(part, part.shape) for part, part in zip(x.chunk(len(trees)), parts, strict=True)]
+            [cut_to(chunk, part.shape) for chunk, part in zip(x.chunk(len(trees)), parts, strict=True)]
             for x, parts in zip(tensors, zip(*of_parts, strict=True), strict=True)
         ]
         return self.join([with_tensors(whole, parts) for parts in zip(*cut, strict=True)])

@@ -34,8 +34,8 @@ def test_it_is_escaped(shown: str) -> None:
 @pytest.mark.parametrize(
     ("view", "message"),
     [
-        (JobView(step_ratio=1), "Waiting: 1 job ahead."),
-        (JobView(step_ratio=3), "Waiting: 3 jobs ahead."),
+        (JobView(ahead=1), "Waiting: 1 job ahead."),
+        (JobView(ahead=3), "Waiting: 3 jobs ahead."),
         (JobView(state="running", step=3, steps=12, note="generating"), "generating: step 3 of 12"),
         (JobView(state="cancelled"), "Cancelled. The workers are free."),
     ],

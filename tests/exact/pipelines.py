@@ -68,10 +68,10 @@ def compared(place: Place, name: str, cases: Sequence[Case], verifications: str)
         pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
         torch.manual_seed(SEED)  # some pipelines do not hand their generator to the scheduler
         plain = _latents(pipe(**_seeded(kwargs))) if place.rank == 0 else None
-        drawn = [engine.draw(_seeded(kwargs), options)]
+        drawn = [engine.generate(_seeded(kwargs), options)]
         if case.control:
             engine.control(exchange="off")
-            drawn.append(engine.draw(_seeded(kwargs), options))
+            drawn.append(engine.generate(_seeded(kwargs), options))
         if plain is not None:
             error, *control = [relative(_latents(each.output), plain) for each in drawn]
             psnr = psnr_db(_latents(drawn[0].output), plain)
@@ -111,11 +111,11 @@ def halved(
         options = CallOptions(
             plan=Plan.parse(case.plan), verify=Path(verifications), random=RandomState(seed=SEED), quiet=True
         )
-        drawn = engine.draw(_seeded(kwargs), options)
+        drawn = engine.generate(_seeded(kwargs), options)
         control = None
         if case.control:
             engine.control(exchange="off")
-            control = engine.draw(_seeded(kwargs), options)
+            control = engine.generate(_seeded(kwargs), options)
         engine.restore()
         if plain is not None:
             one, ours = plain["one"], _latents(drawn.output)

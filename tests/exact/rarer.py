@@ -31,10 +31,10 @@ def errors(place: Place, name: str, plans: Sequence[str], verifications: str) ->
     drawn = []
     for plan in plans:
         options = CallOptions(plan=Plan.parse(plan), verify=Path(verifications), random=random, quiet=True)
-        drawn.append(engine.draw(_seeded(call), options))
+        drawn.append(engine.generate(_seeded(call), options))
         if plan == plans[0]:
             engine.control(exchange="off")
-            alone = engine.draw(_seeded(call), options)
+            alone = engine.generate(_seeded(call), options)
             engine.control(exchange="on")
     return None if plain is None else [relative(_drawn(each.output), plain) for each in (*drawn, alone)]
 

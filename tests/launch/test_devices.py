@@ -65,7 +65,7 @@ def test_with_gpus(three_gpus, asked, names, note):
 def test_a_gpu_is_shared_only_on_request(three_gpus):
     with pytest.raises(PlanError, match="cuda:0 repeats"):
         resolve_devices(["cuda:0", "cuda:0"])
-    assert resolve_devices(["cuda:0", "cuda:0"], share=True).names == ("cuda:0", "cuda:0")
+    assert resolve_devices(["cuda:0", "cuda:0"], oversubscribe=True).names == ("cuda:0", "cuda:0")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Studio:
     def draw(self, picture: Picture) -> RankOutput:
         """One picture."""
         torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
-        output = getattr(self.engine.draw(arguments(self.case, picture), self.options), "output", None)
+        output = getattr(self.engine.generate(arguments(self.case, picture), self.options), "output", None)
         stale_states = [patched.history for patched in self.engine._installed.patched if patched.history is not None]
         exact, stale = (sum(getattr(h, name) for h in stale_states) for name in ("exact_calls", "stale_calls"))
         return RankOutput(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)

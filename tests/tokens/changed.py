@@ -44,7 +44,7 @@ def drawn_between(
             engine.apply(change.method, change.args, change.kwargs)
             attrgetter(change.method)(alone.pipe)(*change.args, **change.kwargs)
             options = CallOptions(plan=plan, verify=verify, quiet=True)
-            output = getattr(engine.draw(arguments(drawing, found), options), "output", None)
+            output = getattr(engine.generate(arguments(drawing, found), options), "output", None)
             if output is not None:
                 pictures.append((latents_of(output), latents_of(alone.pipe(**arguments(drawing, alone)))))
     finally:

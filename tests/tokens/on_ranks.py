@@ -68,7 +68,7 @@ def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None
     options = CallOptions(plan=plan, verify=drawing.verifications or False, quiet=True)
     try:
         for seed in (1, 0) if drawing.twice else (0,):
-            output = getattr(engine.draw(arguments(drawing, found, seed), options), "output", None)
+            output = getattr(engine.generate(arguments(drawing, found, seed), options), "output", None)
     except PatchparError as error:
         return f"{type(error).__name__}: {error}"
     return None if output is None else latents_of(output)
@@ -83,7 +83,9 @@ def with_compiled_blocks(place: Place) -> tuple[Any, Tensor, int]:
     engine.adopt(found.pipe)
     try:
         engine.apply("transformer.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
-        drawn = [engine.draw(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"]
+        drawn = [
+            engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"
+        ]
         got = getattr(drawn[1], "output", None)
     finally:
         engine.restore()
@@ -97,7 +99,7 @@ def refusal_of_compiled(place: Place, name: str, plan: str, compiled: str) -> st
     try:
         engine.apply(compiled, (), {"backend": "eager"})
         options = CallOptions(plan=Plan.parse(plan), verify=False, quiet=True)
-        engine.draw(arguments(PipelineCase(name=name, plan=plan), found), options)
+        engine.generate(arguments(PipelineCase(name=name, plan=plan), found), options)
     except PatchparError as error:
         return str(error)
     finally:
@@ -121,7 +123,7 @@ def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
         engine.apply("transformer.enable_cache", (cache,), {})
         with patch.object(CacheVote, "_decide", noted):
             drawing = PipelineCase(name="flux", plan="patch=2", steps=steps)
-            engine.draw(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
+            engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
     finally:
         engine.restore()
     return decided
@@ -148,7 +150,7 @@ def with_adapters(place: Place, folder: Path) -> list[tuple[Tensor, Tensor]]:
         for change in changes:
             change(lambda name, *args, **kwargs: engine.apply(name, args, kwargs))
             change(lambda name, *args, **kwargs: getattr(alone.pipe, name)(*args, **kwargs))
-            drawn = engine.draw(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
+            drawn = engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
             got = getattr(drawn, "output", None)
             if got is not None:
                 pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(drawing, alone)))))

@@ -222,11 +222,11 @@ def _joined(case: Case, whole: Tensor) -> Tensor:
     each = whole.chunk(case.ranks)
     if whole.ndim == 3:
         result = torch.empty_like(each[0])
-        for x, share in zip(each, case.ranges, strict=True):
+        for x, share in zip(each, case.shares, strict=True):
             result[:, share] = x[:, share]
         return result
     result = torch.empty_like(each[0])
-    for x, share in zip(each, case.ranges, strict=True):
+    for x, share in zip(each, case.shares, strict=True):
         owned = torch.isin(case.numbers, share).repeat_interleave(2, 1).repeat_interleave(2, 2)
         owned = owned if whole.ndim == 5 else owned.squeeze(0)
         result[..., owned] = x[..., owned]
@@ -290,7 +290,7 @@ class _Replicas(TorchFunctionMode):
     def _corrected(self, now: Tensor, last: Tensor, old: Tensor, length: int) -> Tensor:
         """What is held of every replica's own tokens, moved by what it says of them."""
         found = last.clone()
-        for sender, share in enumerate(self.case.ranges):
+        for sender, share in enumerate(self.case.shares):
             where = self._start(length) + share
             own = (x[sender][..., where, :] for x in (now, last, old))
             found[sender][..., where, :] = corrected_tokens(self.case.correction, *own)
@@ -301,7 +301,7 @@ class _Replicas(TorchFunctionMode):
         start = self._start(length)
         here = torch.ones(length, dtype=torch.bool)
         here[start : start + self.case.tokens] = False
-        here[start + self.case.ranges[receiver]] = True
+        here[start + self.case.shares[receiver]] = True
         return here.nonzero().flatten()
 
     def _start(self, length: int) -> int:

@@ -200,7 +200,7 @@ def test_tokens_are_shared_and_joined(grid: TokenGrid | None, cut: Cut, places: 
     parts = [each.own(x, 1) for each in shares]
     assert [part.shape[1] for part in parts] == list(shares[0].sizes)
     assert torch.equal(shares[0].joined(parts, 1), x)
-    assert torch.equal(shares[0].by_place(x, -2), torch.cat(parts, 1))
+    assert torch.equal(shares[0].by_rank(x, -2), torch.cat(parts, 1))
     for number in range(tokens + 1):
         assert [each.before(number) for each in shares] == [int((part < number).sum()) for part in parts]
     most = shares[0].across.num_tokens  # of one row
