@@ -39,7 +39,7 @@ class PlanTab:
         found = forecast(model, call)
         summary = html.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
-        table = html.table(("plan", "split", "verdict"), rows, marked=0)
+        table = html.table(("plan", "split", "result"), rows, marked=0)
         return summary, plan_diagram(found.chosen, model, (call.height, call.width)), table
 
     @reports_errors(html.failure)

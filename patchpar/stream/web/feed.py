@@ -20,7 +20,7 @@ from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 LOOK_SECONDS = 0.02
 AGAIN_SECONDS = 0.5
 """Seconds after which an image is sent again if there is no newer one: browsers display it when the next begins."""
-BOUNDARY = "patchpar-picture"
+BOUNDARY = "patchpar-image"
 QUALITY = 88
 """JPEG quality."""
 
