@@ -33,10 +33,10 @@ app: $(VENV)/installed-app
 browser: $(VENV)/browser
 
 test: $(VENV)/installed-dev $(VENV)/browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-all: $(VENV)/installed-dev $(VENV)/browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m ""
 
 # What depends most on versions: what is loaded and refused, seams of every pipeline, guidance, streams, flags.
 LOWEST := .venv-lowest
@@ -45,7 +45,7 @@ LOWEST_TESTS := tests/safety tests/unit/test_model_folder.py tests/test_tiny.py 
   tests/cli/test_help.py tests/cli/test_video.py
 
 test-lowest: $(LOWEST)/installed-lowest
-	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LOWEST_TESTS)
 
 check: lint types imports docs
 

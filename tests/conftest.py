@@ -16,6 +16,8 @@ from patchpar.launch.local import LocalExecutor
 POOL_SIZE = 4
 DEADLINE = 150.0
 """Seconds for one test on the pool. Only ranks that stopped for good take so long: their own waits end earlier."""
+FAST = {"unit", "sequence", "emulation"}
+"""Folders whose files take seconds. They run last, so that test processes, which take whole files, end together."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -58,3 +60,7 @@ def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name in FAST)

@@ -34,7 +34,7 @@ def test_in_bands(ranks: Any, name: str, change: str) -> None:
 @pytest.mark.parametrize("strategy", ["displaced", "fresh-edges", "pcpp"])
 def test_keys_of_the_last_step_are_refused_in_words(ranks: Any, strategy: str) -> None:
     for text in ranks.run(f"{ON_RANKS}:refused_with", 2, "sd", "sliced", strategy):
-        says = rf"UnsupportedModel: .*attn1: strategy {strategy}.* last step .*SlicedAttnProcessor.*use strategy exact"
+        says = rf"UnsupportedModel: .*attn1: strategy {strategy}.* stale keys .*SlicedAttnProcessor.*use strategy exact"
         assert re.match(says, text), text
         assert "hooks are left" not in text
 

@@ -197,9 +197,9 @@ def test_two_transformers_without_a_boundary_are_refused(tmp_path: Path) -> None
     [
         (None, r"no stream\.json"),
         ("nonsense", "is not valid JSON"),
-        ({"sigmas": [1, 0]}, "not complete"),
+        ({"sigmas": [1, 0]}, "incomplete"),
         ({"sigmas": [1, 0], "fps": 0, "height": 1, "width": 1}, "fps=0"),
-        ({"sigmas": [1, 0], "colour": 1}, "colour means nothing"),
+        ({"sigmas": [1, 0], "colour": 1}, "unknown fields colour"),
         ({"sigmas": [1, 0], "blocks": {"size": 1}}, "cannot be read"),
     ],
 )

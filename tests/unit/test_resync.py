@@ -64,7 +64,7 @@ def test_a_budget_goes_where_the_drift_is() -> None:
 @pytest.mark.parametrize(
     ("quality", "budget", "said"),
     [
-        (30, 5, r"quality=30 and budget=5: give one of them"),
+        (30, 5, r"quality=30 and budget=5: give only one of them"),
         (0, None, r"quality=0: it is a PSNR in dB, a number above 0"),
         (-3.0, None, "quality=-3.0"),
         (math.nan, None, "quality=nan"),
