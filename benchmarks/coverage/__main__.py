@@ -20,7 +20,7 @@ from .pipelines.examine import pipeline_reports
 from .pipelines.kept import KeptReports
 from .pipelines.zoo import ZOO
 from .report import RANKS, Report
-from .subjects import left_out, subjects
+from .subjects import Subject, left_out, subjects
 
 PARTS = ("classes", "pipelines")
 
@@ -38,10 +38,10 @@ def main() -> int:
         zoo = pipeline_reports(names, KeptReports(asked.kept))
         classes = reports_of_classes()
     if not asked.only and tuple(asked.ranks) == RANKS:
-        PAGE.write_text(_page(classes, zoo, PAGE.read_text()))
+        PAGE.write_text(_page(classes, known, zoo, PAGE.read_text()))
         sys.stderr.write(f"written to {PAGE}\n")
     else:
-        sys.stdout.write(_page(classes, zoo, ""))
+        sys.stdout.write(_page(classes, known, zoo, ""))
     return _told([*classes, *zoo])
 
 
@@ -60,11 +60,10 @@ def _is_asked_for(name: str, only: Sequence[str]) -> bool:
     return not only or any(part in name for part in only)
 
 
-def _page(classes: Sequence[Report], zoo: Sequence[pipelines.Report], page: str) -> str:
-    """The page with what was tried anew."""
+def _page(classes: Sequence[Report], known: Sequence[Subject], zoo: Sequence[pipelines.Report], page: str) -> str:
+    """The page with what was tried anew. `known`: all classes that have a small configuration."""
     if classes:
-        names = {each.name for each in subjects()}
-        page = with_pipelines(written(classes, left_out(names)), page)
+        page = with_pipelines(written(classes, left_out({each.name for each in known})), page)
     return pipelines.replaced(page, pipelines.section(zoo, pipelines.left_out())) if zoo else page
 
 

@@ -11,14 +11,13 @@ not wrong.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.page import write_page
+from benchmarks.parity import parsed
 
 LIMIT, MIN_DB, CONTROL = 1e-5, 100.0, 1e-2
 PLANS = (
@@ -78,11 +77,7 @@ def main() -> int:
     from patchpar.launch.local import LocalExecutor
     from tests.exact.test_pipelines import NAMES
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES, help=f"some of {', '.join(NAMES)}")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--write", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    options = parsed(__doc__, NAMES)
     lead = [
         "# Parity with one process",
         "",

@@ -10,16 +10,15 @@ far both are from the same weights computed in fp32. Exit code 1 if ranks are mu
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.page import publish
+from benchmarks.parity import parsed
 
 NAMES = ("sd", "sdxl")
 PLANS = ("patch=2", "patch=3", "cfg=2,patch=2")
@@ -72,11 +71,7 @@ def main() -> int:
     """Print the table, and write it."""
     from patchpar.launch.local import LocalExecutor
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES, help=f"some of {', '.join(NAMES)}")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--write", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    options = parsed(__doc__, NAMES)
     lines, kept = lead(options.steps), True
     with LocalExecutor(["cpu"] * 4, "tests.ranks:Ranks", deadline=600.0, preload=["tests.tiny"]) as pool:
         for line, good in rows(pool, options.names, options.steps):

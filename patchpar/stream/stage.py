@@ -25,7 +25,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference, StreamEvent
 from patchpar.stream.plan import StageSteps, StreamPlan
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,18 +149,18 @@ class StageLoop:
         self._decodes = leads and stage.decodes
         self._decoder = model.new_decoder() if self._decodes else None
         self._beginning: OrderInlet | None = None
-        self._peers = Downstream(_there(comm), peers, specs) if leads and peers else None
+        self._peers = Downstream(connected(comm), peers, specs) if leads and peers else None
         self._out: Downstream | None = None
         if rank == 0:
             patience = 1.0 if comm is None else comm.transport.deadline / 4
             self._beginning = OrderInlet(model, stage_io, patience, first_block)
             if model.adapts_sink and not self._makes_first:
-                back = _there(comm).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
+                back = connected(comm).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
                 self._beginning.expect_first(back)
         before = stages[number - 1].ranks[0] if leads else leader
-        self._in: StageInlet = self._beginning or Upstream(_there(comm), before, specs, ahead=leads)
+        self._in: StageInlet = self._beginning or Upstream(connected(comm), before, specs, ahead=leads)
         if leads and number + 1 < len(stages):
-            self._out = Downstream(_there(comm), [stages[number + 1].ranks[0]], specs)
+            self._out = Downstream(connected(comm), [stages[number + 1].ranks[0]], specs)
         self._leads = leads
         self._first_sent: Work[Messages] | None = None
 
@@ -211,7 +211,7 @@ class StageLoop:
         if self._beginning is not None:
             self._beginning.keep_first(payload)
         else:
-            self._first_sent = _there(self._comm).send("first", "stream", [0], payload)
+            self._first_sent = connected(self._comm).send("first", "stream", [0], payload)
 
     def _settle(self) -> None:
         if self._first_sent is not None:
@@ -221,15 +221,9 @@ class StageLoop:
                 way.settle()
 
 
-def _there(comm: Communicator | None) -> Communicator:
-    assert comm is not None, "stages on several ranks have a communicator"
-    return comm
-
-
 def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, comm: Communicator | None) -> None:
     if plan.steps != model.steps:
         raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
     if stage.steps and plan.inner != model.inner:
         raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
-    if plan.ranks > 1 and comm is None:
-        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no communicator to the others")
+    check_connected(plan.ranks, comm)

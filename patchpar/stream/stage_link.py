@@ -14,12 +14,25 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, TensorSpec, Work
+from patchpar.errors import PlanError
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import StreamEvent, pack, unpack
 
 HEADER = TensorSpec((4,), torch.int64)
 HELD = 2
 """Sends in flight; one more waits for the oldest."""
+
+
+def check_connected(ranks: int, comm: Communicator | None) -> None:
+    """Raise PlanError for a plan of several ranks without a communicator between them."""
+    if ranks > 1 and comm is None:
+        raise PlanError(f"the plan has {ranks} ranks, but there is no communicator to the others")
+
+
+def connected(comm: Communicator | None) -> Communicator:
+    """Return the communicator of a plan that `check_connected` has accepted, where another rank is needed."""
+    assert comm is not None, "several ranks have a communicator"
+    return comm
 
 
 class BlockSignal(enum.IntEnum):

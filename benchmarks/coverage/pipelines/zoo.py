@@ -67,7 +67,7 @@ LEFT_OUT: dict[str, str] = {
     "LTX2LatentUpsamplePipeline": "it has no denoiser: a network makes latents larger in one call",
     "LTX2VideoDiffusionDecodePipeline": "it takes neither a prompt nor an image: it decodes latents",
     "LTXLatentUpsamplePipeline": "it has no denoiser: a network makes latents larger in one call",
-    "DanceDiffusionPipeline": "takes neither a prompt nor an image: sound from noise",
+    "DanceDiffusionPipeline": "takes neither a prompt nor an image: audio from noise",
     "DiffusionGemmaPipeline": "a language model: its steps write text",
     "LLaDA2Pipeline": "a language model: its steps write text",
     "RFD4ProteinaPipeline": "takes neither a prompt nor an image: it designs proteins from masks and coordinates",

@@ -22,7 +22,15 @@ from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.queue import FrameQueue
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageStats
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, OutgoingMessages, Upstream
+from patchpar.stream.stage_link import (
+    BlockEnvelope,
+    BlockSignal,
+    Downstream,
+    OutgoingMessages,
+    Upstream,
+    check_connected,
+    connected,
+)
 
 
 class FrameEntrance:
@@ -139,7 +147,7 @@ class FifoStage:
         noisier = rank - 1 if rank and stage.steps else None
         cleaner = None if is_last else rank + 1
         self._neighbours = StageNeighbours(comm, specs[0], model.queue.half, cleaner, noisier)
-        self._out = Downstream(_there(comm), [rank + 1], specs) if rank + 1 < len(stages) else None
+        self._out = Downstream(connected(comm), [rank + 1], specs) if rank + 1 < len(stages) else None
         self._exit: FrameExit | None = None
         if stage.decodes:
             self._exit = FrameExit(model, stage_io)
@@ -147,7 +155,7 @@ class FifoStage:
         if rank == 0:
             self._in = FrameEntrance(model, stage_io, 1.0 if comm is None else comm.transport.deadline / 4)
         else:
-            self._in = Upstream(_there(comm), rank - 1, specs)
+            self._in = Upstream(connected(comm), rank - 1, specs)
 
     def run(self) -> StageStats:
         """Run until the stream ends. Raises ExchangeError if another rank is late or has died."""
@@ -215,11 +223,6 @@ def fifo_plan(zones: int, ranks: int) -> StreamPlan:
     return StreamPlan.even(zones, ranks)
 
 
-def _there(comm: Communicator | None) -> Communicator:
-    assert comm is not None, "a queue on several ranks has a communicator"
-    return comm
-
-
 def _check(model: FifoModel, plan: StreamPlan, comm: Communicator | None) -> None:
     if plan.steps != model.queue.zones:
         raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
@@ -227,5 +230,4 @@ def _check(model: FifoModel, plan: StreamPlan, comm: Communicator | None) -> Non
         raise PlanError(
             f"inner={plan.inner}: a zone is denoised by one rank; use inner=1, and more partitions for more ranks"
         )
-    if plan.ranks > 1 and comm is None:
-        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no communicator to the others")
+    check_connected(plan.ranks, comm)
