@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from patchpar.shard.attention.lse_kernels import attend_with_lse
 from patchpar.shard.precision import wide
 
 
@@ -19,19 +20,15 @@ class Partial(NamedTuple):
     lse_BNl: Tensor
 
 
-def attend(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, scale: float | None = None) -> Partial:
-    """Return attention with its log-sum-exp, by the fused kernel of the device where there is one."""
-    if q_BNlD.device.type == "cpu":
-        return Partial(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNlD, k_BNkD, v_BNkD, scale=scale))
-    if q_BNlD.device.type == "cuda" and q_BNlD.dtype != torch.float64:  # no kernel takes fp64
-        length = q_BNlD.shape[2]
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q_BNlD, k_BNkD, v_BNkD, None, True, scale=scale
-        )
-        return Partial(out, lse[..., :length])  # this kernel pads the log-sum-exp to a multiple of 32 queries
-    logits_BNlk = (wide(q_BNlD) @ wide(k_BNkD).mT) * (scale or q_BNlD.shape[-1] ** -0.5)
-    out_BNlD = logits_BNlk.softmax(-1) @ wide(v_BNkD)
-    return Partial(out_BNlD.to(q_BNlD.dtype), logits_BNlk.logsumexp(-1))
+def attend(
+    q_BNlD: Tensor, k_BMkD: Tensor, v_BMkD: Tensor, scale: float | None = None, *, bias: Tensor | None = None
+) -> Partial:
+    """Return attention with its log-sum-exp, by the fused kernel of the device where there is one.
+
+    M of the heads of keys may be shared by N / M queries each. `bias` is added to the logits and broadcasts to
+    [B, N, l, k].
+    """
+    return Partial(*attend_with_lse(q_BNlD, k_BMkD, v_BMkD, bias, scale))
 
 
 def merge_partials(partials: Iterable[Partial]) -> Partial:

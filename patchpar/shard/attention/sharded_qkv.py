@@ -9,7 +9,7 @@ c common ones, D head width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -144,8 +144,11 @@ def spans_of(sizes: Sequence[int]) -> list[TokenSpan]:
 
 
 def _of(x: Tensor, spans: Sequence[TokenSpan], dim: int) -> Tensor:
+    """Return these spans of x along `dim`: a view where they follow each other."""
     if x.shape[dim] == 1:
         return x
+    if all(before.stop == after.start for before, after in pairwise(spans)):
+        return x.narrow(dim, spans[0].start, spans[-1].stop - spans[0].start)
     return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
 

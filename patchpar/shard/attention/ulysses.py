@@ -19,7 +19,8 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.blockwise import attend_own, expand_heads
+from patchpar.shard.attention.blockwise import attend_own
+from patchpar.shard.attention.lse_kernels import expand_heads
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan, spans_of
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
