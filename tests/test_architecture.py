@@ -34,7 +34,7 @@ ONLY = {
     "launch": {"errors", "plan.scalars"},
     "comm": {"errors", "plan.mesh"},
     "comm.transport": {"errors", "launch.anonymous_file", "launch.executor.RankContext"},
-    "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "comm.collectives.Halo"},
+    "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "comm.exchange_part.Halo"},
     "shard.verification_cache": {"errors", "plan.json_files"},
     "models.image_file": {"errors"},
     "stream": {"errors", "plan", "launch", "comm", "shard", "models"},

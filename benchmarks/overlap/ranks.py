@@ -39,6 +39,8 @@ class Swap:
 class Recorder:
     """A transport that notes what passes, and when by `clock`."""
 
+    collectives = None
+
     clock = staticmethod(time.thread_time)
 
     def __init__(self, inner: DelayedTransport) -> None:

@@ -9,47 +9,34 @@ Each starts at once and returns a `Work`; its `wait()` blocks. Steps and stale v
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
+from patchpar.comm.exchange_part import (
+    ExchangePart,
+    Halo,
+    Received,
+    by_part,
+    halo_of,
+    incoming_of,
+    moments_part,
+    outgoing_of,
+)
 from patchpar.comm.traffic import CommStats
-from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Transport, Work
+from patchpar.comm.transport import (
+    Arrived,
+    Collectives,
+    Incoming,
+    Messages,
+    Outgoing,
+    TensorSpec,
+    Transport,
+    Work,
+)
+from patchpar.comm.transport.packing import pack
 from patchpar.plan.mesh import Axis
-
-Tensors = tuple[Tensor, ...]
-Received = Mapping[int, list[Tensor]]  # by sender
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangePart:
-    """Values of one kind in an exchange; peers are global ranks.
-
-    `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values.
-    """
-
-    kind: str
-    outgoing: Sequence[tuple[tuple[int, ...], Tensors]]
-    incoming: Mapping[int, tuple[TensorSpec, ...]]
-    into: Mapping[int, Tensors] = field(default_factory=dict)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes sent by this rank, counted once per receiver."""
-        return sum(Outgoing(peers, tensors).num_bytes for peers, tensors in self.outgoing)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes received by this rank."""
-        return sum(spec.num_bytes for specs in self.incoming.values() for spec in specs)
-
-    def kept(self) -> "ExchangePart":
-        """Return the same part with copies of its tensors, to be sent later: the originals may change or be freed."""
-        outgoing = [(peers, tuple(x.clone() for x in tensors)) for peers, tensors in self.outgoing]
-        return replace(self, outgoing=outgoing)
 
 
 class Communicator:
@@ -65,19 +52,55 @@ class Communicator:
         """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
         self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
         self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
-        return self._start(kind, where, outgoing, incoming)
+        return self._start(kind, where, partial(self.transport.send_recv, outgoing, incoming, where))
+
+    def all_gather(self, axis: Axis, kind: str, where: str, own: Tensor) -> Work[Tensor]:
+        """Start to gather `own`, of any shape, but the same shape and dtype on all ranks of the axis.
+
+        One operation where the transport has it. The result of the Work: [P, *own.shape] in the order of group ranks,
+        this rank's included. It raises ExchangeError.
+        """
+        if axis.size == 1:
+            return Arrived(own.unsqueeze(0), where)
+        own = own.contiguous()
+        out = own.new_empty((axis.size, *own.shape))
+        specs = (TensorSpec.of(own),)
+        incoming = [Incoming(axis.ranks[other], specs, (out[other],)) for other in axis.others]
+        collectives = self._collectives(axis)
+        if collectives is not None:
+            rows = out.view(axis.size, own.numel())
+            begin = partial(collectives.all_gather, axis.ranks, own.view(-1), rows, incoming, where)
+            return self._gather(kind, where, incoming, begin).then(lambda _: out)
+        out[axis.rank] = own
+        return self.send_recv(kind, where, [_to_others(axis, [own])], incoming).then(lambda _: out)
+
+    def gather_packed(self, axis: Axis, kind: str, where: str, own: Sequence[Tensor]) -> Work[Messages] | None:
+        """Start to gather tensors `own`, each of any shape, but the same shape and dtype on all ranks of the axis.
+
+        None where the transport cannot do it in one operation. The result of the Work: the tensors of each of
+        `axis.others` in that order. It raises ExchangeError.
+        """
+        collectives = self._collectives(axis)
+        if collectives is None:
+            return None
+        specs, packed = tuple(map(TensorSpec.of, own)), pack(own)
+        incoming = [Incoming(axis.ranks[other], specs) for other in axis.others]
+        rows = packed.new_empty((axis.size, packed.numel()))
+        begin = partial(collectives.all_gather, axis.ranks, packed, rows, incoming, where)
+        return self._gather(kind, where, incoming, begin)
 
     def exchange(self, where: str, parts: Sequence[ExchangePart], label: str = "") -> Work[list[Received]]:
         """Start an exchange of several kinds: one message to each rank, whatever the number of parts.
 
         The result of the Work: for each part the received tensors by sender. It raises ExchangeError.
         """
-        outgoing, incoming = _outgoing(parts), _incoming(parts)
+        outgoing, incoming = outgoing_of(parts), incoming_of(parts)
         for part in parts:
             self.traffic.bytes_sent[part.kind] += part.bytes_sent
             self.traffic.bytes_received[part.kind] += part.bytes_received
         label = label or "+".join(part.kind for part in parts)
-        return self._start(label, where, outgoing, incoming).then(partial(_by_part, tuple(parts), incoming))
+        started = self._start(label, where, partial(self.transport.send_recv, outgoing, incoming, where))
+        return started.then(partial(by_part, tuple(parts), incoming))
 
     def gather_with_edges(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
@@ -96,13 +119,26 @@ class Communicator:
 
         return self.exchange(where, parts).then(arranged)
 
-    def _start(
-        self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    def _gather(
+        self, kind: str, where: str, incoming: Sequence[Incoming], begin: Callable[[], Work[Messages]]
     ) -> Work[Messages]:
+        """Start an all-gather of equal shares: as much is sent to each rank as comes from it."""
+        num_bytes = sum(message.num_bytes for message in incoming)
+        self.traffic.bytes_sent[kind] += num_bytes
+        self.traffic.bytes_received[kind] += num_bytes
+        return self._start(kind, where, begin)
+
+    def _collectives(self, axis: Axis) -> Collectives | None:
+        """Return the collectives of the axis, if any: they have the ranks of a group in ascending order."""
+        ascending = all(lower < higher for lower, higher in zip(axis.ranks, axis.ranks[1:], strict=False))
+        return self.transport.collectives if ascending else None
+
+    def _start(self, kind: str, where: str, begin: Callable[[], Work[Messages]]) -> Work[Messages]:
+        """Start what `begin` starts, at the exchange point `where`."""
         self.beat(where)
         self.traffic.rounds[kind] += 1
         start = time.perf_counter()
-        pending = self.transport.send_recv(outgoing, incoming, where)
+        pending = begin()
         self.traffic.note("send", kind, where, start)
         pending.on_wait = partial(self.traffic.waited, kind, where)
         return pending
@@ -121,33 +157,9 @@ class Communicator:
         return self.send_recv(kind, where, [], [Incoming(peer, tuple(specs))])
 
 
-def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
-    """Return one message for each peer; peers that get the same tensors share one."""
-    by_peer: dict[int, list[Tensor]] = {}
-    for part in parts:
-        for peers, tensors in part.outgoing:
-            for peer in peers:
-                by_peer.setdefault(peer, []).extend(tensors)
-    same: dict[tuple[int, ...], tuple[list[int], Tensors]] = {}
-    for peer, found in by_peer.items():
-        same.setdefault(tuple(map(id, found)), ([], tuple(found)))[0].append(peer)
-    return [Outgoing(tuple(peers), tensors) for peers, tensors in same.values()]
-
-
-def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
-    specs: dict[int, list[TensorSpec]] = {}
-    into: dict[int, list[Tensor | None]] = {}
-    for part in parts:
-        for peer, expected in part.incoming.items():
-            specs.setdefault(peer, []).extend(expected)
-            into.setdefault(peer, []).extend(part.into.get(peer, [None] * len(expected)))
-    return [Incoming(peer, tuple(expected), tuple(into[peer])) for peer, expected in specs.items()]
-
-
-def _by_part(parts: Sequence[ExchangePart], incoming: Sequence[Incoming], received: Messages) -> list[Received]:
-    """Return for each part the tensors by sender."""
-    whole = {message.peer: iter(tensors) for message, tensors in zip(incoming, received, strict=True)}
-    return [{peer: [next(whole[peer]) for _ in specs] for peer, specs in part.incoming.items()} for part in parts]
+def _to_others(axis: Axis, tensors: Sequence[Tensor]) -> Outgoing:
+    """Return the message with `tensors`, of any shape, to all other ranks of the axis."""
+    return Outgoing(tuple(axis.ranks[other] for other in axis.others), tuple(tensors))
 
 
 class AllGather:
@@ -163,14 +175,22 @@ class AllGather:
         those of `axis.others`, the nearest first, each as soon as it has arrived. Both raise ExchangeError.
         """
         axis, own_tensors = self.axis, list(own)
-        outgoing = [Outgoing(tuple(axis.ranks[group_rank] for group_rank in axis.others), tuple(own))]
         incoming = [Incoming(axis.ranks[group_rank], tuple(specs(group_rank))) for group_rank in axis.others]
 
         def in_order(received: Messages) -> Messages:
             of_others = dict(zip(axis.others, received, strict=True))
             return [of_others.get(group_rank, own_tensors) for group_rank in range(axis.size)]
 
-        return self.comm.send_recv(self.kind, self.where, outgoing, incoming).then(in_order)
+        return self._started(own, incoming).then(in_order)
+
+    def _started(self, own: Sequence[Tensor], incoming: Sequence[Incoming]) -> Work[Messages]:
+        """Start by one operation where all ranks send the same shapes, as all of them know then, else by messages."""
+        specs = tuple(map(TensorSpec.of, own))
+        if incoming and all(message.specs == specs for message in incoming):
+            started = self.comm.gather_packed(self.axis, self.kind, self.where, own)
+            if started is not None:
+                return started
+        return self.comm.send_recv(self.kind, self.where, [_to_others(self.axis, own)], incoming)
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks in order, all of the same shape as `own`. Blocks. Raises ExchangeError."""
@@ -193,45 +213,3 @@ class AllGather:
             return [TensorSpec((*before, sizes[group_rank], *after), own.dtype)]
 
         return [tensors[0] for tensors in self.start([own], specs).wait()]
-
-
-def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
-    """Return the exchange of small tensors with all ranks, each of any shape that is the same shape on all."""
-    peers = tuple(axis.ranks[group_rank] for group_rank in axis.others)
-    specs = tuple(TensorSpec.of(x) for x in shared)
-    return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
-
-
-class Halo(NamedTuple):
-    """The neighbours' rows [B, C, ..., r, W], or columns [B, C, ..., H, r], next to ours; None at an image's edge."""
-
-    before: Tensor | None
-    after: Tensor | None
-
-
-def edges_part(
-    axis: Axis,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-    before: TensorSpec | None = None,
-    after: TensorSpec | None = None,
-) -> ExchangePart:
-    """Return the exchange of edge rows [B, C, ..., r, W], or columns [B, C, ..., H, r], with the two neighbours.
-
-    `first` rows go to the rank before, `last` rows to the rank after; `before` and `after` are what they send. None
-    where there is no neighbour, or nothing is needed.
-    """
-    ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
-    outgoing = [((ranks[side],), (x,)) for side, x in ((-1, first), (1, last)) if x is not None]
-    incoming = {ranks[side]: (spec,) for side, spec in ((-1, before), (1, after)) if spec is not None}
-    return ExchangePart("halo", outgoing, incoming)
-
-
-def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:
-    """Return the neighbours' rows out of what was received for an `edges_part`."""
-
-    def rows(group_rank: int) -> Tensor | None:
-        peer = axis.ranks[group_rank] if 0 <= group_rank < axis.size else None
-        return found[peer][0] if peer is not None and peer in edges.incoming else None
-
-    return Halo(rows(axis.rank - 1), rows(axis.rank + 1))

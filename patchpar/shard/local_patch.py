@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Communicator, ExchangePart, Halo, edges_part
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.exchange_part import ExchangePart, Halo, edges_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands

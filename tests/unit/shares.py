@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Halo
+from patchpar.comm.exchange_part import Halo
 
 
 def cut(whole: Tensor, starts: Sequence[int], dim: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Halo
+from patchpar.comm.exchange_part import Halo
 from patchpar.shard.unet.layers import convolve_with_halo, is_heavy, is_thin, mend_borders, stencil_of
 from tests.unit.shares import with_halo
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Communicator, edges_part, moments_part
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.exchange_part import edges_part, moments_part
 from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.plan.mesh import Axis, Mesh
 from tests.unit.threads import on_threads
@@ -42,6 +43,18 @@ def test_gather_gives_every_share_in_order(world: int) -> None:
     for received, num_bytes in along(world, run):
         assert [torch.equal(x, share(place)) for place, x in enumerate(received)] == [True] * world
         assert num_bytes == (world - 1) * 40
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equal_shares_come_stacked(world: int) -> None:
+    def run(comm: Communicator, axis: Axis) -> tuple[Tensor, int, int]:
+        found = comm.all_gather(axis, "kv", "here", share(axis.rank).transpose(1, 2)).wait()
+        return found, comm.traffic.bytes_sent["kv"], comm.traffic.bytes_received["kv"]
+
+    wanted = torch.stack([share(place).transpose(1, 2) for place in range(world)])
+    for received, *num_bytes in along(world, run):
+        assert torch.equal(received, wanted)
+        assert num_bytes == [(world - 1) * 40] * 2
 
 
 @pytest.mark.parametrize("dim", [1, -2])

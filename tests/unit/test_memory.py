@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry

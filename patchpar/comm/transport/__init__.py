@@ -11,9 +11,21 @@ so messages need no tags.
 
 from patchpar.comm.transport.connect import alone, connect, watched
 from patchpar.comm.transport.delayed import DelayedTransport
-from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Stall, TensorSpec, Transport, Work
+from patchpar.comm.transport.message import (
+    Arrived,
+    Collectives,
+    Incoming,
+    Messages,
+    Outgoing,
+    Stall,
+    TensorSpec,
+    Transport,
+    Work,
+)
 
 __all__ = [
+    "Arrived",
+    "Collectives",
     "DelayedTransport",
     "Incoming",
     "Messages",

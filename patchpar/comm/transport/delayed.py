@@ -34,6 +34,8 @@ class DelayedTransport:
     none. `latency`, `rate` and `overtake` may be changed between exchanges. Raises PlanError.
     """
 
+    collectives = None  # every message has a time of arrival of its own
+
     def __init__(self, inner: Transport, *, latency: float = 0.0, rate: float = math.inf, overtake: int = 0) -> None:
         if not latency >= 0 or not rate > 0 or math.isinf(latency):
             raise PlanError(f"latency={latency!r} s, rate={rate!r} bytes/s: use a latency >= 0 and a rate > 0")

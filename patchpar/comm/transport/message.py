@@ -142,6 +142,21 @@ class Work(ABC, Generic[T]):
         return ()
 
 
+class Arrived(Work[T]):
+    """Values that are here already."""
+
+    def __init__(self, values: T, where: str) -> None:
+        super().__init__((), where)
+        self._result = (values,)
+
+    def is_here(self, index: int) -> bool:
+        """Whether `wait_for` would not block: there is no message."""
+        return True
+
+    def _receive(self, index: int) -> list[Tensor]:
+        raise IndexError(f"{self.where}: no message {index}")
+
+
 class Transport(Protocol):
     """Sends and receives messages of one rank."""
 
@@ -150,8 +165,24 @@ class Transport(Protocol):
     deadline: float  # limit of one wait in seconds, raised for slow models
     waiting: AbstractContextManager[None]  # entered while the process only waits for another rank
 
+    @property
+    def collectives(self) -> "Collectives | None":
+        """Operations of several ranks at once; None where there are messages only."""
+
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
         """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
 
     def close(self) -> None:
         """Close sockets and release memory. Idempotent."""
+
+
+class Collectives(Protocol):
+    """Operations in which all of several ranks take part at once. `ranks`: their global ranks, ascending."""
+
+    def all_gather(
+        self, ranks: tuple[int, ...], own: Tensor, out: Tensor, incoming: Sequence[Incoming], where: str
+    ) -> Work[Messages]:
+        """Start to gather `own` [elements], of the same size on all ranks, into `out` [len(ranks), elements].
+
+        `incoming`: the messages of the other ranks that lie in their rows of `out`, see `packing`. Returns at once.
+        """

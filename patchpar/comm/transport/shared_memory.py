@@ -76,6 +76,8 @@ class _PeerSocket:
 class SharedMemoryTransport:
     """Messages from one rank to the other ranks of its host."""
 
+    collectives = None
+
     def __init__(self, rank: int, links: Mapping[int, socket.socket], device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = rank, device, deadline
         self.waiting: AbstractContextManager[None] = contextlib.nullcontext()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import ExchangePart
+from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, PooledRows

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart, Received
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import TensorSpec, Work
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_own, attend_span

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart, Received
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import Work
 from patchpar.errors import ExchangeError, UnsupportedModel
 

@@ -7,7 +7,8 @@ ours with the two neighbours.
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, ExchangePart, Halo, edges_part
+from patchpar.comm.collectives import AllGather
+from patchpar.comm.exchange_part import ExchangePart, Halo, edges_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.kv_selection import TokensAcross

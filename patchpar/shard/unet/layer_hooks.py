@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import ExchangePart, Halo, Received, halo_of, moments_part
+from patchpar.comm.exchange_part import ExchangePart, Halo, Received, halo_of, moments_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.local_patch import LocalPatch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Halo
+from patchpar.comm.exchange_part import Halo
 from patchpar.plan.bands import Stencil
 from patchpar.shard.precision import wide
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.collectives import ExchangePart, Halo, Received
+from patchpar.comm.exchange_part import ExchangePart, Halo, Received
 from patchpar.shard.local_patch import LocalPatch
 
 NOTHING = Halo(None, None)

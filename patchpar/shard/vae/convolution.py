@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Halo
+from patchpar.comm.exchange_part import Halo
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.bands import Stencil
 from patchpar.shard.unet.layers import convolve_with_halo, is_thin, mend_borders, stencil_of

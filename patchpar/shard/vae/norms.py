@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Halo
+from patchpar.comm.exchange_part import Halo
 from patchpar.shard.unet.layers import Moments, Normalise, merge_moments, moments_of, pack_moments
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 

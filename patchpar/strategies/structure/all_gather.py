@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.work_schedule import Unit

@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator, ExchangePart, Received
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis

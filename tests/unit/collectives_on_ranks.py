@@ -1,0 +1,58 @@
+"""What the ranks of the tests of collectives run, over messages and over operations of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import TensorSpec
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.plan.mesh import Axis
+from tests.ranks import DEADLINE, Place
+
+HALVES = {"patch": 2, "cfg": 2}
+
+
+def over_torch(place: Place, *, collective: bool) -> tuple[Communicator, TorchTransport]:
+    """A communicator over gloo, as with NCCL if `collective`: with one operation for all ranks of an axis."""
+    transport = TorchTransport(place.transport.device, DEADLINE, collective=collective)
+    return Communicator(transport), transport
+
+
+def values_of(rank: int, rows: int) -> list[Tensor]:
+    """Keys, values and more of one rank: several dtypes, one of them of an odd number of bytes."""
+    generator = torch.Generator().manual_seed(rank)
+    keys = torch.randn(2, rows, 3, generator=generator)
+    return [keys, keys.transpose(0, 1).half(), keys > 0, keys[0, :, :1].double()]
+
+
+def gathers(place: Place, collective: bool, uneven: bool) -> dict[str, Any]:
+    """All gathers along both axes of a mesh; what came, and what was counted."""
+    comm, transport = over_torch(place, collective=collective)
+    mesh = place.mesh(**HALVES)
+    found: dict[str, Any] = {}
+    for name in HALVES:
+        axis = mesh[name]
+        rows = {rank: 2 + rank * uneven for rank in axis.ranks}
+        found[name] = _gathered(comm, axis, rows)
+    found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
+    found["rounds"] = dict(comm.traffic.rounds)
+    transport.close()
+    return found
+
+
+def _gathered(comm: Communicator, axis: Axis, rows: dict[int, int]) -> list[Any]:
+    own = values_of(axis.ranks[axis.rank], rows[axis.ranks[axis.rank]])
+
+    def specs(group_rank: int) -> list[TensorSpec]:
+        return [TensorSpec.of(x) for x in values_of(axis.ranks[group_rank], rows[axis.ranks[group_rank]])]
+
+    started = [AllGather(comm, axis, "kv", "attn1").start(own, specs) for _ in range(2)]
+    nearest = [tensors[0] for tensors in started[1].arriving()]
+    equal = values_of(axis.ranks[axis.rank], 2)
+    stacked = [comm.all_gather(axis, "moments", "norm1", x) for x in equal]
+    same = AllGather(comm, axis, "tokens", "norm2").same(equal[1])
+    return [started[1].wait(), started[0].wait(), nearest, [work.wait() for work in stacked], same]

@@ -1,0 +1,36 @@
+"""Operations of all ranks of an axis at once: what they bring and count is what single messages bring and count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+ON_RANKS = "tests.unit.collectives_on_ranks"
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_one_operation_brings_what_messages_bring(ranks: Any, uneven: bool) -> None:
+    """Along two axes, with a process group for each; every tensor, every order, every byte."""
+    single, at_once = (
+        ranks.run(f"{ON_RANKS}:gathers", 4, collective, uneven, through="torch") for collective in (False, True)
+    )
+    for messages, together in zip(single, at_once, strict=True):
+        assert_same(together, messages)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_same(found[key], value)
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
