@@ -33,7 +33,7 @@ ONLY = {
     "plan.plan": {"errors", "plan.scalars", "strategies"},
     "launch": {"errors", "plan.scalars"},
     "comm": {"errors", "plan.mesh"},
-    "comm.transport": {"errors", "launch.anonymous_file", "launch.executor.RankContext"},
+    "comm.transport": {"errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"},
     "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "comm.exchange_part.Halo"},
     "shard.verification_cache": {"errors", "plan.json_files"},
     "models.image_file": {"errors"},

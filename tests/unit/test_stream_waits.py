@@ -65,8 +65,8 @@ class Work:
         return not self.gpu.stuck
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+@pytest.fixture(params=["nccl", "undefined"], ids=["a group of NCCL", "init_process_group() without a backend"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """In the place of NCCL and CUDA."""
     gpu = Gpu()
 
@@ -75,7 +75,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         return [Work(gpu, operations, gpu.__dict__.get("broken", ""))]
 
     distributed = {
-        "get_backend": lambda: "nccl",
+        "get_backend": lambda: request.param,
+        "get_backend_config": lambda: "cpu:nccl",
         "get_rank": lambda: 2,
         "barrier": lambda device_ids: gpu.enqueued.append(f"barrier {device_ids}"),
         "isend": "send",

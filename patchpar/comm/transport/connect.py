@@ -16,6 +16,7 @@ from patchpar.comm.transport.message import Transport
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
+from patchpar.launch.accelerators import HOST_BACKENDS, group_backend
 from patchpar.launch.executor import RankContext
 
 T = TypeVar("T", bound=Transport)
@@ -58,7 +59,7 @@ def watched(transport: T, rank: RankContext) -> T:
 
 
 def _over_nccl(device: torch.device) -> bool:
-    return device.type != "cpu" and dist.is_initialized() and dist.get_backend() != "gloo"
+    return device.type != "cpu" and dist.is_initialized() and group_backend(device) not in HOST_BACKENDS
 
 
 def _handed_out(endpoint: RankContext, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:

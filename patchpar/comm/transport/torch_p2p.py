@@ -14,6 +14,7 @@ from patchpar.comm.transport.packing import layout_of, pack
 from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
 from patchpar.comm.transport.torch_collectives import TorchCollectives
 from patchpar.errors import ExchangeError
+from patchpar.launch.accelerators import HOST_BACKENDS, group_backend
 
 
 class TorchTransport:
@@ -26,9 +27,10 @@ class TorchTransport:
     def __init__(self, device: torch.device, deadline: float, *, collective: bool = False) -> None:
         self.rank, self.device, self.deadline = dist.get_rank(), device, deadline
         self.waiting: AbstractContextManager[None] = nullcontext()
-        self.staged = dist.get_backend() == "gloo" and device.type != "cpu"
+        backend = group_backend(device)
+        self.staged = backend in HOST_BACKENDS and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
-        self.waits = StreamWaits(lambda: self.deadline) if dist.get_backend() == "nccl" else None
+        self.waits = None if backend in HOST_BACKENDS else StreamWaits(lambda: self.deadline)
         self.collectives = TorchCollectives(self._started) if collective or self.waits is not None else None
         if self.waits is not None:  # NCCL's first operation must include all ranks, and an exchange need not
             dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
