@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
+WITH_TORCH_FOR_GPUS = {"triton"}
 OF_EXTRAS = {
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
@@ -58,4 +59,5 @@ def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> Non
     known = there | set(sys.stdlib_module_names) | {"patchpar"}
     for path in PACKAGE.rglob("*.py"):
         own = OF_EXTRAS.get(str(path.relative_to(PACKAGE)), set())
+        own = own | (WITH_TORCH_FOR_GPUS if path.parent == PACKAGE / "shard" / "kernels" / "programs" else set())
         assert set(imported_by(path)) - known <= own, path

@@ -1,0 +1,56 @@
+"""Registration of fused kernels as torch operators, and the choice between a kernel and its eager twin."""
+
+from collections.abc import Callable
+from functools import cache, update_wrapper
+from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "patchpar"
+DEVICE_TYPE = "cuda"  # torch's name for NVIDIA's GPUs and for AMD's
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NAMES: list[str] = []
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed. It comes with every build of torch for GPUs of NVIDIA and AMD under Linux."""
+    return find_spec("triton") is not None
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether `x`, of any shape, goes through a kernel: on a GPU, and not in fp64, since kernels add in fp32."""
+    return x.device.type == DEVICE_TYPE and x.dtype != torch.float64 and has_triton()
+
+
+def registered() -> tuple[str, ...]:
+    """Return the names of all fused operators whose modules have been imported."""
+    return tuple(_NAMES)
+
+
+def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake: Callable[P, R]) -> Callable[P, R]:
+    """Register `patchpar::<schema>`; return a function that runs the operator on GPUs and calls `eager` elsewhere.
+
+    `launch` is exactly one kernel launch. `fake` returns empty tensors of the same shapes, dtypes and strides as
+    `eager`. The first argument decides, a tensor of any shape; on a CPU the operator's dispatch would cost 10 us. The
+    operator has no backward: denoisers and VAEs run without gradients.
+    """
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, launch, DEVICE_TYPE.upper())  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    _NAMES.append(f"{NAMESPACE}::{name}")
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        function = operator if is_fused(args[0]) else eager  # type: ignore[arg-type]  # a tensor
+        return function(*args, **kwargs)
+
+    return update_wrapper(call, eager)

@@ -1,0 +1,124 @@
+"""Moments of a group norm over this rank's band, as the small tensor that is sent.
+
+Shape letters: B batch, C channels, G groups, S parts of a group. Packed moments [1 + 2 * B * G] are the number of
+values per group, the means, and the sums of squared deviations, in fp32 or fp64.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.precision import wide
+
+TINY = 1e-12  # keeps 1/std finite on a constant map, far below the variance of any other
+TILE = 4096  # values that a program reads at once
+VALUES_PER_PART = 2**17  # of a group, where it is divided: 256 KiB in half precision, 5 us of one multiprocessor
+MOST_PROGRAMS = 1024  # several for each multiprocessor of any GPU
+
+
+class GroupLayout(NamedTuple):
+    """Where the values of a group are in memory: `rows` of `width` values side by side, and the distances between."""
+
+    rows: int
+    width: int
+    stride_row: int
+    stride_group: int
+
+    @classmethod
+    def of(cls, x: Tensor, groups: int) -> "GroupLayout":
+        """Return the layout of `x` [B, C, ...], contiguous or channels_last."""
+        size, width = math.prod(x.shape[2:]), x.shape[1] // groups
+        if is_channels_last(x):
+            return cls(size, width, x.shape[1], width)
+        return cls(size * width, 1, 1, size * width)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether the channels of `x` [B, C, ...] are side by side in memory, and the map is dense."""
+    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def parts_of_group(x: Tensor, groups: int) -> int:
+    """Return S, into how many parts each group of `x` [B, C, ...] is divided: 1 where one more launch costs more.
+
+    torch's kernel has one program for each group: 32 for a VAE's map of one image, on a GPU that runs hundreds.
+    """
+    values = math.prod(x.shape[1:]) // groups
+    if values < 2 * VALUES_PER_PART:
+        return 1
+    return max(1, min(-(-values // VALUES_PER_PART), MOST_PROGRAMS // (x.shape[0] * groups)))
+
+
+def group_moments_eager(x: Tensor, groups: int, parts: int = 1) -> Tensor:
+    """Return the packed moments [S, 1 + 2 * B * G] of the parts of each group of `x` [B, C, ...].
+
+    E[x^2] - E[x]^2 would cancel in half precision (std 1 at mean 30 is lost in bf16): fp32 and deviations do not. For
+    whole groups torch's group norm kernel has them in one pass.
+    """
+    x = wide(x)
+    if parts > 1:
+        return _of_parts(x, groups, parts)
+    batch, channels = x.shape[:2]
+    size = math.prod(x.shape[2:])
+    _, mean_BG, rstd_BG = torch.native_group_norm(x.contiguous(), None, None, batch, channels, size, groups, TINY)
+    count = size * channels // groups
+    m2_BG = (rstd_BG.pow(-2) - TINY).clamp_min(0).mul(count)
+    return torch.cat([x.new_full((1,), float(count)), mean_BG.flatten(), m2_BG.flatten()]).unsqueeze(0)
+
+
+def _of_parts(x: Tensor, groups: int, parts: int) -> Tensor:
+    layout = GroupLayout.of(x, groups)
+    order = (x.movedim(1, -1) if is_channels_last(x) else x).reshape(x.shape[0], -1)
+    strides = (order.stride(0), layout.stride_group, layout.stride_row, 1)
+    rows_BGRW = order.as_strided((x.shape[0], groups, layout.rows, layout.width), strides)
+    packed = []
+    for part in rows_BGRW.tensor_split([_rows_per_part(layout, parts) * index for index in range(1, parts)], dim=2):
+        count = part.shape[2] * part.shape[3]
+        mean_BG = part.mean((2, 3)) if count else part.sum((2, 3))
+        m2_BG = (part - mean_BG[:, :, None, None]).square().sum((2, 3))
+        packed.append(torch.cat([x.new_full((1,), float(count)), mean_BG.flatten(), m2_BG.flatten()]))
+    return torch.stack(packed)
+
+
+def _rows_per_part(layout: GroupLayout, parts: int) -> int:
+    return -(-layout.rows // parts)
+
+
+def launch_group_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
+    """Launch the kernel: S programs for each group of each sample of `x` [B, C, ...]; return [S, 1 + 2 * B * G]."""
+    from patchpar.shard.kernels.programs.group_moments import group_moments_program
+
+    packed, layout = empty_moments(x, groups, parts), GroupLayout.of(x, groups)
+    columns = 1 << (layout.width - 1).bit_length()
+    group_moments_program[(x.shape[0] * groups, parts)](
+        x,
+        packed,
+        groups,
+        layout.rows,
+        _rows_per_part(layout, parts),
+        x.stride(0),
+        layout.stride_group,
+        layout.stride_row,
+        WIDTH=layout.width,
+        COLUMNS=columns,
+        ROWS=max(1, TILE // columns),
+        num_warps=8,
+    )
+    return packed
+
+
+def empty_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
+    """Return an empty tensor for the packed moments [S, 1 + 2 * B * G] of `x` [B, C, ...]."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((parts, 1 + 2 * x.shape[0] * groups), dtype=dtype)
+
+
+group_moments = fused_op(
+    "group_moments(Tensor x, int groups, int parts=1) -> Tensor",
+    eager=group_moments_eager,
+    launch=launch_group_moments,
+    fake=empty_moments,
+)

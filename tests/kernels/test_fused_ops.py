@@ -1,0 +1,93 @@
+"""What holds for every fused kernel: one launch for an operator, it compiles for GPUs, its fake kernel is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from patchpar.shard.kernels import fused_op, group_moments
+
+
+class Case(NamedTuple):
+    """One operator: its name, public function, launcher, and arguments for a dtype."""
+
+    name: str
+    function: Callable[..., Any]
+    launch: Callable[..., Any]
+    args: Callable[[torch.dtype], tuple[Any, ...]]
+
+
+def operators_on_a_gpu(case: Case, dtype: torch.dtype) -> list[str]:
+    """The operators that the public function runs for tensors of a fake GPU."""
+    with FakeTensorMode() as mode:
+        args = tree_map(lambda x: on_gpu(mode, x) if isinstance(x, Tensor) else x, case.args(dtype))
+        with Calls() as calls:
+            case.function(*args)
+    return calls.names
+
+
+def on_gpu(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    return FakeTensor(mode, x.to("meta"), torch.device("cuda", 0))
+
+
+CASES = [
+    Case(
+        "group_moments",
+        group_moments.group_moments,
+        group_moments.launch_group_moments,
+        lambda dtype: (torch.randn(2, 40, 4, 8).to(dtype), 4, 1),
+    ),
+]
+NAMES = [case.name for case in CASES]
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_operator_has_a_case() -> None:
+    registered = {name.partition("::")[2] for name in fused_op.registered()}
+    assert registered == set(NAMES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_launch_that_compiles_for_gpus(
+    launches: Callable[..., Any], compiled: Callable[..., Any], case: Case, dtype: torch.dtype
+) -> None:
+    (launch,) = launches(case.launch, *case.args(dtype))
+    assert all(len(binary) > 1000 for binary in compiled(launch))
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_fake_kernel_has_the_shapes_of_the_twin(case: Case) -> None:
+    operator = getattr(torch.ops.patchpar, case.name).default
+    for dtype in (torch.float16, torch.float32):
+        torch.library.opcheck(operator, case.args(dtype), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_on_a_gpu_the_public_function_is_the_operator_alone(case: Case) -> None:
+    assert operators_on_a_gpu(case, torch.float16) == [f"patchpar.{case.name}.default"]
+
+
+def test_sums_in_fp64_have_no_kernel() -> None:
+    with FakeTensorMode() as mode:
+        assert fused_op.is_fused(on_gpu(mode, torch.empty(2, dtype=torch.float32)))
+        assert not fused_op.is_fused(on_gpu(mode, torch.empty(2, dtype=torch.float64)))
+    assert not fused_op.is_fused(torch.empty(2))
