@@ -202,6 +202,7 @@ def test_a_flow_points_from_the_picture_to_the_noise():
     assert loss_of(Answer(-1), batch).item() == pytest.approx(4 * loss_of(Answer(0), batch).item(), rel=1e-5)
 
 
+@pytest.mark.breadth  # test_training.py holds it for the other recipe
 def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
     straight, stopped = fresh_run(), fresh_run()
     steps(straight, "ab")
@@ -268,6 +269,7 @@ def test_the_autoencoder_learns():
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.breadth  # tests/stream streams the packaged model
 def test_the_average_is_packaged_streams_and_is_a_start(tmp_path):
     run = fresh_run()
     steps(run, "ab")

@@ -54,6 +54,7 @@ def test_the_average_holds_every_weight():
     assert set(run.average) == set(run.networks.state_dict())
 
 
+@pytest.mark.breadth  # it continues from its own state in every run
 def test_training_can_start_from_the_packaged_model():
     run = fresh_run()
     start_from_pipeline(run, package.FOLDER)
