@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import LaunchError
+from patchpar.launch.rendezvous import this_host
 
 if TYPE_CHECKING:
     import torch
+
+KINDS = ("cuda", "xpu", "npu", "mps")
+"""Device types of accelerators in torch; "cuda" is also the name in builds for ROCm."""
 
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends whose waits block the process; those of accelerators work in the device's streams."""
@@ -33,3 +38,75 @@ def group_backend(device: torch.device) -> str:
             "init_process_group() without a backend, or with 'cpu:gloo' in it"
         )
     return found
+
+
+def kind_of(device: str) -> str:
+    """Return the type of a torch device name, such as "cuda" of "cuda:1"."""
+    return device.partition(":")[0]
+
+
+def is_accelerator(device: str) -> bool:
+    """Return whether a torch device name is that of an accelerator."""
+    return kind_of(device) in KINDS
+
+
+def device_module(kind: str) -> Any:
+    """Return torch's module for a device type, such as torch.cuda for "cuda". Raises LaunchError if it has none."""
+    import torch
+
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError as error:
+        raise LaunchError(f"this build of torch has no devices of type {kind!r}: {error}") from error
+
+
+def device_count(kind: str) -> int:
+    """Return the number of accelerators of this type that torch can use; 0 if this build has none of the type."""
+    try:
+        return int(device_module(kind).device_count())
+    except LaunchError:
+        return 0
+
+
+def main_kind() -> str:
+    """Return the type of this machine's accelerators that devices="auto" means; empty without one.
+
+    "mps" has to be named: it is one device, part of the memory that the CPU uses, and lacks some dtypes.
+    """
+    return next((kind for kind in KINDS if kind != "mps" and device_count(kind)), "")
+
+
+def select_device(device: str) -> None:
+    """Make an accelerator this process's current one, where kernels that are told no device run. Nothing for a CPU."""
+    if is_accelerator(device) and ":" in device and hasattr(device_module(kind_of(device)), "set_device"):
+        device_module(kind_of(device)).set_device(device)
+
+
+def current_device(device: str) -> AbstractContextManager[None]:
+    """Return a context manager in which an accelerator is the current one of this thread. Nothing for a CPU."""
+    manager = getattr(device_module(kind_of(device)), "device", None) if is_accelerator(device) else None
+    return nullcontext() if manager is None else manager(device)
+
+
+def card_id(device: str) -> str:
+    """Return its type and an id of the card that this process sees as `device`; empty for a CPU.
+
+    Two cards differ in it. Their names do not tell: of ranks that see one card each, every one has "cuda:0".
+    """
+    if not is_accelerator(device):
+        return ""
+    properties = getattr(device_module(kind_of(device)), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return f"{kind_of(device)} {uuid or f'{device} of {this_host()}'}"
+
+
+def kind_of_card(card: str) -> str:
+    """Return the device type in a `card_id`; empty for a CPU's."""
+    return card.partition(" ")[0]
+
+
+def default_backend(kind: str) -> str:
+    """Return the backend of torch.distributed for devices of this type, such as "nccl"; "gloo" if it has no other."""
+    import torch.distributed as dist
+
+    return dist.Backend.default_device_backend_map.get(kind, HOST_BACKENDS[0])

@@ -1,4 +1,4 @@
-"""Start-up of a worker pool: configuration, environment variables and the store for NCCL."""
+"""Start-up of a worker pool: configuration, environment variables and the store of torch's default group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import patchpar
+from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.anonymous_file import anonymous_file
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
 # What torchrun sets for its ranks. A worker is a rank of its pool only.
 TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+INTERFACE = "NCCL_SOCKET_IFNAME"
 TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
@@ -34,14 +36,14 @@ class WorkerConfig:
     group_timeout: float
     threads: int
     path: tuple[str, ...]
-    nccl_store: str | None  # a path, if the ranks communicate through NCCL
+    group_store: str | None  # a path, if the ranks communicate through torch's default group
     heartbeat: int  # file descriptors, inherited under the same numbers
     lifeline: int
     links: dict[int, int]  # descriptors by the rank at the other end
 
 
-class NcclStore:
-    """The file of a torch FileStore, through which ranks with a GPU each exchange NCCL's unique id.
+class GroupStore:
+    """The file of a torch FileStore, through which ranks with a GPU each meet, for NCCL to connect them.
 
     On Linux it has no name: workers inherit it and open it through /proc, so that `kill -9` leaves no file behind.
     """
@@ -65,9 +67,9 @@ class NcclStore:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def needs_nccl(devices: tuple[str, ...]) -> bool:
-    """Return whether these ranks communicate through NCCL, which allows one rank per GPU."""
-    on_gpus = all(name.startswith("cuda") for name in devices)
+def needs_group(devices: tuple[str, ...]) -> bool:
+    """Return whether these ranks communicate through NCCL or its like, which allow one rank per GPU."""
+    on_gpus = all(is_accelerator(name) for name in devices)
     return on_gpus and 1 < len(devices) == len(set(devices))
 
 
@@ -91,16 +93,17 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONUNBUFFERED"] = "1"
-    loopback = loopback_interface()
-    if loopback:
-        environment.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    return environment
+    return {**environment, **interface_between_ranks()}
 
 
-def loopback_interface() -> str:
-    """Return the name of the loopback interface; empty if there is none, so that NCCL chooses."""
+def interface_between_ranks() -> dict[str, str]:
+    """Return the variable that names the loopback interface for NCCL, so that ranks of one host need no network.
+
+    Empty if the environment names an interface, or if there is no loopback.
+    """
     names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), "")
+    loopback = next((name for name in ("lo", "lo0") if name in names), "")
+    return {INTERFACE: loopback} if loopback and INTERFACE not in os.environ else {}
 
 
 def threads_per_rank(cores: int, workers: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
+from patchpar.launch.accelerators import current_device
 from patchpar.launch.executor import Callbacks, EngineCall, Executor, engine_method, load_engine
 
 
@@ -54,7 +55,11 @@ class OwnProcessExecutor(Executor):
         """See Executor. There is nothing to start."""
 
     def _run_here(self, call: EngineCall) -> Any:
-        """Return the method's result on this rank."""
+        """Return the method's result on this rank, whose device is the current one meanwhile."""
+        with current_device(self._context.device):
+            return self._run_on_device(call)
+
+    def _run_on_device(self, call: EngineCall) -> Any:
         if self._engine is None:
             self._engine = load_engine(self._engine_name)(self._context)
         return engine_method(self._engine, call.method)(*call.args, **call.kwargs)

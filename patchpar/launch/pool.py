@@ -18,9 +18,9 @@ from patchpar.launch.executor import Callbacks, longest_wait
 from patchpar.launch.fork_guard import change_in_children, no_fork
 from patchpar.launch.handshake import (
     PACKAGE_ROOT,
-    NcclStore,
+    GroupStore,
     WorkerConfig,
-    needs_nccl,
+    needs_group,
     threads_per_rank,
     versions,
     worker_environment,
@@ -55,7 +55,7 @@ class WorkerPool:
     def __init__(self, spec: WorkerPoolSpec) -> None:
         self.spec = spec
         self._workers: list[WorkerProcess] = []
-        self._store = NcclStore() if needs_nccl(spec.devices) else None
+        self._store = GroupStore() if needs_group(spec.devices) else None
         # Workers exit with this process anyway (their channel closes); this ends them when the pool is deleted.
         self._owner = os.getpid()
         self._finalizer = weakref.finalize(self, _end, self._workers, self._store, self._owner)
@@ -94,7 +94,7 @@ class WorkerPool:
                 group_timeout=longest_wait(spec.deadline + spec.start_timeout),
                 threads=threads,
                 path=path,
-                nccl_store=store.path if store else None,
+                group_store=store.path if store else None,
                 heartbeat=worker.heartbeat_fd,
                 lifeline=worker.lifeline_fd,
                 links=ends,
@@ -197,7 +197,7 @@ def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
     return all([worker.wait(give_up) for worker in workers])
 
 
-def _end(workers: list[WorkerProcess], store: NcclStore | None, owner: int) -> None:
+def _end(workers: list[WorkerProcess], store: GroupStore | None, owner: int) -> None:
     """Kill and reap; may be repeated after an interrupt. Does nothing in a forked child of the owner."""
     if os.getpid() != owner:
         return

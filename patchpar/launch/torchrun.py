@@ -7,22 +7,26 @@ ranks exchange their exceptions, so that an exception on one rank is raised on a
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
-import logging
 import os
 import pickle
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError, WorkerHung
+from patchpar.launch.accelerators import card_id, device_count, main_kind, select_device
 from patchpar.launch.argument_mismatch import compare, described
 from patchpar.launch.control_group import REPLY_SECONDS, Control, GroupControl, LinkControl
-from patchpar.launch.executor import CallAborted, EngineCall, check_deadline
+from patchpar.launch.default_group import (
+    GroupRank,
+    check_default_group,
+    form_group_between_hosts,
+    form_group_of_host,
+)
+from patchpar.launch.executor import CallAborted, EngineCall, check_deadline, longest_wait
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
@@ -32,7 +36,6 @@ from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_
 from patchpar.launch.rendezvous import meet, name_of_job, this_host
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-log = logging.getLogger(__name__)
 
 
 def torchrun_world() -> int | None:
@@ -71,8 +74,8 @@ class TorchrunExecutor(OwnProcessExecutor):
     """An Executor of which this process is one rank. All ranks have to create it together.
 
     Ranks of one host connect through sockets (see `rendezvous`). Between hosts, and where every rank has its own GPU,
-    the default group of torch.distributed is used. If there is none, it is created for the rest of this process, with
-    nccl for ranks with a GPU each, else gloo. `device` overrides this rank's device, such as "cpu" on a GPU machine.
+    the default group of torch.distributed is used. If there is none, it is created for the rest of this process (see
+    `default_group`). `device` overrides this rank's device, such as "cpu" on a GPU machine.
     Raises LaunchError outside torchrun, or if ranks do not connect, or differ in versions or engine.
     """
 
@@ -83,26 +86,29 @@ class TorchrunExecutor(OwnProcessExecutor):
         import torch.distributed as dist
 
         check_deadline("deadline", deadline)
-        own, backend = _own_device(device)
+        device = _own_device(device)
         rank, world_size = _rank_and_world_size()
-        job = name_of_job(world_size)
-        if not dist.is_initialized() and (job is None or backend == "nccl"):
-            _import_module_that_holds_default_group()
-            dist.init_process_group(backend, timeout=timedelta(seconds=deadline))
-            # Not at `close`: torchrun's store keeps old addresses, so that a second group in this process would hang.
-            atexit.register(_leave_default_group)
-        self._control, links = _connect(job, rank, world_size, deadline)
+        own = GroupRank(rank=rank, world_size=world_size, device=device, timeout=longest_wait(deadline))
+        self._control, links = _connect(own, deadline)
         self._owner = os.getpid()
         self._links = links
         change_in_children(self)
         atexit.register(self._leave)  # runs before the default group is destroyed, which the control group needs
-        found = self._control.gather(json.dumps({**versions(), "engine": engine, "device": own}).encode(), deadline)
-        facts = [json.loads(fact) for fact in found]
+        facts = self._facts_of_all(engine, own, deadline)
         super().__init__([fact.pop("device") for fact in facts], engine, deadline)
+        cards = [fact.pop("card") for fact in facts]
         for other, fact in enumerate(facts):
             if fact != facts[0]:
                 raise LaunchError(f"rank {other} has {fact}, but rank 0 has {facts[0]}: use the same versions")
+        if links is not None and not dist.is_initialized():
+            form_group_of_host(own, cards, deadline)
+        check_default_group(device, cards)
         self._context = TorchrunContext(rank, self.devices, self._control, links)
+
+    def _facts_of_all(self, engine: str, own: GroupRank, deadline: float) -> list[dict[str, str]]:
+        """Return of each rank what has to be equal, its device, and the id of its card."""
+        facts = {**versions(), "engine": engine, "device": own.device, "card": card_id(own.device)}
+        return [json.loads(fact) for fact in self._control.gather(json.dumps(facts).encode(), deadline)]
 
     def after_fork(self) -> None:
         """See Forkable. Otherwise other ranks would consider this one alive while a child of it runs."""
@@ -192,17 +198,21 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), world_size
 
 
-def _connect(
-    job: str | None, rank: int, world_size: int, deadline: float
-) -> tuple[Control, Mapping[int, socket.socket] | None]:
+def _connect(own: GroupRank, deadline: float) -> tuple[Control, Mapping[int, socket.socket] | None]:
     """Return the control, and the links between ranks if all are known to run on one host."""
-    if job is None:
-        group = GroupControl()
-        hosts, token = group.gather(this_host().encode(), deadline), group.broadcast(secrets.token_bytes(16))
-        is_one = len(set(hosts)) == 1 and hosts[0]
-        return group, meet(f"patchpar-{token.hex()}", rank, world_size, deadline) if is_one else None
-    control = meet(f"{job}-control", rank, world_size, deadline)
-    return LinkControl(rank, world_size, control), meet(f"{job}-links", rank, world_size, deadline)
+    import torch.distributed as dist
+
+    job = name_of_job(own.world_size)
+    if job is not None:
+        control = meet(f"{job}-control", own.rank, own.world_size, deadline)
+        links = meet(f"{job}-links", own.rank, own.world_size, deadline)
+        return LinkControl(own.rank, own.world_size, control), links
+    if not dist.is_initialized():
+        form_group_between_hosts(own, deadline)
+    group = GroupControl()
+    hosts, token = group.gather(this_host().encode(), deadline), group.broadcast(secrets.token_bytes(16))
+    is_one = len(set(hosts)) == 1 and hosts[0]
+    return group, meet(f"patchpar-{token.hex()}", own.rank, own.world_size, deadline) if is_one else None
 
 
 def _is_cause(failure: RemoteError | None) -> bool:
@@ -210,35 +220,11 @@ def _is_cause(failure: RemoteError | None) -> bool:
     return failure is not None and not failure.transport and not failure.type_name.endswith(CallAborted.__name__)
 
 
-def _import_module_that_holds_default_group() -> None:
-    """Import torch.distributed.nn.functional before the default group exists.
-
-    Its functions keep the default group of import time as a default argument, and so its threads, which would crash the
-    process at exit (see `GroupControl`). Diffusers imports it at some point.
-    """
-    importlib.import_module("torch.distributed.nn.functional")
-
-
-def _leave_default_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _own_device(device: str | None) -> tuple[str, str]:
-    """Return this rank's device and the backend for a group of such ranks."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _own_device(device: str | None) -> str:
+    """Return this rank's device, which is the current one from now on. `device`: what the script asks for."""
     if device is None:
-        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
-    if not device.startswith("cuda"):
-        return device, "gloo"
-    torch.cuda.set_device(device)
-    if ranks_here > gpus:
-        log.warning("%d ranks share %d GPUs, which is slow: NCCL needs a GPU for each rank", ranks_here, gpus)
-        return device, "gloo"
-    return device, "nccl"
+        kind = main_kind()
+        cards, local_rank = device_count(kind) if kind else 0, int(os.environ.get("LOCAL_RANK", "0"))
+        device = f"{kind}:{local_rank % cards}" if cards else "cpu"
+    select_device(device)
+    return device

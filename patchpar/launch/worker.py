@@ -21,11 +21,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 from patchpar.errors import LaunchError
+from patchpar.launch.accelerators import default_backend, kind_of, select_device
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.default_group import GroupRank, form_group
 from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
 from patchpar.launch.handshake import WorkerConfig, versions
 from patchpar.launch.heartbeat import Heartbeat
@@ -197,13 +198,10 @@ class Worker:
         return facts
 
     def _form(self) -> None:
-        """Create the engine, after NCCL's group if every rank has its own GPU."""
-        if self._config.device.startswith("cuda"):
-            import torch
-
-            torch.cuda.set_device(self._config.device)
-        if self._config.nccl_store is not None:
-            _join_nccl(self._config, self._config.nccl_store)
+        """Create the engine, after the default group if every rank has its own GPU."""
+        select_device(self._config.device)
+        if self._config.group_store is not None:
+            _join_group(self._config, self._config.group_store)
         self._engine = load_engine(self._config.engine)(self._context)
 
     def _call(self, frame: ChannelFrame) -> object:
@@ -213,14 +211,9 @@ class Worker:
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_nccl(config: WorkerConfig, path: str) -> None:
+def _join_group(config: WorkerConfig, path: str) -> None:
     import torch.distributed as dist
 
+    own = GroupRank(rank=config.rank, world_size=config.world_size, device=config.device, timeout=config.group_timeout)
     store = dist.FileStore(path, config.world_size)  # type: ignore[attr-defined]  # it is documented
-    dist.init_process_group(
-        "nccl",
-        store=store,
-        rank=config.rank,
-        world_size=config.world_size,
-        timeout=timedelta(seconds=config.group_timeout),
-    )
+    form_group(default_backend(kind_of(config.device)), store, own)

@@ -5,7 +5,16 @@ import torch
 import torch.distributed as dist
 
 from patchpar.errors import LaunchError
-from patchpar.launch.accelerators import group_backend
+from patchpar.launch.accelerators import (
+    card_id,
+    current_device,
+    default_backend,
+    device_count,
+    group_backend,
+    main_kind,
+    select_device,
+)
+from tests.launch.fake_gpus import FakeGpus, pretend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -47,3 +56,44 @@ def test_a_group_of_other_devices(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(LaunchError, match=r"group of torch.distributed \(cuda:nccl\) cannot carry tensors of cpu"):
         group_backend(CPU)
+
+
+def test_this_machine():
+    found = [device_count(kind) for kind in ("cuda", "xpu", "npu", "mps")]
+    assert any(found) == torch.accelerator.is_available()
+    assert device_count("nothing") == 0
+
+
+@pytest.mark.parametrize(("kind", "main"), [("cuda", "cuda"), ("xpu", "xpu"), ("npu", "npu"), ("mps", "")])
+def test_the_accelerators_of_a_machine(monkeypatch, kind, main):
+    pretend(monkeypatch, FakeGpus(["A", "B"]), kind)
+    assert main_kind() == main
+    assert device_count(kind) == 2
+
+
+def test_the_default_backend_is_that_of_torch():
+    assert [default_backend(kind) for kind in ("cuda", "xpu", "mps", "npu")] == ["nccl", "xccl", "gloo", "gloo"]
+
+
+def test_a_card_is_known_by_its_id_and_not_by_its_index(monkeypatch):
+    pretend(monkeypatch, FakeGpus(["A", "B"]))
+    assert card_id("cuda:1") == "cuda B"
+    assert card_id("cpu") == ""
+    pretend(monkeypatch, FakeGpus(["B"]))
+    assert card_id("cuda:0") == "cuda B"
+
+
+def test_cards_without_ids_are_told_apart_on_one_host_only(monkeypatch):
+    pretend(monkeypatch, FakeGpus([None, None]))
+    assert card_id("cuda:0") != card_id("cuda:1")
+    assert card_id("cuda:0").startswith("cuda cuda:0 of ")
+
+
+def test_the_current_device(monkeypatch):
+    gpus = pretend(monkeypatch, FakeGpus(["A", "B"]))
+    for device in ("cpu", "cuda:1", "cuda"):
+        select_device(device)
+        with current_device(device):
+            gpus.log.append("work")
+    inside = ["work", "set cuda:1", "enter cuda:1", "work", "leave cuda:1", "enter cuda", "work", "leave cuda"]
+    assert gpus.log == inside

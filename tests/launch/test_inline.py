@@ -8,6 +8,7 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.torchrun import TorchrunExecutor
 from tests.launch.conftest import TOY
+from tests.launch.fake_gpus import FakeGpus, pretend
 from tests.launch.plain import Strange
 
 
@@ -50,6 +51,16 @@ def test_events_and_questions(inline):
 def test_expected_time_lengthens_the_deadline(inline):
     inline.call("rank", expected=5.0)
     assert inline.call("facts", expected=5.0)[0]["deadline"] == 12.0
+
+
+def test_its_gpu_is_the_current_one_during_a_call_only(monkeypatch):
+    """Kernels that are told no device, such as Triton's, run on the current one."""
+    gpus = pretend(monkeypatch, FakeGpus(["A", "B"]))
+    with InlineExecutor("cuda:1", "tests.launch.plain:PlainEngine") as executor:
+        executor.call("rank", on_start=lambda tell: gpus.log.append("start"))
+        with pytest.raises(Strange):
+            executor.call("fail", "Strange", "as it was")
+    assert gpus.log == ["start", "enter cuda:1", "leave cuda:1", "enter cuda:1", "leave cuda:1"]
 
 
 def test_unknown_names_are_said(inline):

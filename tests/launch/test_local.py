@@ -16,7 +16,7 @@ import torch
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.devices import available_cores
-from patchpar.launch.handshake import needs_nccl, threads_per_rank, worker_environment
+from patchpar.launch.handshake import needs_group, threads_per_rank, worker_environment
 from patchpar.launch.heartbeat import Heartbeat, HeartbeatReader
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY
@@ -71,10 +71,17 @@ def test_nccl_meets_over_loopback_where_there_is_one_and_nobody_says_otherwise(m
 
 @pytest.mark.parametrize(
     ("devices", "wanted"),
-    [("cuda:0 cuda:1", True), ("cuda:0 cuda:0", False), ("cuda:0", False), ("cpu cpu", False), ("cpu", False)],
+    [
+        ("cuda:0 cuda:1", True),
+        ("cuda:0 cuda:0", False),
+        ("cuda:0", False),
+        ("xpu:0 xpu:1", True),
+        ("cpu cpu", False),
+        ("cpu", False),
+    ],
 )
 def test_only_gpus_of_their_own_have_a_group(devices, wanted):
-    assert needs_nccl(tuple(devices.split())) is wanted
+    assert needs_group(tuple(devices.split())) is wanted
 
 
 def test_values_of_every_kind_go_there_and_back(pool):

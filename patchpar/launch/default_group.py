@@ -1,0 +1,155 @@
+"""The default group of torch.distributed, where ranks need one: between hosts, and between GPUs that are not shared."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from patchpar.errors import LaunchError
+from patchpar.launch.accelerators import (
+    HOST_BACKENDS,
+    card_id,
+    default_backend,
+    group_backend,
+    is_accelerator,
+    kind_of_card,
+)
+from patchpar.launch.handshake import INTERFACE, interface_between_ranks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRank:
+    """One rank of a group. `timeout`: seconds after which torch itself gives an operation up; NCCL ends the process."""
+
+    rank: int
+    world_size: int
+    device: str
+    timeout: float
+
+
+def form_group(backend: str, store: Store, own: GroupRank) -> None:
+    """Make the default group. Collective. Raises LaunchError.
+
+    On accelerators the ranks connect now and not at the first exchange: a wrong driver or network is a failed start.
+    """
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=own.rank,
+            world_size=own.world_size,
+            timeout=timedelta(seconds=own.timeout),
+            device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {error}. With "
+            f"NCCL_DEBUG=INFO in the environment NCCL says more; {INTERFACE} names the network interface to use"
+        ) from error
+
+
+def form_group_between_hosts(own: GroupRank, deadline: float) -> None:
+    """Make the default group of ranks that know each other by torchrun's store only. Collective. Raises LaunchError."""
+    store = _store_of_torchrun(own, deadline)
+    try:
+        store.set(f"patchpar/{own.rank}", card_id(own.device))
+        cards = [store.get(f"patchpar/{rank}").decode() for rank in range(own.world_size)]
+    except RuntimeError as error:
+        raise LaunchError(f"rank {own.rank} has not met all others within {deadline:g} s: {error}") from error
+    _form_for_process(backend_for(cards) or HOST_BACKENDS[0], store, own)
+
+
+def form_group_of_host(own: GroupRank, cards: Sequence[str], deadline: float) -> None:
+    """Make the default group of ranks of one host if they have a GPU each. Collective. Raises LaunchError.
+
+    `cards`: each rank's `card_id`. The ranks connect over the loopback interface, unless the environment names another.
+    """
+    backend = backend_for(cards)
+    if backend:
+        os.environ.update(interface_between_ranks())
+        _form_for_process(backend, _store_of_torchrun(own, deadline), own)
+
+
+def backend_for(cards: Sequence[str]) -> str:
+    """Return the backend for ranks that use these cards (`card_id`); empty if they have no GPU each."""
+    kinds = {kind_of_card(card) for card in cards}
+    if len(kinds) > 1 or kinds == {""}:
+        return ""
+    backend = default_backend(kinds.pop())
+    if backend in HOST_BACKENDS:
+        return ""
+    if len(set(cards)) < len(cards):
+        log.warning(
+            "%d ranks share %d GPUs, which is slow: %s needs one for each rank", len(cards), len(set(cards)), backend
+        )
+        return ""
+    return backend
+
+
+def check_default_group(device: str, cards: Sequence[str]) -> None:
+    """Raise LaunchError if the default group, which may be the script's own, cannot carry messages of these ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or not is_accelerator(device):
+        return
+    backend = group_backend(torch.device(device))
+    shared = [rank for rank, card in enumerate(cards) if cards.count(card) > 1]
+    if shared and backend not in HOST_BACKENDS:
+        raise LaunchError(
+            f"ranks {shared} share GPUs, but the default group of torch.distributed uses {backend}, which needs one "
+            "for each: initialise it with 'gloo', or leave it to patchpar, or start one rank per GPU"
+        )
+
+
+def _store_of_torchrun(own: GroupRank, deadline: float) -> Store:
+    """Return the store in which ranks find each other, with `deadline` as the limit of a wait."""
+    from torch.distributed import rendezvous  # type: ignore[attr-defined]  # it is documented
+
+    timeout = timedelta(seconds=deadline)
+    try:
+        store, _, _ = next(rendezvous("env://", own.rank, own.world_size, timeout=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(f"rank {own.rank} cannot reach torchrun's store within {deadline:g} s: {error}") from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _form_for_process(backend: str, store: Store, own: GroupRank) -> None:
+    """Make the default group for the rest of this process.
+
+    It outlives the executor: torchrun's store keeps old addresses, so that a second group in this process would hang.
+    """
+    _import_module_that_holds_default_group()
+    form_group(backend, store, own)
+    atexit.register(_leave_default_group)
+
+
+def _import_module_that_holds_default_group() -> None:
+    """Import torch.distributed.nn.functional before the default group exists.
+
+    Its functions keep the default group of import time as a default argument, and so its threads, which would crash the
+    process at exit (see `GroupControl`). Diffusers imports it at some point.
+    """
+    importlib.import_module("torch.distributed.nn.functional")
+
+
+def _leave_default_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""When ranks have a group of torch.distributed, through which backend, and what is said if it cannot be made."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from patchpar.errors import LaunchError
+from patchpar.launch import accelerators, default_group, torchrun
+from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
+from patchpar.launch.executor import longest_wait
+from patchpar.launch.torchrun import TorchrunExecutor
+from tests.launch.fake_gpus import FakeGpus
+
+PLAIN = "tests.launch.plain:PlainEngine"
+OWN = GroupRank(rank=0, world_size=2, device="cuda:0", timeout=9.0)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What torch is told to make as the default group, by rank."""
+    made = {}
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **kwargs: made.update({kwargs["rank"]: (backend, kwargs)})
+    )
+    monkeypatch.setattr(default_group.atexit, "register", lambda function: None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("cards", "backend"),
+    [
+        (["cuda A", "cuda B"], "nccl"),
+        (["xpu A", "xpu B"], "xccl"),
+        (["cuda A", "cuda A"], ""),
+        (["cuda A", "cuda B", "cuda A"], ""),
+        (["cuda A", ""], ""),
+        (["cuda A", "xpu B"], ""),
+        (["mps A", "mps B"], ""),
+        (["", ""], ""),
+    ],
+    ids=str,
+)
+def test_the_backend_goes_by_the_cards(cards, backend):
+    assert backend_for(cards) == backend
+
+
+def test_sharing_is_said(caplog):
+    assert backend_for(["cuda A", "cuda B", "cuda A"]) == ""
+    assert "3 ranks share 2 GPUs, which is slow: nccl needs one for each rank" in caplog.text
+
+
+def ranks_of_torchrun(monkeypatch, gpus_of_ranks, port, job_of_one_host=True):
+    """Make an executor on each of two ranks, which are threads of this process. `gpus_of_ranks`: their FakeGpus."""
+    own, gpus, store = threading.local(), gpus_of_ranks, dist.HashStore()
+    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if job_of_one_host else "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is as before when the test has ended
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setattr(torchrun, "_rank_and_world_size", lambda: (own.rank, 2))
+    monkeypatch.setattr(accelerators, "device_module", lambda kind: gpus[own.rank] if kind == "cuda" else FakeGpus([]))
+    monkeypatch.setattr(dist, "rendezvous", lambda url, rank, world, timeout: iter([(store, rank, world)]))
+
+    def start(rank):
+        own.rank = rank
+        return TorchrunExecutor(PLAIN, deadline=20.0)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(start, range(2)))
+
+
+def test_ranks_that_see_one_gpu_each_have_one_each(monkeypatch, made):
+    """As SLURM starts them: CUDA_VISIBLE_DEVICES names another card for each, and all of them are cuda:0."""
+    gpus = [FakeGpus(["A"]), FakeGpus(["B"])]
+    executors = ranks_of_torchrun(monkeypatch, gpus, "40001")
+    for rank, executor in enumerate(executors):
+        backend, kwargs = made[rank]
+        assert backend == "nccl"
+        assert kwargs["device_id"] == torch.device("cuda:0")
+        assert kwargs["timeout"] == timedelta(seconds=longest_wait(20.0))
+        assert executor.devices == ("cuda:0", "cuda:0")
+        assert gpus[rank].log == ["set cuda:0"]
+        executor.close()
+    assert default_group.os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_that_see_the_same_gpu_share_it(monkeypatch, made):
+    for executor in ranks_of_torchrun(monkeypatch, [FakeGpus(["A"]), FakeGpus(["A"])], "40002"):
+        executor.close()
+    assert made == {}
+
+
+def test_ranks_of_several_hosts_tell_their_cards_before_they_have_a_group(monkeypatch, made):
+    class Stop(Exception):
+        pass
+
+    def no_control():
+        raise Stop
+
+    monkeypatch.setattr(torchrun, "GroupControl", no_control)
+    for port, cards, backend in [("40003", "AB", "nccl"), ("40004", "AA", "gloo")]:
+        with pytest.raises(Stop):
+            ranks_of_torchrun(monkeypatch, [FakeGpus([card]) for card in cards], port, job_of_one_host=False)
+        assert [made[rank][0] for rank in range(2)] == [backend] * 2
+        assert made[0][1]["device_id"] == (torch.device("cuda:0") if backend == "nccl" else None)
+
+
+def test_a_gpu_that_cannot_be_reached_fails_at_the_start(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("ncclSystemError: no interface found")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(
+        LaunchError, match=r"rank 0 \(cuda:0\) cannot connect .* nccl: .*no interface.*NCCL_SOCKET_IFNAME"
+    ):
+        form_group("nccl", dist.HashStore(), OWN)
+
+
+def test_a_store_that_cannot_be_reached_is_said(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=r"rank 0 cannot reach torchrun's store within 3 s: .*MASTER_"):
+        default_group.form_group_between_hosts(OWN, 3.0)
+
+
+def test_a_group_of_the_script_that_needs_a_gpu_each(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    with pytest.raises(LaunchError, match=r"ranks \[0, 2\] share GPUs, .* nccl, .*initialise it with 'gloo'"):
+        check_default_group("cuda:0", ["cuda A", "cuda B", "cuda A"])
+    check_default_group("cuda:0", ["cuda A", "cuda B"])
+    check_default_group("cpu", ["", ""])
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    check_default_group("cuda:0", ["cuda A", "cuda A"])
