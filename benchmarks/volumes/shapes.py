@@ -14,6 +14,21 @@ from torch import nn
 from patchpar.shard.unet.discover import discover
 from patchpar.shard.unet.spatial_arguments import with_sample_size
 
+SDXL: Mapping[str, Any] = {
+    "sample_size": 128,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "block_out_channels": (320, 640, 1280),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+"""The configuration of the UNet of SDXL base 1.0."""
+
 
 class Attended(NamedTuple):
     """One self-attention: batch, tokens of the whole image, heads, numbers of a head."""
@@ -87,19 +102,7 @@ def sdxl() -> tuple[nn.Module, dict[str, Any]]:
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
-        unet = UNet2DConditionModel(
-            sample_size=128,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            block_out_channels=(320, 640, 1280),
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(5, 10, 20),
-            cross_attention_dim=2048,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        )
+        unet = UNet2DConditionModel(**SDXL)
         added = {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
         call = {
             "sample": torch.zeros(1, 4, 128, 128),

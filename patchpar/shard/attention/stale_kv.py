@@ -8,6 +8,7 @@ Each belongs to one attention exchange point in one guidance call.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class RemoteTokens:
         order = (axis.rank, *axis.others)  # own tokens first; attention does not depend on the order of keys
         batch, _, heads, _ = here.k_BlND.shape
         self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in here)
-        ends = torch.tensor([sizes[group_rank] for group_rank in order]).cumsum(0).tolist()
+        ends = accumulate(sizes[group_rank] for group_rank in order)
         self._range = {
             group_rank: (end - sizes[group_rank], sizes[group_rank])
             for group_rank, end in zip(order, ends, strict=True)
@@ -66,13 +67,15 @@ class RemoteTokens:
         return sum(piece.num_tokens(self.grid.across) for piece in self._pieces(sender, receiver))
 
     def _make_bias(self, order: Sequence[int]) -> Tensor | None:
-        """Return the logit bias of every token in the buffer; None where all have weight 1."""
+        """Return the logit bias of every token in the buffer; None where none is an average."""
         mine = self.axis.rank
         pieces = [(PooledRows(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
+        if all(piece.pool == 1 for each in pieces for piece in each):
+            return None
         bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
         bias = torch.cat([bias.new_zeros(self._common), bias])
         buffer = self._buffers[0]
-        return bias.to(buffer.device, buffer.dtype) if bias.any() else None
+        return bias.to(buffer.device, buffer.dtype)
 
     def _held(self, group_rank: int) -> list[Tensor]:
         """Return views of the tokens of a rank in the buffers."""

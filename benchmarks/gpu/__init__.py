@@ -1,0 +1,10 @@
+"""What a denoiser call costs on GPUs, found without one: launches, messages, waits, memory, and host time.
+
+fake_cuda     a CUDA device that is not there: torch's fake tensors, and what a build without CUDA lacks for them
+fake_nccl     a process group that sends nothing and reports itself as NCCL's
+recorder      what a call does on both: kernel launches, messages, synchronisations, memory
+denoisers     SDXL and FLUX, without weights, and a call of each
+strategies    one rank of a strategy, step by step
+host_time     seconds of Python on tiny tensors, beside the plain model
+count         the tables
+"""

@@ -1,0 +1,133 @@
+"""Count what one rank of every strategy does on GPUs in a call of SDXL and of FLUX, without a GPU.
+
+python -m benchmarks.gpu.count --write docs/figures/gpu-counts.md
+python -m benchmarks.gpu.count --models flux --strategies "exact;fresh-edges" --short     # a quick look
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu.denoisers import DENOISERS, SHORT
+from benchmarks.gpu.recorder import CallCounts
+from benchmarks.gpu.strategies import CFG, fake_rank
+from benchmarks.page import publish
+
+FRESH = ("fresh-edges", "fresh-edges:correction=none", "fresh-edges:context=pooled", "fresh-edges:correction=linear")
+STRATEGIES = {
+    "sdxl": ("exact", "displaced", "pcpp", *FRESH, CFG),
+    "flux": ("exact", "exact:ulysses=4", "exact:attention=ring", "displaced", "pcpp", *FRESH),
+}
+NAMES = {
+    "sdxl": "SDXL base 1.0, fp16, both guidance branches in one call",
+    "flux": "FLUX.1 dev, bf16, 512 tokens of text",
+}
+MIB = 2**20
+INTRODUCTION = """\
+# Counts on GPUs
+
+Counted **without a GPU**: one rank runs the real network on fake tensors of a CUDA device, and torch.distributed \
+sends nothing. Every launch, message and wait is counted as the process makes it; none is timed. A launch is an \
+operator that is neither a view nor an empty allocation; a group norm is three (two without weights), a convolution \
+two, an operator of patchpar's own one. An operation is a message that is sent or received, or a collective. A \
+synchronisation is a place where the process waits for the device: reading a value, a blocking copy, a wait for a \
+message. `peak` and `held` are MiB of the device during the call, and after it for the next; weights and arguments \
+are not counted, messages on their way are.
+
+Strategies with stale values run an exact step first; `stale` is a step like all later ones."""
+
+
+def model_lines(model: str, size: int, world: int, strategies: Sequence[str], *, short: bool) -> Iterator[str]:
+    """Yield the section of one model."""
+    shortened = ", with fewer layers" if short else ""
+    yield f"## {NAMES[model]}, {size} x {size}{shortened}"
+    yield ""
+    yield f"Rank 1 of {world}; of the guidance split, rank 1 of 2."
+    yield ""
+    yield (
+        "| strategy | step | launches | of plain | groups | operations | MiB sent | synchronisations | host copies "
+        "| events | allocations | peak | held |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    places: Counter[str] = Counter()
+    for strategy, step, counts, plain in counted(model, size, world, strategies, short=short):
+        yield row(strategy, step, counts, plain)
+        places.update({f"{strategy}, {step}: {place}": number for place, number in counts.syncs.items()})
+    yield ""
+    yield from (f"- {number} x {place}" for place, number in places.items())
+
+
+def counted(
+    model: str, size: int, world: int, strategies: Sequence[str], *, short: bool = False
+) -> Iterator[tuple[str, str, CallCounts, CallCounts]]:
+    """Yield strategy, kind of step, its counts, and those of the plain model."""
+    plain = None
+    for ranks, chosen in ((world, [s for s in strategies if s != CFG]), (2, [s for s in strategies if s == CFG])):
+        if plain is not None and not chosen:
+            continue
+        with fake_rank(1, ranks) as rank:
+            denoiser = DENOISERS[model](size, layers=SHORT[model] if short else None)
+            if plain is None:
+                plain = rank.plain(denoiser)
+                yield "plain", "", plain, plain
+            for strategy in chosen:
+                for step, counts in rank.steps(denoiser, strategy).items():
+                    yield strategy, step, counts, plain
+
+
+def row(strategy: str, step: str, counts: CallCounts, plain: CallCounts) -> str:
+    """Return a line of the table."""
+    launches = sum(counts.launches.values())
+    cells = (
+        f"`{strategy}`" if step else strategy,
+        step,
+        f"{launches:,}",
+        f"{launches / sum(plain.launches.values()):.2f}",
+        counts.groups,
+        f"{sum(counts.operations.values()):,}",
+        f"{sum(counts.bytes_out.values()) / MIB:,.0f}",
+        sum(counts.syncs.values()),
+        sum(counts.copies.values()),
+        counts.events,
+        f"{counts.allocations:,}",
+        f"{counts.peak / MIB:,.0f}",
+        f"{counts.held / MIB:,.0f}",
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the page."""
+    yield INTRODUCTION
+    if find_spec("triton") is None:
+        yield ""
+        yield "Triton is not installed here, so that the operators of patchpar's own are counted as their eager twins."
+    for model in options.models:
+        strategies = options.strategies or STRATEGIES[model]
+        yield ""
+        yield from model_lines(model, options.size, options.world, strategies, short=options.short)
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(DENOISERS), default=list(DENOISERS))
+    parser.add_argument("--size", type=int, default=1024, help="pixels of a side")
+    parser.add_argument("--world", type=int, default=4, help="number of ranks")
+    parser.add_argument("--strategies", type=lambda text: text.split(";"), help="several with ; between them")
+    parser.add_argument("--short", action="store_true", help="with few layers, for a quick look")
+    parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    publish(lines(options), options.write)
+
+
+if __name__ == "__main__":
+    main()
