@@ -17,17 +17,17 @@ from torch import Tensor
 from patchpar.comm.exchange_part import (
     ExchangePart,
     Halo,
+    MessageBatch,
     Received,
+    batch_of,
     by_part,
+    collectives_of,
     halo_of,
-    incoming_of,
     moments_part,
-    outgoing_of,
 )
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
-    Collectives,
     Incoming,
     Messages,
     Outgoing,
@@ -35,7 +35,6 @@ from patchpar.comm.transport import (
     Transport,
     Work,
 )
-from patchpar.comm.transport.packing import pack
 from patchpar.plan.mesh import Axis
 
 
@@ -47,60 +46,64 @@ class Communicator:
         self._beat = beat
 
     def send_recv(
-        self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+        self,
+        kind: str,
+        where: str,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        axis: Axis | None = None,
     ) -> Work[Messages]:
-        """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
-        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
-        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
-        return self._start(kind, where, partial(self.transport.send_recv, outgoing, incoming, where))
+        """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError.
 
-    def all_gather(self, axis: Axis, kind: str, where: str, own: Tensor) -> Work[Tensor]:
+        `axis`: every rank of it does so now, also one without messages, and each pair of ranks has at most one message
+        in each direction.
+        """
+        return self.start(kind, where, MessageBatch(outgoing, incoming, axis))
+
+    def start(self, kind: str, where: str, batch: MessageBatch) -> Work[Messages]:
+        """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
+        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in batch.outgoing)
+        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in batch.incoming)
+        return self._start(kind, where, partial(batch.start, self.transport, where))
+
+    def all_gather(self, axis: Axis, kind: str, where: str, own: Tensor, *, bulk: bool = False) -> Work[Tensor]:
         """Start to gather `own`, of any shape, but the same shape and dtype on all ranks of the axis.
 
-        One operation where the transport has it. The result of the Work: [P, *own.shape] in the order of group ranks,
-        this rank's included. It raises ExchangeError.
+        One operation where the transport has it. `bulk`: what is not needed in this step, so that it does not hold up
+        what is. The result of the Work: [P, *own.shape] in the order of group ranks, this rank's included. It raises
+        ExchangeError.
         """
         if axis.size == 1:
             return Arrived(own.unsqueeze(0), where)
-        own = own.contiguous()
+        own = own.detach().contiguous()
         out = own.new_empty((axis.size, *own.shape))
         specs = (TensorSpec.of(own),)
         incoming = [Incoming(axis.ranks[other], specs, (out[other],)) for other in axis.others]
-        collectives = self._collectives(axis)
-        if collectives is not None:
-            rows = out.view(axis.size, own.numel())
-            begin = partial(collectives.all_gather, axis.ranks, own.view(-1), rows, incoming, where)
-            return self._gather(kind, where, incoming, begin).then(lambda _: out)
-        out[axis.rank] = own
-        return self.send_recv(kind, where, [_to_others(axis, [own])], incoming).then(lambda _: out)
-
-    def gather_packed(self, axis: Axis, kind: str, where: str, own: Sequence[Tensor]) -> Work[Messages] | None:
-        """Start to gather tensors `own`, each of any shape, but the same shape and dtype on all ranks of the axis.
-
-        None where the transport cannot do it in one operation. The result of the Work: the tensors of each of
-        `axis.others` in that order. It raises ExchangeError.
-        """
-        collectives = self._collectives(axis)
+        outgoing, collectives = [_to_others(axis, [own])], collectives_of(self.transport, axis)
         if collectives is None:
-            return None
-        specs, packed = tuple(map(TensorSpec.of, own)), pack(own)
-        incoming = [Incoming(axis.ranks[other], specs) for other in axis.others]
-        rows = packed.new_empty((axis.size, packed.numel()))
-        begin = partial(collectives.all_gather, axis.ranks, packed, rows, incoming, where)
-        return self._gather(kind, where, incoming, begin)
+            out[axis.rank] = own
+            return self.send_recv(kind, where, outgoing, incoming).then(lambda _: out)
+        self.traffic.bytes_sent[kind] += outgoing[0].num_bytes
+        self.traffic.bytes_received[kind] += outgoing[0].num_bytes
+        buffers = own.view(-1), out.view(axis.size, own.numel())
+        begin = partial(collectives.all_gather, axis.ranks, buffers, incoming, where, bulk=bulk)
+        return self._start(kind, where, begin).then(lambda _: out)
 
-    def exchange(self, where: str, parts: Sequence[ExchangePart], label: str = "") -> Work[list[Received]]:
+    def exchange(
+        self, where: str, parts: Sequence[ExchangePart], label: str = "", *, bulk: bool = False
+    ) -> Work[list[Received]]:
         """Start an exchange of several kinds: one message to each rank, whatever the number of parts.
 
-        The result of the Work: for each part the received tensors by sender. It raises ExchangeError.
+        `bulk`: what is not needed in this step. The result of the Work: for each part the received tensors by sender.
+        It raises ExchangeError.
         """
-        outgoing, incoming = outgoing_of(parts), incoming_of(parts)
+        batch = batch_of(parts, bulk=bulk)
         for part in parts:
             self.traffic.bytes_sent[part.kind] += part.bytes_sent
             self.traffic.bytes_received[part.kind] += part.bytes_received
         label = label or "+".join(part.kind for part in parts)
-        started = self._start(label, where, partial(self.transport.send_recv, outgoing, incoming, where))
-        return started.then(partial(by_part, tuple(parts), incoming))
+        started = self._start(label, where, partial(batch.start, self.transport, where))
+        return started.then(partial(by_part, tuple(parts), batch.incoming))
 
     def gather_with_edges(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
@@ -118,20 +121,6 @@ class Communicator:
             return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, received[-1])
 
         return self.exchange(where, parts).then(arranged)
-
-    def _gather(
-        self, kind: str, where: str, incoming: Sequence[Incoming], begin: Callable[[], Work[Messages]]
-    ) -> Work[Messages]:
-        """Start an all-gather of equal shares: as much is sent to each rank as comes from it."""
-        num_bytes = sum(message.num_bytes for message in incoming)
-        self.traffic.bytes_sent[kind] += num_bytes
-        self.traffic.bytes_received[kind] += num_bytes
-        return self._start(kind, where, begin)
-
-    def _collectives(self, axis: Axis) -> Collectives | None:
-        """Return the collectives of the axis, if any: they have the ranks of a group in ascending order."""
-        ascending = all(lower < higher for lower, higher in zip(axis.ranks, axis.ranks[1:], strict=False))
-        return self.transport.collectives if ascending else None
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[Messages]]) -> Work[Messages]:
         """Start what `begin` starts, at the exchange point `where`."""
@@ -168,8 +157,12 @@ class AllGather:
     def __init__(self, comm: Communicator, axis: Axis, kind: str, where: str) -> None:
         self.comm, self.axis, self.kind, self.where = comm, axis, kind, where
 
-    def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]]) -> Work[Messages]:
+    def start(
+        self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]], *, bulk: bool = False
+    ) -> Work[Messages]:
         """Start sending `own`, tensors of any shape, to all; `specs(group_rank)` returns what each other rank sends.
+
+        One operation where the transport has it. `bulk`: what is not needed in this step.
 
         The result of the Work: the tensors of every rank in the order of group ranks, `own` included. `arriving` yields
         those of `axis.others`, the nearest first, each as soon as it has arrived. Both raise ExchangeError.
@@ -181,16 +174,8 @@ class AllGather:
             of_others = dict(zip(axis.others, received, strict=True))
             return [of_others.get(group_rank, own_tensors) for group_rank in range(axis.size)]
 
-        return self._started(own, incoming).then(in_order)
-
-    def _started(self, own: Sequence[Tensor], incoming: Sequence[Incoming]) -> Work[Messages]:
-        """Start by one operation where all ranks send the same shapes, as all of them know then, else by messages."""
-        specs = tuple(map(TensorSpec.of, own))
-        if incoming and all(message.specs == specs for message in incoming):
-            started = self.comm.gather_packed(self.axis, self.kind, self.where, own)
-            if started is not None:
-                return started
-        return self.comm.send_recv(self.kind, self.where, [_to_others(self.axis, own)], incoming)
+        batch = MessageBatch([_to_others(axis, own)], incoming, axis, to_all=True, bulk=bulk)
+        return self.comm.start(self.kind, self.where, batch).then(in_order)
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks in order, all of the same shape as `own`. Blocks. Raises ExchangeError."""

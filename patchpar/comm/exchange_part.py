@@ -1,4 +1,7 @@
-"""What ranks exchange at one exchange point: parts of several kinds, of which each rank gets one message."""
+"""What ranks exchange at one exchange point: parts of several kinds, of which each rank gets one message.
+
+Where all ranks of an axis take part at once, that is said, so that it can be one operation of the backend.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec
+from patchpar.comm.transport import Collectives, Incoming, Messages, Outgoing, TensorSpec, Transport, Work
+from patchpar.comm.transport.packing import gather_buffers
 from patchpar.plan.mesh import Axis
 
 Tensors = tuple[Tensor, ...]
@@ -17,13 +21,17 @@ Received = Mapping[int, list[Tensor]]  # by sender
 class ExchangePart:
     """Values of one kind in an exchange; peers are global ranks.
 
-    `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values.
+    `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values. `axis`: every
+    rank of it takes part in this exchange now, also one that has nothing to send; None if that is not so. `to_all`:
+    every rank of the axis sends the same tensors to all others.
     """
 
     kind: str
     outgoing: Sequence[tuple[tuple[int, ...], Tensors]]
     incoming: Mapping[int, tuple[TensorSpec, ...]]
     into: Mapping[int, Tensors] = field(default_factory=dict)
+    axis: Axis | None = None
+    to_all: bool = False
 
     @property
     def bytes_sent(self) -> int:
@@ -41,7 +49,51 @@ class ExchangePart:
         return replace(self, outgoing=outgoing)
 
 
-def outgoing_of(parts: Sequence[ExchangePart]) -> list[Outgoing]:
+@dataclass(frozen=True, slots=True)
+class MessageBatch:
+    """The messages of this rank in one exchange. `axis` and `to_all` as of `ExchangePart`.
+
+    `bulk`: what is not needed in this step.
+    """
+
+    outgoing: Sequence[Outgoing]
+    incoming: Sequence[Incoming]
+    axis: Axis | None = None
+    to_all: bool = False
+    bulk: bool = False
+
+    def start(self, transport: Transport, where: str) -> Work[Messages]:
+        """Start the exchange: by one operation of all ranks of the axis where the transport has it."""
+        collectives = collectives_of(transport, self.axis)
+        if collectives is None or self.axis is None:
+            return transport.send_recv(self.outgoing, self.incoming, where)
+        ranks = self.axis.ranks
+        if not self.to_all:
+            return collectives.exchange(ranks, self.outgoing, self.incoming, where, bulk=self.bulk)
+        (own,) = self.outgoing
+        buffers = gather_buffers(own.tensors, [message.specs for message in self.incoming])
+        if buffers is None:
+            return transport.send_recv(self.outgoing, self.incoming, where)
+        return collectives.all_gather(ranks, buffers, self.incoming, where, bulk=self.bulk)
+
+
+def collectives_of(transport: Transport, axis: Axis | None) -> Collectives | None:
+    """Return the operations of all ranks of `axis` at once, if there are any."""
+    if axis is None or axis.size == 1 or transport.collectives is None:
+        return None
+    return transport.collectives if transport.collectives.covers(axis.ranks) else None
+
+
+def batch_of(parts: Sequence[ExchangePart], *, bulk: bool) -> MessageBatch:
+    """Return one message to and from each peer with all parts."""
+    filled = [part for part in parts if part.axis is not None or part.outgoing or part.incoming]
+    axes = {part.axis for part in filled}
+    axis = axes.pop() if len(axes) == 1 else None
+    to_all = axis is not None and all(part.to_all for part in filled)
+    return MessageBatch(_outgoing(parts), _incoming(parts), axis, to_all, bulk)
+
+
+def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
     """Return one message for each peer; peers that get the same tensors share one."""
     by_peer: dict[int, list[Tensor]] = {}
     for part in parts:
@@ -54,7 +106,7 @@ def outgoing_of(parts: Sequence[ExchangePart]) -> list[Outgoing]:
     return [Outgoing(tuple(peers), tensors) for peers, tensors in same.values()]
 
 
-def incoming_of(parts: Sequence[ExchangePart]) -> list[Incoming]:
+def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
     """Return one message expected from each peer."""
     specs: dict[int, list[TensorSpec]] = {}
     into: dict[int, list[Tensor | None]] = {}
@@ -75,7 +127,7 @@ def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
     """Return the exchange of small tensors with all ranks, each of any shape that is the same shape on all."""
     peers = tuple(axis.ranks[group_rank] for group_rank in axis.others)
     specs = tuple(TensorSpec.of(x) for x in shared)
-    return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
+    return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs), axis=axis, to_all=True)
 
 
 class Halo(NamedTuple):
@@ -100,7 +152,8 @@ def edges_part(
     ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
     outgoing = [((ranks[side],), (x,)) for side, x in ((-1, first), (1, last)) if x is not None]
     incoming = {ranks[side]: (spec,) for side, spec in ((-1, before), (1, after)) if spec is not None}
-    return ExchangePart("halo", outgoing, incoming)
+    # If a layer reads beyond its band, every rank has something to send or to receive: if this rank has not, none has.
+    return ExchangePart("halo", outgoing, incoming, axis=axis if outgoing or incoming else None)
 
 
 def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:

@@ -43,7 +43,7 @@ from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.torchrun_sync import TorchrunSync
-from patchpar.plan.mesh import Mesh
+from patchpar.plan.mesh import Mesh, rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.generators import generators_of
@@ -162,6 +162,8 @@ class PipelineRunner:
             join = connect if self.context.world_size > 1 else alone
             with self.context.waiting:
                 self._transport = watched(join(self.context), self.context)
+        if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
+            self._transport.collectives.form(rank_sets(plan.world_size, **plan.degrees()))
         if self.context.rank < plan.world_size and works:
             assert self._transport is not None
             mesh, verifications = (

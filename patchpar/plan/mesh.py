@@ -70,3 +70,10 @@ class Mesh:
         size = len(self.ranks) // data.size
         ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
         return Axis("image", ranks.index(self._me), size, ranks)
+
+
+def rank_sets(num_ranks: int, **degrees: int) -> list[tuple[int, ...]]:
+    """Return the global ranks, ascending, of every axis and every image of several ranks, for all ranks of a mesh."""
+    meshes = [Mesh(rank, range(num_ranks), **degrees) for rank in range(num_ranks)]
+    found = [mesh[name].ranks for name in AXES for mesh in meshes] + [mesh.of_one_image().ranks for mesh in meshes]
+    return list(dict.fromkeys(ranks for ranks in found if len(ranks) > 1))

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.exchange_part import ExchangePart, edges_part, moments_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.plan.mesh import Axis
+from patchpar.plan.mesh import Axis, rank_sets
 from tests.ranks import DEADLINE, Place
 
 HALVES = {"patch": 2, "cfg": 2}
 
 
 def over_torch(place: Place, *, collective: bool) -> tuple[Communicator, TorchTransport]:
-    """A communicator over gloo, as with NCCL if `collective`: with one operation for all ranks of an axis."""
+    """A communicator over gloo along `HALVES`; if `collective`, as with NCCL one operation for all ranks of an axis."""
     transport = TorchTransport(place.transport.device, DEADLINE, collective=collective)
+    if transport.collectives is not None:
+        transport.collectives.form(rank_sets(place.world, **HALVES))
     return Communicator(transport), transport
 
 
@@ -56,3 +59,33 @@ def _gathered(comm: Communicator, axis: Axis, rows: dict[int, int]) -> list[Any]
     stacked = [comm.all_gather(axis, "moments", "norm1", x) for x in equal]
     same = AllGather(comm, axis, "tokens", "norm2").same(equal[1])
     return [started[1].wait(), started[0].wait(), nearest, [work.wait() for work in stacked], same]
+
+
+def edges(place: Place, collective: bool, before: int, after: int) -> dict[str, Any]:
+    """Rounds of halo rows, alone and with moments, along both axes: in half precision beside single precision."""
+    comm, transport = over_torch(place, collective=collective)
+    mesh = place.mesh(**HALVES)
+    found: dict[str, Any] = {}
+    for axis in (*(mesh[name] for name in HALVES), mesh.of_one_image()):
+        own = values_of(axis.ranks[axis.rank], 3)[1]
+        part = _edges_of(axis, own, before, after)
+        moments = [torch.full((3,), float(axis.rank)), torch.tensor(axis.rank)]
+        works = [
+            comm.gather_with_edges(axis, "norm1", moments, part),
+            comm.gather_with_edges(axis, "conv1", [], part),
+            comm.gather_with_edges(axis, "norm2", moments[:1], None),
+        ]
+        bulk = comm.exchange("bucket", [part, moments_part(axis, moments), part], bulk=True)
+        found[f"{axis.name} {axis.size}"] = [work.wait() for work in reversed(works)], bulk.wait()
+    found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
+    found["rounds"] = dict(comm.traffic.rounds)
+    transport.close()
+    return found
+
+
+def _edges_of(axis: Axis, own: Tensor, before: int, after: int) -> ExchangePart:
+    """What `LocalPatch.edges` makes of a layer that reads `before` and `after` rows beyond its band [h, C, W]."""
+    up, down = axis.rank > 0, axis.rank + 1 < axis.size
+    specs = [TensorSpec((rows, *own.shape[1:]), own.dtype) if rows else None for rows in (before, after)]
+    first, last = own[:after] if up and after else None, own[len(own) - before :] if down and before else None
+    return edges_part(axis, first, last, specs[0] if up else None, specs[1] if down else None)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.breadth import first_of
+
 ON_RANKS = "tests.unit.collectives_on_ranks"
 
 
@@ -15,6 +17,16 @@ def test_one_operation_brings_what_messages_bring(ranks: Any, uneven: bool) -> N
     """Along two axes, with a process group for each; every tensor, every order, every byte."""
     single, at_once = (
         ranks.run(f"{ON_RANKS}:gathers", 4, collective, uneven, through="torch") for collective in (False, True)
+    )
+    for messages, together in zip(single, at_once, strict=True):
+        assert_same(together, messages)
+
+
+@pytest.mark.parametrize(("before", "after"), first_of([(1, 1), (2, 1), (1, 0), (0, 1), (0, 0)], (2, 1), (0, 1)))
+def test_one_operation_for_halo_and_moments(ranks: Any, before: int, after: int) -> None:
+    """Two and four ranks, image edges, layers that read on one side only: no rank may be left out of an operation."""
+    single, at_once = (
+        ranks.run(f"{ON_RANKS}:edges", 4, collective, before, after, through="torch") for collective in (False, True)
     )
     for messages, together in zip(single, at_once, strict=True):
         assert_same(together, messages)

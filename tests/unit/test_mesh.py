@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from patchpar.plan.mesh import AXES, Axis, Mesh
+from patchpar.plan.mesh import AXES, Axis, Mesh, rank_sets
 
 
 @pytest.mark.parametrize("degrees", [(1, 1, 4), (1, 2, 2), (2, 2, 3), (3, 1, 2), (1, 1, 1)])
@@ -49,3 +49,15 @@ def test_what_does_not_fit_is_refused_with_the_figures() -> None:
         Mesh(0, range(4), cfg=2, patch=3)
     with pytest.raises(ValueError, match=r"unknown mesh axes .*ring.*use data, cfg, patch"):
         Mesh(0, range(2), ring=2)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 4), (1, 2, 2), (2, 2, 3), (1, 1, 1)])
+def test_the_sets_of_ranks_are_those_of_all_axes_and_images(degrees: tuple[int, int, int]) -> None:
+    sizes, num_ranks = dict(zip(AXES, degrees, strict=True)), math.prod(degrees)
+    found = rank_sets(num_ranks, **sizes)
+    assert len(set(found)) == len(found)
+    for me in range(num_ranks):
+        mesh = Mesh(me, range(num_ranks), **sizes)
+        for axis in (*(mesh[name] for name in AXES), mesh.of_one_image()):
+            assert (axis.ranks in found) == (axis.size > 1)
+    assert all(list(ranks) == sorted(ranks) for ranks in found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport.stream_waits import GLANCE
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 
@@ -43,6 +46,17 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
+
+
+class Group:
+    """A process group. Aborting it lets the stream go on."""
+
+    def __init__(self, gpu: Gpu, ranks: Sequence[int]) -> None:
+        self.gpu, self.ranks = gpu, list(ranks)
+
+    def abort(self) -> None:
+        self.gpu.enqueued.append("abort")
+        self.gpu.stuck = False
 
 
 class Work:
@@ -78,10 +92,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "get_backend": lambda: request.param,
         "get_backend_config": lambda: "cpu:nccl",
         "get_rank": lambda: 2,
-        "barrier": lambda device_ids: gpu.enqueued.append(f"barrier {device_ids}"),
+        "get_world_size": lambda: 3,
+        "new_group": lambda ranks, timeout, backend: Group(gpu, ranks),
+        "destroy_process_group": lambda group: None,
+        "barrier": lambda group, device_ids: gpu.enqueued.append(f"barrier {group.ranks} {device_ids}"),
         "isend": "send",
         "irecv": "receive",
-        "P2POp": lambda what, x, peer: SimpleNamespace(what=what, x=x, peer=peer),
+        "P2POp": lambda what, x, peer, group: SimpleNamespace(what=what, x=x, peer=peer),
         "batch_isend_irecv": batch,
     }
     for name, fake in distributed.items():
@@ -100,7 +117,7 @@ SPEC = TensorSpec((2,), torch.float32)
 
 def test_all_ranks_meet_before_the_first_exchange(gpu: Gpu) -> None:
     transport()
-    assert gpu.enqueued == ["barrier [3]"]
+    assert gpu.enqueued == ["barrier [0, 1, 2] [3]"]
 
 
 def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:
@@ -142,8 +159,47 @@ def test_a_message_that_never_comes_is_named_by_a_later_exchange(gpu: Gpu) -> No
     line.deadline = 0.0
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] of shapes \[\(2,\)\]"):
         line.send_recv([], [], "norm3")
-    gpu.stuck = False
-    line.send_recv([], [], "norm3")
+    with pytest.raises(ExchangeError, match=r"rank 2 at norm4: .* not used again.*: rank 2 at norm1: no message"):
+        line.send_recv([], [], "norm4")
+
+
+def test_a_late_message_frees_the_stream_though_the_process_is_blocked(gpu: Gpu) -> None:
+    """As in a synchronisation with the GPU: nobody starts another exchange, which would look back."""
+    line = transport(deadline=0.05)
+    gpu.stuck = True
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    give_up = time.monotonic() + 60
+    while gpu.stuck and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert gpu.enqueued[-1] == "abort"
+    with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] .* within 0.05 s"):
+        line.settle("end of the call")
+    line.close()
+
+
+def test_no_thread_asks_the_gpu_while_a_graph_is_captured(gpu: Gpu) -> None:
+    line = transport(deadline=0.0)
+    assert line.waits is not None
+    gpu.stuck = True
+    with line.waits.paused():
+        line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+        line.send_recv([], [], "norm2")
+        time.sleep(2 * GLANCE)
+        assert "abort" not in gpu.enqueued
+    with pytest.raises(ExchangeError, match="norm1"):
+        line.settle("end of the call")
+
+
+def test_a_call_ends_when_the_last_message_has_come(gpu: Gpu) -> None:
+    line = transport()
+    gpu.stuck = True
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    with ThreadPoolExecutor(1) as thread:
+        end = thread.submit(line.settle, "end of the call")
+        time.sleep(0.05)
+        assert not end.done()
+        gpu.stuck = False
+        end.result(timeout=60)
 
 
 def test_a_message_may_take_its_time(gpu: Gpu) -> None:
@@ -158,3 +214,5 @@ def test_what_torch_says_of_a_broken_work(gpu: Gpu) -> None:
     gpu.__dict__["broken"] = "NCCL communicator was aborted"
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message .* communicator was aborted"):
         line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    with pytest.raises(ExchangeError, match="not used again"):
+        line.send_recv([], [], "norm2")

@@ -80,6 +80,14 @@ class DelayedTransport:
             self._lane_free = left = max(now, self._lane_free) + taken
         return torch.tensor([math.ceil((left + self.latency) * NANO)], dtype=STAMP.dtype, device=self.device)
 
+    def settle(self, where: str) -> None:
+        """See `Transport`."""
+        self.inner.settle(where)
+
+    def poison(self, reason: str) -> None:
+        """See `Transport`."""
+        self.inner.poison(reason)
+
     def close(self) -> None:
         """Close the inner transport. Idempotent."""
         self.inner.close()

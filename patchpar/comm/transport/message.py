@@ -172,17 +172,49 @@ class Transport(Protocol):
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
         """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
 
+    def settle(self, where: str) -> None:
+        """Block until the device has what it waits for. Raises ExchangeError if an exchange has failed unnoticed."""
+
+    def poison(self, reason: str) -> None:
+        """Refuse every exchange from now on, since messages may be left over: see `Poisonable`."""
+
     def close(self) -> None:
         """Close sockets and release memory. Idempotent."""
 
 
 class Collectives(Protocol):
-    """Operations in which all of several ranks take part at once. `ranks`: their global ranks, ascending."""
+    """Operations in which all of several ranks take part at once. `ranks`: their global ranks, ascending.
+
+    `bulk`: what is not needed in this step; it does not hold up what is. Each returns at once.
+    """
+
+    def form(self, sets: Sequence[tuple[int, ...]]) -> None:
+        """Prepare operations of these sets of ranks. All ranks of the job call it, with the same sets in order."""
+
+    def covers(self, ranks: tuple[int, ...]) -> bool:
+        """Whether there are operations of `ranks`."""
 
     def all_gather(
-        self, ranks: tuple[int, ...], own: Tensor, out: Tensor, incoming: Sequence[Incoming], where: str
+        self,
+        ranks: tuple[int, ...],
+        buffers: tuple[Tensor, Tensor],
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        bulk: bool = False,
     ) -> Work[Messages]:
-        """Start to gather `own` [elements], of the same size on all ranks, into `out` [len(ranks), elements].
+        """Start to gather [elements] of all ranks, of the same size, into [len(ranks), elements].
 
-        `incoming`: the messages of the other ranks that lie in their rows of `out`, see `packing`. Returns at once.
+        `incoming`: the messages of the other ranks that lie in their rows of the latter, see `packing`.
         """
+
+    def exchange(
+        self,
+        ranks: tuple[int, ...],
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        bulk: bool = False,
+    ) -> Work[Messages]:
+        """Start an exchange of at most one message from each rank to each. Ranks without any take part as well."""

@@ -18,6 +18,7 @@ from patchpar.comm.transport.message import TensorSpec
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
 LAYOUTS_KEPT = 4096  # messages of different shapes that a model may have
+MOST_PADDING = 1.5  # of the elements that are gathered: where shares differ by more, they are sent as messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +56,93 @@ def layout_of(specs: tuple[TensorSpec, ...]) -> MessageLayout:
     return MessageLayout(specs, dtype, tuple(offsets), end)
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
+def pack(tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
     """Return a buffer [size] with `tensors`, of any shape, as `layout_of` their specs lays them out.
 
-    A single contiguous tensor is not copied.
+    `size` may be larger than the layout's; the rest has no values. A single contiguous tensor is not copied.
     """
     flat = [x.detach().reshape(-1) for x in tensors]
-    if len(flat) == 1:
-        return flat[0]
     layout = layout_of(tuple(map(TensorSpec.of, tensors)))
-    if all(x.dtype == layout.dtype for x in flat):
-        return torch.cat(flat)
+    size = layout.size if size is None else size
+    if len(flat) == 1 and size == layout.size:
+        return flat[0]
     parts, end = [], 0
     for x, offset in zip(flat, layout.offsets, strict=True):
         if offset > end:
-            parts.append(x.new_empty(offset - end, dtype=torch.uint8))
-        parts.append(x.view(torch.uint8))
+            parts.append(x.new_empty(offset - end, dtype=layout.dtype))
+        parts.append(x if x.dtype == layout.dtype else x.view(layout.dtype))
         end = offset + parts[-1].numel()
+    if size > end:
+        parts.append(flat[0].new_empty(size - end, dtype=layout.dtype))
     return torch.cat(parts)
+
+
+def gather_buffers(own: Sequence[Tensor], others: Sequence[tuple[TensorSpec, ...]]) -> tuple[Tensor, Tensor] | None:
+    """Return `own`, tensors of any shape, as [elements], and a buffer [ranks, elements] for those of all ranks.
+
+    `others`: what the other ranks send. All rows are as long as the longest. None where a gather of equal rows would
+    send much more than there is; all ranks find the same.
+    """
+    layouts = [layout_of(tuple(map(TensorSpec.of, own))), *map(layout_of, others)]
+    sizes = [layout.size for layout in layouts]
+    width = max(sizes)
+    if len({layout.dtype for layout in layouts}) > 1 or width * len(sizes) > MOST_PADDING * sum(sizes):
+        return None
+    packed = pack(own, width)
+    return packed, packed.new_empty((len(sizes), width))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRow:
+    """Several messages one after the other in a buffer of `size` bytes, each aligned. `starts`: their first bytes."""
+
+    layouts: tuple[MessageLayout, ...]
+    starts: tuple[int, ...]
+    size: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each message, with what aligns the next."""
+        ends = (*self.starts[1:], self.size)
+        return [end - start for start, end in zip(self.starts, ends, strict=True)]
+
+    def buffers(self, row: Tensor) -> list[Tensor]:
+        """Return the buffer [elements] of each message out of `row` [bytes]."""
+        found = []
+        for layout, start in zip(self.layouts, self.starts, strict=True):
+            part = row.narrow(0, start, layout.size * layout.dtype.itemsize)
+            found.append(part if layout.dtype == torch.uint8 else part.view(layout.dtype))
+        return found
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def row_of(messages: tuple[tuple[TensorSpec, ...], ...]) -> MessageRow:
+    """Return where messages with tensors of these specs lie, some of which may be empty."""
+    layouts = tuple(map(layout_of, messages))
+    starts, end = [], 0
+    for layout in layouts:
+        starts.append(end)
+        end += -(-layout.size * layout.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return MessageRow(layouts, tuple(starts), end)
+
+
+def pack_row(messages: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, MessageRow]:
+    """Return a buffer [bytes] on `device` with the tensors of `messages`, of any shape, and where they lie."""
+    row = row_of(tuple(tuple(map(TensorSpec.of, tensors)) for tensors in messages))
+    flat = {id(x): x.detach().reshape(-1) for tensors in messages for x in tensors}  # a tensor to several ranks: once
+    dtypes = {x.dtype for x in flat.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    parts, end = [], 0
+    for tensors, layout, start in zip(messages, row.layouts, row.starts, strict=True):
+        for x, offset in zip(tensors, layout.offsets, strict=True):
+            at = start + offset * layout.dtype.itemsize
+            if at > end:
+                parts.append(torch.empty((at - end) // dtype.itemsize, dtype=dtype, device=device))
+            parts.append(flat[id(x)] if x.dtype == dtype else flat[id(x)].view(torch.uint8))
+            end = at + parts[-1].numel() * dtype.itemsize
+    if row.size > end:
+        parts.append(torch.empty((row.size - end) // dtype.itemsize, dtype=dtype, device=device))
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8, device=device), row
+    buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return buffer.view(torch.uint8), row

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from patchpar.comm.transport.arena import Arena, map_segment
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
 
@@ -73,7 +74,7 @@ class _PeerSocket:
         return True
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Poisonable):
     """Messages from one rank to the other ranks of its host."""
 
     collectives = None
@@ -87,6 +88,7 @@ class SharedMemoryTransport:
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones."""
+        self.check(where)
         for message in outgoing:
             self._send(message, where)
         return SharedMemoryWork(self, incoming, where)
@@ -193,6 +195,10 @@ class SharedMemoryTransport:
             )
         for other in self._lines.values():
             other.read(self._arena)
+
+    def settle(self, where: str) -> None:
+        """See `Transport`: a wait for a message blocks the process."""
+        self.check(where)
 
     def _at(self, where: str) -> str:
         return f"rank {self.rank} at {where}"

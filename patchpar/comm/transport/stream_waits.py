@@ -1,19 +1,27 @@
 """Waiting for NCCL: the GPU's stream waits for the messages, and the process continues.
 
 `dist.Work.wait(timeout)` of NCCL blocks the *process*, which polls every millisecond and enqueues nothing meanwhile: at
-a hundred exchanges in a step that costs more than the exchanges. So works are awaited without a timeout. The duration
-is measured with two events of the stream, and the deadline is checked later, at the next exchange, for works that are
-not complete.
+a hundred exchanges in a step that costs more than the exchanges. So works are awaited without a timeout, and the
+duration is measured with two events of the stream.
+
+The deadline is checked by a thread, since the process may be blocked in a synchronisation with the stream. Once a work
+is late, its group is aborted: the stream goes on, and the next exchange raises ExchangeError.
 """
 
+import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
+
+GLANCE = 0.5  # seconds between two looks at works in flight
+POLL = 1e-3
 
 
 class StreamStall:
@@ -36,28 +44,91 @@ class StreamStall:
         return self._begin.elapsed_time(self._end) / 1e3
 
 
-class StreamWaits:
-    """Works that the current stream waits for. `deadline` returns the limit of one in seconds, which may change."""
+class _Awaited(NamedTuple):
+    """Works that a stream waits for since `since`. `what` names rank, exchange point, peers and shapes."""
 
-    def __init__(self, deadline: Callable[[], float]) -> None:
-        self._deadline = deadline
-        self._awaited: deque[tuple[float, Sequence[dist.Work], Callable[[], str]]] = deque()
+    since: float
+    works: tuple[dist.Work, ...]
+    what: Callable[[], str]
+
+
+class StreamWaits:
+    """Works that streams wait for. `deadline` returns the limit of one in seconds, which may change.
+
+    `on_late` is called once, by any thread, with what has not arrived.
+    """
+
+    def __init__(self, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
+        self._deadline, self._on_late = deadline, on_late
+        self._awaited: deque[_Awaited] = deque()
+        self._lock = threading.Lock()
+        self._news = threading.Event()  # set while works are awaited, and at the end
+        self._closed = False
+        self._paused = 0
+        self._late = ""
+        self._watch: threading.Thread | None = None
 
     def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall:
-        """Make the stream wait. `what` names rank, exchange point, peers and shapes for the error."""
+        """Make the current stream wait."""
         stall = StreamStall()
         for work in works:
             work.wait()
         stall.end()
-        self._awaited.append((time.monotonic(), tuple(works), what))
+        with self._lock:
+            self._awaited.append(_Awaited(time.monotonic(), tuple(works), what))
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
+            self._watch.start()
+        self._news.set()
         return stall
 
     def look_back(self) -> None:
-        """Raise ExchangeError for the first work that is not complete after the deadline."""
+        """Raise ExchangeError if a work is not complete after the deadline."""
+        self._look()
+        if self._late:
+            raise ExchangeError(self._late)
+
+    def settle(self) -> None:
+        """Block until all works are complete. Raises ExchangeError."""
         while self._awaited:
-            since, works, what = self._awaited[0]
-            if not all(work.is_completed() for work in works):
-                if time.monotonic() - since > self._deadline():
-                    raise ExchangeError(f"{what()} within {self._deadline():g} s")
+            self.look_back()
+            time.sleep(POLL)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No thread asks the GPU for events meanwhile: that would break the capture of a graph."""
+        with self._lock:
+            self._paused += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._paused -= 1
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed = True
+        self._news.set()
+
+    def _watch_over(self) -> None:
+        while not self._closed and not self._late:
+            self._news.wait()
+            time.sleep(GLANCE)
+            self._look()
+
+    def _look(self) -> None:
+        """Forget works that are complete; report the first that is late."""
+        with self._lock:
+            if self._paused or self._late:
                 return
-            self._awaited.popleft()
+            while self._awaited and all(work.is_completed() for work in self._awaited[0].works):
+                self._awaited.popleft()
+            if not self._awaited:
+                if not self._closed:
+                    self._news.clear()
+                return
+            since, _, what = self._awaited[0]
+            if time.monotonic() - since <= self._deadline():
+                return
+            self._late = f"{what()} within {self._deadline():g} s"
+        self._on_late(self._late)

@@ -2,36 +2,73 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchpar.comm.transport.message import Incoming, Messages, Work
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport.packing import pack_row, row_of
+from patchpar.comm.transport.torch_groups import ProcessGroups
 
-Started = Callable[[dist.Work, Tensor, Sequence[Tensor], Sequence[Incoming], str], Work[Messages]]
+Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
+Start = Callable[[Callable[[], Sequence[dist.Work]], Buffers, Sequence[Incoming], str], Work[Messages]]
 
 
 class TorchCollectives:
-    """Collectives of torch.distributed, in a process group for every set of ranks, made when first needed.
+    """See `Collectives`. `start(begin, buffers, incoming, where)` begins one; buffers: sent, and of each message."""
 
-    `started` returns the handle of one: (work, buffer sent, buffer of each message received, messages, exchange point).
-    """
+    def __init__(self, groups: ProcessGroups, device: torch.device, start: Start) -> None:
+        self._groups, self._device, self._start = groups, device, start
 
-    def __init__(self, started: Started) -> None:
-        self._started = started
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    def form(self, sets: Sequence[tuple[int, ...]]) -> None:
+        """See `Collectives`."""
+        self._groups.form(sets, with_bulk=True)
+
+    def covers(self, ranks: tuple[int, ...]) -> bool:
+        """See `Collectives`."""
+        return self._groups.has(ranks)
 
     def all_gather(
-        self, ranks: tuple[int, ...], own: Tensor, out: Tensor, incoming: Sequence[Incoming], where: str
+        self,
+        ranks: tuple[int, ...],
+        buffers: tuple[Tensor, Tensor],
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`."""
+        own, rows = buffers
+        group = self._groups.of(ranks, bulk=bulk)
         # `all_gather_into_tensor` is its name up to torch 2.12, deprecated since.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(out.view(-1), own, group=self._group(ranks), async_op=True)
-        return self._started(work, own, [out[ranks.index(message.peer)] for message in incoming], incoming, where)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group of `ranks`, ascending. When first asked for, all of them have to do so."""
-        found = self._groups.get(ranks)
-        if found is None:
-            found = self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return found
+        def begin() -> Sequence[dist.Work]:
+            return [gather(rows.view(-1), own, group=group, async_op=True)]
+
+        received = [rows[ranks.index(message.peer)] for message in incoming]
+        return self._start(begin, ([own], received), incoming, where)
+
+    def exchange(
+        self,
+        ranks: tuple[int, ...],
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        bulk: bool = False,
+    ) -> Work[Messages]:
+        """See `Collectives`."""
+        leaving = {peer: message.tensors for message in outgoing for peer in message.peers}
+        coming = {message.peer: message.specs for message in incoming}
+        sent, row_sent = pack_row([leaving.get(rank, ()) for rank in ranks], self._device)
+        row = row_of(tuple(coming.get(rank, ()) for rank in ranks))
+        received = torch.empty(row.size, dtype=torch.uint8, device=self._device)
+        group = self._groups.of(ranks, bulk=bulk)
+
+        def begin() -> Sequence[dist.Work]:
+            return [dist.all_to_all_single(received, sent, row.sizes, row_sent.sizes, group=group, async_op=True)]
+
+        buffers = row.buffers(received)
+        by_message = [buffers[ranks.index(message.peer)] for message in incoming]
+        return self._start(begin, ([sent], by_message), incoming, where)

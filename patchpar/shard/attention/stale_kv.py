@@ -126,17 +126,17 @@ class RemoteTokens:
     def part(self, own: KeysValues) -> ExchangePart:
         """Return what this rank sends and receives for the next step."""
         senders = [group_rank for group_rank in self.axis.others if self._range[group_rank][1]]
+        to_all = isinstance(self.options.selection, AllRows)
         if self.options.bits < 16:
             outgoing = [(peers, self._encoded(own, pieces)) for pieces, peers in self._receivers().items()]
             specs = {self.axis.ranks[p]: tuple(s for r in self._copies[p] for s in r.specs()) for p in senders}
-            return ExchangePart("kv", outgoing, specs)
+            return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
         outgoing = [
             (peers, tuple(take(x, pieces, self.grid) for x in own)) for pieces, peers in self._receivers().items()
         ]
         into = {self.axis.ranks[group_rank]: tuple(self._held(group_rank)) for group_rank in senders}
-        return ExchangePart(
-            "kv", outgoing, {rank: tuple(TensorSpec.of(x) for x in held) for rank, held in into.items()}, into
-        )
+        specs = {rank: tuple(TensorSpec.of(x) for x in held) for rank, held in into.items()}
+        return ExchangePart("kv", outgoing, specs, into, self.axis, to_all)
 
     def _encoded(self, own: KeysValues, pieces: tuple[PooledRows, ...]) -> tuple[Tensor, ...]:
         tokens = [take(x, pieces, self.grid) for x in own]
@@ -290,9 +290,8 @@ class RemotePartials:
             )
 
         peers = tuple(ranks[group_rank] for group_rank in self.axis.others)
-        return ExchangePart(
-            "kv", [(peers, tuple(own))], {ranks[group_rank]: specs(group_rank) for group_rank in self.axis.others}
-        )
+        incoming = {ranks[group_rank]: specs(group_rank) for group_rank in self.axis.others}
+        return ExchangePart("kv", [(peers, tuple(own))], incoming, axis=self.axis, to_all=True)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the cached output [B, N, l, D] and log-sum-exp [B, N, l]."""

@@ -110,7 +110,7 @@ def tokens_to_heads(
         for group_rank in group.others
     ]
     incoming = [Incoming(group.ranks[group_rank], specs(group_rank)) for group_rank in group.others]
-    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming), group)
+    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming, group), group)
     received[group.rank] = own_tokens(own)
     whole = [
         torch.cat(
@@ -160,7 +160,7 @@ def heads_to_tokens(
 
     outgoing = [Outgoing((group.ranks[group_rank],), (of(group_rank),)) for group_rank in group.others]
     incoming = [Incoming(group.ranks[group_rank], (spec(group_rank),)) for group_rank in group.others]
-    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming), group)
+    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming, group), group)
     received[group.rank] = [own]
     return torch.cat([received[group_rank][0] for group_rank in range(group.size)], 1)
 

@@ -90,7 +90,7 @@ class MessageBucket:
         """Send the collected parts."""
         if not self._parts:
             return
-        exchange = self._comm.exchange(where, self._parts, label="bucket")
+        exchange = self._comm.exchange(where, self._parts, label="bucket", bulk=True)
         for ticket in self._tickets:
             ticket.exchange = exchange
         self._parts, self._tickets = [], []
@@ -166,7 +166,7 @@ class StaleCache:
 
     def send_at_once(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Send for the next step."""
-        exchange = self.comm.exchange(where, [part])
+        exchange = self.comm.exchange(where, [part], bulk=True)
         return lambda: exchange.wait()[0]
 
     def end(self) -> None:

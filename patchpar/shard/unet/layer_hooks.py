@@ -184,7 +184,8 @@ def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, whe
     ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
     both = (x.narrow(dim, 0, reach).clone(), x.narrow(dim, x.shape[dim] - reach, reach).clone())
     specs = tuple(TensorSpec.of(rows) for rows in both)
-    wait = patch.cache.send(ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
+    part = ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs), axis=axis, to_all=True)
+    wait = patch.cache.send(part, where)
 
     def received() -> Received:
         found, nearest = wait(), {}

@@ -1,0 +1,55 @@
+"""Process groups of torch.distributed that belong to one transport: no other user of the default group meets them.
+
+Each has a communicator and, with NCCL, a stream of its own. Of every set of ranks there are two: small messages that
+are needed now do not queue behind bulk that is needed in the next step.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of a wait is `StreamWaits`'s
+
+
+class ProcessGroups:
+    """The groups of `backend`. Collective: all ranks of the default group construct theirs and form groups together."""
+
+    def __init__(self, backend: str, deadline: float) -> None:
+        self.backend = backend
+        self._timeout = NCCL_TIMEOUT if backend == "nccl" else timedelta(seconds=deadline)
+        self._formed: set[tuple[tuple[int, ...], bool]] = set()
+        self._own: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}  # with this rank in it
+
+    def form(self, sets: Sequence[tuple[int, ...]], *, with_bulk: bool) -> None:
+        """Make the groups of these sets of global ranks, ascending. Every rank has to name the same sets in order."""
+        for ranks in sets:
+            for bulk in (False, True)[: 1 + with_bulk]:
+                if (ranks, bulk) in self._formed:
+                    continue
+                self._formed.add((ranks, bulk))
+                made = dist.new_group(list(ranks), timeout=self._timeout, backend=self.backend)
+                if dist.get_rank() in ranks:
+                    self._own[ranks, bulk] = made
+
+    def has(self, ranks: tuple[int, ...]) -> bool:
+        """Whether there are groups of `ranks`."""
+        return (ranks, True) in self._own
+
+    def of(self, ranks: tuple[int, ...], *, bulk: bool) -> dist.ProcessGroup:
+        """Return a group of `ranks`, of which this rank is one."""
+        return self._own[ranks, bulk]
+
+    def abort(self) -> None:
+        """End all operations in flight, so that whoever waits for them goes on. The groups cannot be used again."""
+        for group in self._own.values():
+            with contextlib.suppress(RuntimeError):  # gloo's has none: its waits have deadlines of their own
+                group.abort()
+
+    def destroy(self) -> None:
+        """Release all groups. Idempotent."""
+        for group in self._own.values() if dist.is_initialized() else ():
+            with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or the group went with the default
+                dist.destroy_process_group(group)
+        self._own.clear()

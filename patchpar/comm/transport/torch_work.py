@@ -1,0 +1,100 @@
+"""Messages of torch.distributed in flight, in flat buffers."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patchpar.comm.transport.message import Incoming, Messages, Work
+from patchpar.comm.transport.packing import layout_of
+from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
+from patchpar.errors import ExchangeError
+
+
+class Waiter(Protocol):
+    """The transport that a work belongs to."""
+
+    rank: int
+    device: torch.device
+    deadline: float
+    waiting: AbstractContextManager[None]
+    waits: StreamWaits | None
+
+    def check(self, where: str) -> None:
+        """Raise ExchangeError if an exchange before has failed."""
+
+    def poison(self, reason: str) -> None:
+        """Refuse every exchange from now on."""
+
+
+class TorchWork(Work[Messages]):
+    """Works in flight with their tensors: dropping the handle of a gloo send would block the receiver.
+
+    `buffers`: those sent, kept until the wait, and one [elements] for each message received.
+    """
+
+    def __init__(
+        self,
+        transport: Waiter,
+        works: Sequence[dist.Work],
+        buffers: tuple[Sequence[Tensor], Sequence[Tensor]],
+        incoming: Sequence[Incoming],
+        where: str,
+    ) -> None:
+        super().__init__(incoming, where)
+        self._transport, self._works = transport, list(works)
+        self._sent, self._raw = buffers
+        self._missing = partial(_missing, transport.rank, where, incoming)
+        self._stalled: tuple[StreamStall, ...] = ()
+
+    def is_here(self, index: int) -> bool:
+        """Whether the batch is known to have arrived: with gloo only after a wait."""
+        return all(work.is_completed() for work in self._works)
+
+    def _receive(self, index: int) -> list[Tensor]:
+        """Receive one message into its buffers. Works may be coalesced, so this waits for the whole batch."""
+        self._leave()
+        message, device = self.incoming[index], self._transport.device
+        into = message.into or [None] * len(message.specs)
+        found = layout_of(message.specs).views(self._raw[index])
+        return [_into(own, x) if own is not None else x.to(device) for own, x in zip(into, found, strict=True)]
+
+    def _leave(self) -> None:
+        """Wait for the batch, both ways."""
+        if not self._works:
+            return
+        self._transport.check(self.where)
+        try:
+            if self._transport.waits is not None:
+                self._stalled = (self._transport.waits.wait_for(self._works, self._missing),)
+                self._works.clear()
+            with self._transport.waiting:
+                while self._works:
+                    self._works[0].wait(timedelta(seconds=self._transport.deadline))
+                    self._works.pop(0)
+        except RuntimeError as error:
+            text = f"{self._missing()} within {self._transport.deadline:g} s ({error})"
+            self._transport.poison(text)
+            raise ExchangeError(text) from error
+        self._sent = ()
+
+    def _stalls(self) -> Sequence[StreamStall]:
+        """With NCCL, the waits of the stream since the last call."""
+        found, self._stalled = self._stalled, ()
+        return found
+
+
+def _into(own: Tensor, x: Tensor) -> Tensor:
+    """Return `own` with the values of `x`, of the same shape; the backend may have written them there already."""
+    return own if own.data_ptr() == x.data_ptr() else own.copy_(x)
+
+
+def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:
+    peers = sorted({message.peer for message in incoming})
+    shapes = [spec.shape for message in incoming for spec in message.specs]
+    return f"rank {rank} at {where}: no message from ranks {peers} of shapes {shapes}"
