@@ -51,6 +51,17 @@ THE_APP_MAY = {
     *("PUBLIC", "plan", "launch", "comm.trace", "models", "strategies", "stream"),
     *("pipeline.auto_plan", "pipeline.image_metrics", "pipeline.report", "pipeline.validate"),
 }
+NAMES_OF_ACCELERATORS = {"cuda", "xpu", "npu", "mps"}
+# Everything else asks launch.accelerators, so that a device of another type is no special case.
+MAY_NAME_ACCELERATORS = {
+    "launch.accelerators": "the facts by type",
+    "pipeline.attributes": "a method of networks",
+    "shard.kernels.fused_op": "Triton's kernels",
+    "shard.attention.lse_kernels": "kernels that return the log-sum-exp",
+    "comm.transport.torch_p2p": "NCCL",
+    "comm.transport.stream_waits": "NCCL",
+    "cli.doctor": "what to print of NVIDIA's cards",
+}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
 MAY_TALK_TO_RANKS = ("comm.transport", "launch")
 MAX_FILE_LINES = 300
@@ -216,6 +227,43 @@ def test_no_hidden_state(path: Path) -> None:
     assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
     reads_environment = any(mentions(source, name) for name in ("os.environ", "os.getenv", "os.putenv"))
     assert name_of(path) == "launch" or not reads_environment
+
+
+def accelerators_named(source: str) -> list[str]:
+    """Return the strings and modules of torch by which a source names a type of accelerator."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    of_torch = [
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    ]
+    return [name for name in texts + of_torch if name.partition(":")[0] in NAMES_OF_ACCELERATORS]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_one_module_knows_the_types_of_accelerators(path: Path) -> None:
+    me = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    assert me in MAY_NAME_ACCELERATORS or not accelerators_named(path.read_text())
+
+
+def test_every_exception_names_an_accelerator() -> None:
+    for module in MAY_NAME_ACCELERATORS:
+        assert accelerators_named((PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text()), module
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("if device.type == 'cuda': ...", ["cuda"]),
+        ("f'cuda:{index}'", ["cuda:"]),
+        ("import torch\ntorch.xpu.synchronize()", ["xpu"]),
+        ("'such as cuda:1'", []),
+        ("pipe.cuda()", []),
+    ],
+)
+def test_the_accelerator_rule_sees(source: str, names: list[str]) -> None:
+    assert accelerators_named(source) == names
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

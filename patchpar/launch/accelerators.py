@@ -10,6 +10,7 @@ from patchpar.launch.rendezvous import this_host
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 KINDS = ("cuda", "xpu", "npu", "mps")
 """Device types of accelerators in torch; "cuda" is also the name in builds for ROCm."""
@@ -110,3 +111,50 @@ def default_backend(kind: str) -> str:
     import torch.distributed as dist
 
     return dist.Backend.default_device_backend_map.get(kind, HOST_BACKENDS[0])
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that tensors may still take on an accelerator: free there, or reserved by torch and unused.
+
+    None for the CPU, whose memory all ranks of a host share, and where torch does not know.
+    """
+    if not is_accelerator(str(device)):
+        return None
+    module = device_module(device.type)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's default generator, uint8 [N]; None for the CPU."""
+    if not is_accelerator(str(device)):
+        return None
+    module = device_module(device.type)
+    return module.get_rng_state() if device.index is None or not _has_several(module) else module.get_rng_state(device)
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of an accelerator's default generator, uint8 [N]."""
+    module = device_module(device.type)
+    if device.index is None or not _has_several(module):
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def used_device() -> torch.device | None:
+    """Return the current accelerator of this process if it has used one. Does not begin to use one."""
+    import torch
+
+    for kind in KINDS:
+        is_initialized = getattr(device_module(kind), "is_initialized", None) if device_count(kind) else None
+        if is_initialized is not None and is_initialized():
+            return torch.device(kind)
+    return None
+
+
+def _has_several(module: Any) -> bool:
+    """Whether torch can have several devices of a type, so that functions take the device; of "mps" it has one."""
+    return hasattr(module, "set_device")

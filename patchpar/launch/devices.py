@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchpar.errors import PlanError
+from patchpar.launch import accelerators
 from patchpar.plan.scalars import is_whole, plain
 
-GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and NVIDIA under WSL
+GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "davinci[0-9]*")
+"""In /dev: NVIDIA, AMD, NVIDIA under WSL, Intel (and any other that draws), Ascend."""
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
-ACCEPTED = 'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), "cuda", "cuda:1", or a list of devices'
+ACCEPTED = (
+    'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), "cuda", "cuda:1", or a list of devices; '
+    '"xpu", "npu" and "mps" like "cuda"'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +34,8 @@ def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) ->
     """Return the devices that `devices` names.
 
     `devices`: "auto" (all GPUs, else the CPU); a number (GPUs where there are any, else CPU workers); "cpu"; "cpu:N"
-    (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"].
+    (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"]. "xpu", "npu"
+    and "mps" as "cuda"; "mps" has to be named.
     `oversubscribe`: allow a list to name a GPU more than once; its ranks then communicate through shared memory.
 
     Raises PlanError for devices that do not exist, repeat, or cannot work together.
@@ -53,14 +59,24 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def gpu_count() -> int:
-    """Return the number of GPUs that torch can use. Does not import torch (seconds) on a machine without GPUs."""
-    has_files = any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES)
-    if not has_files and "torch" not in sys.modules:
-        return 0
-    import torch
+def count_of(kind: str) -> int:
+    """Return the number of accelerators of a type, such as "cuda", that torch can use.
 
-    return torch.cuda.device_count()
+    Does not import torch (seconds) on a machine without GPUs.
+    """
+    return accelerators.device_count(kind) if _may_have_gpus() else 0
+
+
+def main_gpus() -> tuple[str, int]:
+    """Return type and number of the GPUs that "auto" and numbers mean; ("", 0) without any."""
+    kind = accelerators.main_kind() if _may_have_gpus() else ""
+    return kind, count_of(kind) if kind else 0
+
+
+def _may_have_gpus() -> bool:
+    if sys.platform == "darwin" or "torch" in sys.modules:
+        return True
+    return any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES)
 
 
 def _from_text(text: str, oversubscribe: bool) -> Devices:
@@ -69,11 +85,12 @@ def _from_text(text: str, oversubscribe: bool) -> Devices:
     if text.lstrip("-").isdigit():
         return _from_number(int(text))
     if text == "auto":
-        return _gpus(gpu_count()) if gpu_count() else Devices(names=("cpu",), note="no GPU found: using the CPU")
-    if text == "cuda":
-        if not gpu_count():
-            raise PlanError(f"devices='cuda': {_what_exists()}")
-        return _gpus(gpu_count())
+        kind, count = main_gpus()
+        return _gpus(kind, count) if count else Devices(names=("cpu",), note="no GPU found: using the CPU")
+    if text in accelerators.KINDS:
+        if not count_of(text):
+            raise PlanError(f"devices={text!r}: {_what_exists(text)}")
+        return _gpus(text, count_of(text))
     kind, _, number = text.partition(":")
     if kind == "cpu" and number:
         if not number.isdigit():
@@ -85,13 +102,15 @@ def _from_text(text: str, oversubscribe: bool) -> Devices:
 def _from_number(number: int) -> Devices:
     if number < 1:
         raise PlanError(f"devices={number}: at least 1 device is needed")
-    count = gpu_count()
+    kind, count = main_gpus()
     if count == 0:
         found = _cpu_workers(number, number)
         return Devices(names=found.names, note=f"no GPU found: {found.note}")
     if number > count:
-        raise PlanError(f"devices={number}: {_what_exists()}; use at most {count}, or 'cpu:{number}' for CPU workers")
-    return _gpus(number)
+        raise PlanError(
+            f"devices={number}: {_what_exists(kind)}; use at most {count}, or 'cpu:{number}' for CPU workers"
+        )
+    return _gpus(kind, number)
 
 
 def _from_list(devices: Sequence[object], oversubscribe: bool) -> Devices:
@@ -116,15 +135,15 @@ def _one_device(device: object) -> str:
     kind, _, index = name.partition(":")
     if name == "cpu":
         return name
-    if kind == "cuda" and index.isdigit():
-        if int(index) >= gpu_count():
-            raise PlanError(f"device {name!r} does not exist: {_what_exists()}")
-        return f"cuda:{int(index)}"
+    if kind in accelerators.KINDS and index.isdigit():
+        if int(index) >= count_of(kind):
+            raise PlanError(f"device {name!r} does not exist: {_what_exists(kind)}")
+        return f"{kind}:{int(index)}"
     raise PlanError(f"{name!r} is not a device; {ACCEPTED}")
 
 
-def _gpus(number: int) -> Devices:
-    names = tuple(f"cuda:{index}" for index in range(number))
+def _gpus(kind: str, number: int) -> Devices:
+    names = tuple(f"{kind}:{index}" for index in range(number))
     return Devices(names=names, note="1 GPU" if number == 1 else f"{number} GPUs")
 
 
@@ -142,8 +161,8 @@ def _cores(number: int) -> str:
     return "1 core" if number == 1 else f"{number} cores"
 
 
-def _what_exists() -> str:
-    count = gpu_count()
+def _what_exists(kind: str) -> str:
+    count = count_of(kind)
     if count == 0:
-        return "torch finds no GPU here, only the CPU"
-    return f"there {'is' if count == 1 else 'are'} {', '.join(f'cuda:{index}' for index in range(count))}"
+        return f"torch finds no GPU of type {kind!r} here, only the CPU"
+    return f"there {'is' if count == 1 else 'are'} {', '.join(f'{kind}:{index}' for index in range(count))}"

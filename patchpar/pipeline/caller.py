@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch import accelerators
 from patchpar.models.adapters import from_safetensors
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -196,8 +197,8 @@ def _random_state() -> RandomState:
         import random
 
         return RandomState(seed=random.SystemRandom().getrandbits(63))
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
+    used = accelerators.used_device()
+    return RandomState(cpu=torch.get_rng_state(), gpu=None if used is None else accelerators.random_state(used))
 
 
 def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult]) -> None:
@@ -210,8 +211,9 @@ def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult])
         return
     torch = sys.modules["torch"]
     torch.set_rng_state(after.cpu)
-    if after.cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(after.cuda)
+    used = accelerators.used_device()
+    if after.gpu is not None and used is not None:
+        accelerators.set_random_state(after.gpu, used)
 
 
 def output_of(results: Sequence[CallResult]) -> Any:

@@ -14,12 +14,12 @@ ANY_RANK = {"per rank": True}  # of a field that may differ between ranks of tor
 class RandomState:
     """The state of the caller's default generators, which a call without a generator samples from.
 
-    `cpu` and `cuda` are states of torch's generators, uint8 tensors [N]; `cuda` only if the caller has used CUDA. A
+    `cpu` and `gpu` are states of torch's generators, uint8 tensors [N]; `gpu` only if the caller has used a GPU. A
     caller that has not imported torch cannot have seeded it; then `seed` is a random seed for all ranks.
     """
 
     cpu: Any = None
-    cuda: Any = None
+    gpu: Any = None
     seed: int | None = None
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
+from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
 from patchpar.models.ip_adapters import looked_at
 from patchpar.pipeline.heartbeat_hooks import HeartbeatHooks
@@ -176,18 +177,17 @@ def take_random_state(state: RandomState, device: torch.device) -> None:
         torch.manual_seed(state.seed)
         return
     torch.set_rng_state(state.cpu)
-    if device.type != "cuda":
+    if device.type == "cpu":
         return
-    if state.cuda is not None:
-        torch.cuda.set_rng_state(state.cuda, device)
+    if state.gpu is not None:
+        accelerators.set_random_state(state.gpu, device)
     else:
-        torch.cuda.manual_seed(int(torch.randint(2**62, ())))
+        accelerators.device_module(device.type).manual_seed(int(torch.randint(2**62, ())))
 
 
 def random_state(device: torch.device) -> RandomState:
     """Return the state of this rank's default generators."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
+    return RandomState(cpu=torch.get_rng_state(), gpu=accelerators.random_state(device))
 
 
 class GeneratorStates:

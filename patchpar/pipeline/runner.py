@@ -24,6 +24,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import leaves
 from patchpar.comm.transport import Transport, alone, connect, watched
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.models.dtype import with_dtype
 from patchpar.models.info import (
@@ -82,10 +83,8 @@ class PipelineRunner:
         return self.adopt(for_task(load_pipeline(model, options), task).to(self.device))
 
     def _check_memory(self, weight_bytes: int) -> None:
-        if self.device.type != "cuda":
-            return  # the caller has checked the memory of all CPU ranks together
-        free, _ = torch.cuda.mem_get_info(self.device)
-        if weight_bytes > free:
+        free = free_bytes(self.device)  # None for a CPU: the caller has checked the memory of all such ranks together
+        if free is not None and weight_bytes > free:
             raise PlanError(
                 f"the weights take {weight_bytes / 2**30:.1f} GiB, but {self.device} has only {free / 2**30:.1f} GiB "
                 "free: load them in a smaller dtype (torch_dtype=torch.float16), or free some of it"

@@ -14,10 +14,10 @@ from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.cli.compare import of_one
 from patchpar.cli.flags import plan_of
 from patchpar.errors import UnsupportedModel
+from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose, without
 from patchpar.plan.mesh import Axis
-from patchpar.strategies.structure.free_memory import free_on
 from patchpar.strategies.structure.memory_estimate import COPIES, GIB, MemoryEstimate, check_room
 from patchpar.strategies.structure.supported_pipelines import TESTED, why_native_only
 from tests.breadth import first_of
@@ -125,8 +125,8 @@ def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
-    assert free_on(torch.device("cuda", 1)) == 6 * GIB
-    assert free_on(torch.device("cpu")) is None
+    assert free_bytes(torch.device("cuda", 1)) == 6 * GIB
+    assert free_bytes(torch.device("cpu")) is None
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def test_latents_beyond_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, share
     """On the rank that has the GPU, before it evaluates anything; pictures of a batch count each."""
     tiny, x = build("sd"), torch.randn(4, 4, 48, 48)
     need = COPIES * x.nbytes
-    monkeypatch.setattr("patchpar.strategies.structure.denoiser.free_on", lambda device: int(share * need))
+    monkeypatch.setattr("patchpar.strategies.structure.denoiser.free_bytes", lambda device: int(share * need))
     found = StructureGuidance(switch=0.5).install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
     found.reset()
     asked: list[Tensor] = []

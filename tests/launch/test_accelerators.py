@@ -12,7 +12,10 @@ from patchpar.launch.accelerators import (
     device_count,
     group_backend,
     main_kind,
+    random_state,
     select_device,
+    set_random_state,
+    used_device,
 )
 from tests.launch.fake_gpus import FakeGpus, pretend
 
@@ -97,3 +100,24 @@ def test_the_current_device(monkeypatch):
             gpus.log.append("work")
     inside = ["work", "set cuda:1", "enter cuda:1", "work", "leave cuda:1", "enter cuda", "work", "leave cuda"]
     assert gpus.log == inside
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_random_states(monkeypatch, kind):
+    """Of "mps" there is one device, so that torch's functions take none."""
+    gpus = pretend(monkeypatch, FakeGpus(["A", "B"]), kind)
+    state, asked = torch.arange(4, dtype=torch.uint8), []
+    gpus.get_rng_state = lambda *device: (asked.append(device), state)[1]
+    gpus.set_rng_state = lambda given, *device: asked.append((given, *device))
+    gpus.is_initialized = lambda: True
+    if kind == "mps":
+        monkeypatch.delattr(FakeGpus, "set_device")
+    of_device = torch.device(kind, 1)
+    names = (of_device,) if kind == "cuda" else ()
+    assert random_state(of_device) is state
+    set_random_state(state, of_device)
+    assert asked == [names, (state, *names)]
+    assert random_state(torch.device("cpu")) is None
+    assert used_device() == torch.device(kind)
+    gpus.is_initialized = lambda: False
+    assert used_device() is None

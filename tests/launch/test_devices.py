@@ -7,19 +7,26 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.launch import devices
+from patchpar.launch import accelerators, devices
 from patchpar.launch.devices import resolve_devices
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    monkeypatch.setattr(accelerators, "device_count", lambda kind: 0)
     monkeypatch.setattr(devices, "available_cores", lambda: 2)
 
 
 @pytest.fixture
 def three_gpus(monkeypatch):
-    monkeypatch.setattr(devices, "gpu_count", lambda: 3)
+    monkeypatch.setattr(accelerators, "device_count", lambda kind: 3 if kind == "cuda" else 0)
+
+
+@pytest.fixture(params=["xpu", "npu", "mps"])
+def kind(request, monkeypatch):
+    """The type of the machine's two accelerators."""
+    monkeypatch.setattr(accelerators, "device_count", lambda kind: 2 if kind == request.param else 0)
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,24 @@ def test_with_gpus(three_gpus, asked, names, note):
     assert note is None or found.note == note
 
 
+def test_other_accelerators(kind):
+    assert resolve_devices(kind).names == (f"{kind}:0", f"{kind}:1")
+    assert resolve_devices([f"{kind}:1", f"{kind}:0"]).names == (f"{kind}:1", f"{kind}:0")
+    assert resolve_devices(torch.device(kind, 1) if kind != "npu" else "npu:1").names == (f"{kind}:1",)
+    for unwanted, says in [(f"{kind}:2", "does not exist: there are"), ([f"{kind}:0", "cpu"], "cannot work together")]:
+        with pytest.raises(PlanError, match=says):
+            resolve_devices(unwanted)
+    with pytest.raises(PlanError, match="no GPU of type 'cuda' here"):
+        resolve_devices("cuda")
+
+
+def test_other_accelerators_are_the_gpus_of_a_number(kind):
+    """But Apple's, which has to be named: it shares the CPU's memory."""
+    found = ("cpu",) * 2 if kind == "mps" else (f"{kind}:0", f"{kind}:1")
+    assert resolve_devices(2).names == found
+    assert resolve_devices("auto").names == (("cpu",) if kind == "mps" else found)
+
+
 def test_a_gpu_is_shared_only_on_request(three_gpus):
     with pytest.raises(PlanError, match="cuda:0 repeats"):
         resolve_devices(["cuda:0", "cuda:0"])
@@ -76,8 +101,10 @@ def test_a_gpu_is_shared_only_on_request(three_gpus):
         ("cpu:0", "between 1 and 16"),
         ("cpu:x", "'cpu:4'"),
         (1000, r"between 1 and 16 CPU workers can run on 2 cores"),
-        ("cuda", "no GPU here, only the CPU"),
-        ("cuda:0", "'cuda:0' does not exist: torch finds no GPU here"),
+        ("cuda", "no GPU of type 'cuda' here, only the CPU"),
+        ("xpu", "no GPU of type 'xpu' here, only the CPU"),
+        ("cuda:0", "'cuda:0' does not exist: torch finds no GPU of type 'cuda' here"),
+        ("mps:0", "'mps:0' does not exist: torch finds no GPU of type 'mps' here"),
         (["cpu", "cuda:1"], "'cuda:1' does not exist"),
         ([], "empty list"),
         ([0, 1], "write it as 'cuda:0'"),
@@ -111,7 +138,7 @@ def test_what_cannot_be_with_gpus(three_gpus, asked, says):
         resolve_devices(asked)
 
 
-@pytest.mark.skipif(devices.gpu_count() > 0, reason="there is a GPU, so torch is needed to count")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so torch is needed to count")
 def test_choosing_devices_does_not_import_torch_where_there_is_no_gpu():
     code = "import sys; from patchpar.launch.devices import resolve_devices; resolve_devices(2); print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -139,7 +139,7 @@ def test_attention_is_over_the_tokens_of_all(heads: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("most", "chunks"), [(2 * 2 * 4 * ROWS * 8, 1), (2 * 2 * 2 * ROWS * 8, 2), (1, 3)])
 def test_attention_in_chunks_is_the_same(most: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many on every rank, whether it has 3 or 4 rows, and a mark for each: a rank must show that it gets on."""
-    monkeypatch.setattr(attention, "ON_OTHERS", most)
+    monkeypatch.setitem(attention.MOST_PRODUCTS, "cpu", most)
     marks: dict[int, list[str]] = {place: [] for place in range(WORLD)}
     q, k, v = (structured(2, 2, ROWS, 8, seed=seed) for seed in range(3))
 

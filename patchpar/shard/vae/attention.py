@@ -23,9 +23,9 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.band import VaeBand
 
-MOST_PRODUCTS = {"cuda": 2**40}
+MOST_PRODUCTS = {"cpu": 2**34}
 """Queries times keys times their width in one chunk: 10 ms on a GPU, seconds on a core."""
-ON_OTHERS = 2**34
+ON_GPUS = 2**40
 
 
 def attend(band: VaeBand, call: AttentionCall) -> Tensor:
@@ -59,7 +59,7 @@ def _chunks(shared: ShardedQKV) -> int:
     """Return in how many chunks to compute the queries, the same on all ranks."""
     batch, heads, _, width = shared.q_BNlD.shape
     products = batch * heads * max(shared.sizes) * shared.total * width
-    return min(*shared.sizes, math.ceil(products / MOST_PRODUCTS.get(shared.q_BNlD.device.type, ON_OTHERS)))
+    return min(*shared.sizes, math.ceil(products / MOST_PRODUCTS.get(shared.q_BNlD.device.type, ON_GPUS)))
 
 
 def _in_chunks(band: VaeBand, shared: ShardedQKV, count: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.launch.accelerators import random_state, set_random_state
 from patchpar.plan.bands import split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
@@ -192,8 +193,12 @@ def random_numbers_kept(call: VaeCall) -> Iterator[None]:
     """Restore the default random state, and those of generators among the arguments, at the end."""
     generators = generators_of(call.kwargs)
     states = [generator.get_state() for generator in generators]
-    devices = [call.x.device] if call.x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    of_cpu, of_gpu = torch.get_rng_state(), random_state(call.x.device)
+    try:
         yield
+    finally:
+        torch.set_rng_state(of_cpu)
+        if of_gpu is not None:
+            set_random_state(of_gpu, call.x.device)
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
+from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import describe
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
@@ -28,7 +29,6 @@ from patchpar.strategies.structure.after_guidance import AfterGuidance
 from patchpar.strategies.structure.attention_map import AttentionMap
 from patchpar.strategies.structure.content_tokens import ContentTokens
 from patchpar.strategies.structure.evaluate import DenoiserCall
-from patchpar.strategies.structure.free_memory import free_on
 from patchpar.strategies.structure.initial_noise import FreshNoise, SharedNoise
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.interlaced_stage import InterlacedStage
@@ -136,7 +136,7 @@ class HighResDenoiser:
 
     def _check_room(self, x_BCHW: Tensor, branches: int) -> None:
         """Raise PlanError for latents that exceed what is free on this rank's GPU."""
-        free, pixels = free_on(x_BCHW.device), self.native.pixels
+        free, pixels = free_bytes(x_BCHW.device), self.native.pixels
         size = x_BCHW.shape[-2] * pixels, x_BCHW.shape[-1] * pixels
         if free is not None:
             calls = 1 if branches > 1 or not self.clock.guided else 2  # a call for each branch
