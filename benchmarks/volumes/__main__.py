@@ -68,7 +68,7 @@ def received(shapes: Shapes, world: int, strategy: str, place: int, *, itemsize:
         itemsize=itemsize,
     )
     by_kind = {kind: count / 1e6 for kind, count in volumes.received_per_step(place).items()}
-    return Received(by_kind, sum(volumes.held(place).values()) / 1e6)
+    return Received(by_kind, (sum(volumes.held(place).values()) + volumes.arriving(place)) / 1e6)
 
 
 def inner(world: int) -> int:

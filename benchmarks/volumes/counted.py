@@ -15,11 +15,12 @@ from benchmarks.volumes.shapes import shapes_of
 from patchpar.plan.bands import split_bands
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stale.cache import StaleBytes
 from patchpar.shard.unet.discover import discover
 from patchpar.strategies import parse_strategy
 
 Figures = dict[str, Any]
-"""{"sent": bytes by kind in every measured step, "received": the same, "held": bytes}."""
+"""{"sent": bytes by kind in every measured step, "received": the same, "held": bytes, "arriving": bytes}."""
 
 
 @torch.no_grad()
@@ -76,10 +77,13 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
             history.clock.tick()
         ways["sent"].append({kind: comm.traffic.bytes_sent[kind] for kind in KINDS})
         ways["received"].append({kind: comm.traffic.bytes_received[kind] for kind in KINDS})
-    held = history.cache.num_bytes() if history is not None else 0
+    held = history.cache.num_bytes() if history is not None else StaleBytes(0, 0)
     bands.finish()
     bands.restore()
-    return {way: steps[first:] for way, steps in ways.items()} | {"held": held}
+    return {way: steps[first:] for way, steps in ways.items()} | {
+        "held": held.held,
+        "arriving": held.arriving,
+    }
 
 
 def expected(volumes: Volumes, place: int) -> Figures:
@@ -90,4 +94,5 @@ def expected(volumes: Volumes, place: int) -> Figures:
         "sent": [dict(volumes.sent(place, evaluation)) for evaluation in evaluations],
         "received": [dict(volumes.received(place, evaluation)) for evaluation in evaluations],
         "held": sum(volumes.held(place).values()),
+        "arriving": volumes.arriving(place),
     }

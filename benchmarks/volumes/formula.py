@@ -18,8 +18,11 @@ band on the map of a layer, a its columns:
 What place i holds for the next step, n places, l of its tokens:
 
     keys, values   those it attends to: 2 b N D itemsize for its own tokens and the t of every other place, and itemsize
-                   for each of these tokens where some stand for several; as much again as it sends, once for all
-                   places that get the same, where differences are sent
+                   for each of these tokens where some stand for several. Where these are led on or corrected, one
+                   layer's worth for all layers; then of every layer what came in the step before the last, where it is
+                   led on, and what came last, and its own where all of it is sent as it is: into those the next values
+                   come, so that they are counted apart, but for differences, which are added to them. As much again as
+                   it sends, once for all places that get the same, where differences are sent
     correction     2 b N D (itemsize ceil(l / s) + 4) for what we remember of our own tokens of the last step: every
                    s-th, 1 for matrices and for fewer than 512 tokens, else the whole part of l / 256, and the next
                    number where that is even; and their mean in fp32. Twice where they are led on
@@ -74,7 +77,10 @@ class Volumes:
         kept = Counter(dict.fromkeys(KINDS[:3], 0))
         if not policy.remembers:
             return kept
-        kept["kv"] = sum(self._kept_tokens(layer, place) for layer in self.shapes.attentions)
+        layers = self.shapes.attentions
+        kept["kv"] = sum(self._kept_tokens(layer, place) for layer in layers)
+        if self._is_derived:
+            kept["kv"] += max(self._attended(layer, place) * self._token_size(layer) for layer in layers)
         if policy.halo == "stale":
             neighbours = sum(abs(other - place) == 1 for other in self._others(place))
             read = sum(self._read_rows(place, other) for other in self._others(place))
@@ -82,6 +88,41 @@ class Volumes:
         if policy.moments in ("stale", "corrected", "guarded"):
             kept["moments"] = places * self._moments()
         return kept
+
+    def arriving(self, place: int) -> int:
+        """Bytes into which the next keys and values come, where attention does not read these."""
+        context = self.policy.context
+        if not self._is_derived or not isinstance(context, StaleKV) or context.bits < 16:
+            return 0
+        sums = 0
+        for layer in self.shapes.attentions:
+            own = 0 if self._selects else math.prod(self._grid(layer, place))
+            sums += (own + self._came(layer, place)) * self._token_size(layer)
+        return sums
+
+    @property
+    def _selects(self) -> bool:
+        """Whether places send anything else than all of their tokens."""
+        return isinstance(self._selection, (NearRows, NearRowsAndPooled))
+
+    @property
+    def _is_derived(self) -> bool:
+        """Whether attention reads something else than what came."""
+        context = self.policy.context
+        if not isinstance(context, StaleKV):
+            return False
+        joins = self.policy.published or context.narrow_to is not None
+        return joins or context.extrapolated or context.correction != "none"
+
+    def _came(self, layer: Attended, place: int) -> int:
+        return sum(self._tokens(layer, other, place) for other in self._others(place))
+
+    def _attended(self, layer: Attended, place: int) -> int:
+        return math.prod(self._grid(layer, place)) + self._came(layer, place)
+
+    def _token_size(self, layer: Attended) -> int:
+        """Bytes of the key and the value of one token of every sample, as they are kept."""
+        return 2 * layer.batch * layer.heads * layer.width * self.itemsize
 
     def _others(self, place: int) -> list[int]:
         return [other for other in range(len(self.bands)) if other != place]
@@ -169,10 +210,10 @@ class Volumes:
         drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.policy.resync else 0
         if isinstance(self.policy.context, CachedPartials):
             return heads * own * (layer.width * self.itemsize + FLOAT_BYTES) + drift
-        came = sum(self._tokens(layer, other, place) for other in self._others(place))
-        tokens = own + came
-        bias = self.itemsize * tokens if self._stand_for_several(layer, place) else 0
-        copies = self._copied_tokens(layer, place) + came * self._kept_apart()
+        came, attended = self._came(layer, place), self._attended(layer, place)
+        bias = self.itemsize * attended if self._stand_for_several(layer, place) else 0
+        tokens = came * self._kept_apart() if self._is_derived else attended
+        copies = self._copied_tokens(layer, place)
         remembered = self._own_steps() * (self.itemsize * self._sampled(layer, place) + FLOAT_BYTES)
         return 2 * heads * layer.width * (self.itemsize * (tokens + copies) + remembered) + bias + drift
 
@@ -190,15 +231,12 @@ class Volumes:
         return 2 if context.extrapolated else 1
 
     def _kept_apart(self) -> int:
-        """How often what came is kept beside what is attended to.
+        """How often what came is kept beside what is attended to, and beside what comes.
 
         Where that is led on from the last two steps, and where differences are added up to what it is made of.
         """
         context = self.policy.context
-        if not isinstance(context, StaleKV):
-            return 0
-        of_differences = context.bits < 16 and (context.extrapolated or context.correction != "none")
-        return context.extrapolated + of_differences
+        return isinstance(context, StaleKV) and context.extrapolated + (context.bits < 16)
 
     def _copied_tokens(self, layer: Attended, place: int) -> int:
         """Tokens of ours that others hold and differences are taken to, once for all that get the same."""

@@ -49,7 +49,7 @@ class StatsRecorder:
 
     def end_image(self) -> None:
         """Record the size of the stale states when the pipeline has returned, before they are released."""
-        self._stale_bytes = sum(history.cache.num_bytes() for history in self._stale_states)
+        self._stale_bytes = sum(history.cache.num_bytes().total for history in self._stale_states)
 
     def figures(self, rank: int, device: str) -> RankStats:
         """Return all statistics for the caller."""

@@ -99,8 +99,8 @@ def held(place: Place, run: Run) -> tuple[list[set[int]], list[int]]:
             evaluate(bands, clock, run, evaluation)
             assert bands.history is not None
             states = [slot.state for slot in bands.history.cache._call.entries.values() if slot.state is not None]
-            where.append({x.data_ptr() for state in states for x in state._buffers})
-            num_bytes.append(bands.history.cache.num_bytes())
+            where.append({x.data_ptr() for state in states for x in (*state.tensors(), *state.arriving())})
+            num_bytes.append(bands.history.cache.num_bytes().total)
         bands.finish()
     return where, num_bytes
 

@@ -7,13 +7,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.sight import corrected_tokens
-from patchpar.comm.transport import TensorSpec
 from patchpar.plan.plan import PlanError
-from patchpar.shard.stale.correction import CorrectionFit, FitSamples, OwnPast, correct, kind_for, on_the_line, specs_of
+from patchpar.shard.stale.correction import (
+    CorrectionFit,
+    FitSamples,
+    OwnPast,
+    correct,
+    kind_for,
+    numbers_of,
+    on_the_line,
+)
 from patchpar.shard.stale.correction import fitted as fitted_to
 from patchpar.strategies.fresh_edges import FreshEdges
 
-SHAPE = (2, 60, 3, 8)
+SHAPE = (60, 2, 3, 8)  # tokens, keys and values, heads, numbers of a head
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -25,21 +32,27 @@ def fitted(kind: str, *tokens: Tensor) -> CorrectionFit:
     return fitted_to(kind, *(FitSamples.of(x, kind) for x in tokens))
 
 
+def corrected(held: Tensor, old: Tensor, fit: CorrectionFit) -> Tensor:
+    """Tokens [l, ...] of one rank by its fit, where others hold `held`: one step beyond `old`, on a straight line."""
+    got = torch.full_like(held, torch.nan)
+    correct(got[None], old[None], (old - (held - old))[None], CorrectionFit(*(x[None] for x in fit)), 1.0)
+    return got
+
+
 def off(kind: str, now: Tensor, old: Tensor) -> float:
     """How much of the change is left, once what was told is applied."""
-    held = old.clone()
-    correct(held, old, fitted(kind, now, held, old))
+    held = corrected(old, old, fitted(kind, now, old, old))
     return float((now - held).norm() / (now - old).norm())
 
 
 def scaled(old: Tensor) -> Tensor:
     """Every channel of every head has a factor and a summand of its own."""
-    return old * (1 + 0.3 * noise(1, 2, 1, 3, 8)) + 5 * noise(2, 2, 1, 3, 8)
+    return old * (1 + 0.3 * noise(1, 1, 2, 3, 8)) + 5 * noise(2, 1, 2, 3, 8)
 
 
 def mixed(old: Tensor) -> Tensor:
     """Every head has a matrix of its own."""
-    return (old.transpose(1, 2) @ noise(3, 2, 3, 8, 8)).transpose(1, 2) + noise(4, 2, 1, 3, 8)
+    return (old.movedim(0, -2) @ noise(3, 2, 3, 8, 8)).movedim(-2, 0) + noise(4, 1, 2, 3, 8)
 
 
 def test_what_channels_have_in_common_is_told() -> None:
@@ -68,8 +81,7 @@ def test_how_much_of_the_line_was_right_is_told() -> None:
     held = old + 1.5 * moved
     fit = fitted("affine", old + moved, held, old)
     assert torch.allclose(fit.along, torch.full((2, 3), 2 / 3), atol=1e-3)
-    correct(held, old, fit)
-    assert torch.allclose(held, old + moved, atol=1e-3)
+    assert torch.allclose(corrected(held, old, fit), old + moved, atol=1e-3)
 
 
 def test_a_line_that_led_elsewhere_is_followed_half_of_its_way_at_least() -> None:
@@ -83,43 +95,35 @@ def test_a_line_that_led_elsewhere_is_followed_half_of_its_way_at_least() -> Non
 def test_averages_are_corrected_like_their_tokens(kind: str) -> None:
     old, now = noise(0), mixed(noise(0))
     fit = fitted(kind, now, old, old)
-    each, mean = old.clone(), old.mean(1, keepdim=True)
-    correct(each, old, fit)
-    pooled = mean.clone()
-    correct(pooled, mean, fit)
-    assert torch.allclose(pooled, each.mean(1, keepdim=True), atol=1e-5)
+    each, mean = corrected(old, old, fit), old.mean(0, keepdim=True)
+    assert torch.allclose(corrected(mean, mean, fit), each.mean(0, keepdim=True), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
 @pytest.mark.parametrize("tokens", [1, 2, 60])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_few_or_equal_tokens_do_no_harm(kind: str, tokens: int, dtype: torch.dtype) -> None:
-    old = torch.full((1, tokens, 2, 8), 300.0, dtype=dtype)
+    old = torch.full((tokens, 1, 2, 8), 300.0, dtype=dtype)
     for now in (old.clone(), 2 * old):
-        held = old.clone()
-        correct(held, old, fitted(kind, now, held, old))
-        assert torch.allclose(held, now, rtol=1e-2)
+        assert torch.allclose(corrected(old, old, fitted(kind, now, old, old)), now, rtol=1e-2)
 
 
 def test_a_factor_comes_from_some_tokens_and_a_mean_from_all() -> None:
     """What is left has no mean, whichever tokens are looked at: attention would not average that away."""
-    old, now = noise(0, 1, 4096, 2, 8), noise(0, 1, 4096, 2, 8) * 1.3 + noise(1, 1, 4096, 2, 8)
-    held = old.clone()
-    correct(held, old, fitted("affine", now, old, old))
-    assert (now - held).mean(1).abs().max() < 1e-5
+    old, now = noise(0, 4096, 1, 2, 8), noise(0, 4096, 1, 2, 8) * 1.3 + noise(1, 4096, 1, 2, 8)
+    held = corrected(old, old, fitted("affine", now, old, old))
+    assert (now - held).mean(0).abs().max() < 1e-5
     assert off("affine", now * 0 + old * 1.3, old) < 2e-3
-    assert FitSamples.of(old, "affine").tokens.shape[1] == 241
-    assert FitSamples.of(old, "linear").tokens.shape[1] == 4096
+    assert FitSamples.of(old, "affine").tokens.shape[0] == 241
+    assert FitSamples.of(old, "linear").tokens.shape[0] == 4096
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
 @pytest.mark.parametrize("tokens", [60, 511, 512, 700, 4096])
 def test_fits_are_the_regressions_of_the_emulation(kind: str, tokens: int) -> None:
-    old, held, now = (noise(seed, 2, tokens, 3, 8) + 2 for seed in range(3))
-    want = corrected_tokens(kind, *(x.transpose(1, 2) for x in (now, held, old))).transpose(1, 2)
-    got = held.clone()
-    correct(got, old, fitted(kind, now, held, old))
-    assert torch.allclose(got, want, atol=1e-4)
+    old, held, now = (noise(seed, tokens, 2, 3, 8) + 2 for seed in range(3))
+    want = corrected_tokens(kind, *(x.movedim(0, -2) for x in (now, held, old))).movedim(-2, 0)
+    assert torch.allclose(corrected(held, old, fitted(kind, now, held, old)), want, atol=1e-4)
 
 
 def test_matrices_only_where_tokens_outweigh_them() -> None:
@@ -130,35 +134,50 @@ def test_matrices_only_where_tokens_outweigh_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
-def test_what_is_told_is_of_the_shapes_that_are_expected(kind: str) -> None:
+def test_what_is_told_is_one_message(kind: str) -> None:
     fit = fitted(kind, noise(1), noise(0), noise(0))
-    assert [TensorSpec.of(x) for x in fit] == specs_of(kind, SHAPE, torch.float32)
+    message = fit.packed()
+    assert message.shape == (2, 3, numbers_of(kind, 8))
+    assert all(map(torch.equal, fit, CorrectionFit.of(message, 8)))
 
 
 @pytest.mark.parametrize("extrapolated", [True, False])
 def test_the_owner_knows_what_others_make_of_its_past(extrapolated: bool) -> None:
     steps = [noise(seed) for seed in range(4)]
     past = OwnPast("linear", extrapolated=extrapolated)
-    past.remember([steps[0]], continues=False)
+    past.remember(steps[0], continues=False)
     for number in (1, 2, 3):
         held = steps[number - 1].clone()
         if extrapolated and number > 1:
             held = on_the_line(steps[number - 2], held, 0.7)
         want = fitted("linear", steps[number], held, steps[number - 1])
-        got = CorrectionFit(*past.fits([steps[number]], 0.7))
+        got = past.fit(steps[number], 0.7)
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, want, strict=True))
 
 
 def test_a_new_picture_has_no_line() -> None:
+    first, second, other = (noise(seed) for seed in range(3))
     past = OwnPast("affine", extrapolated=True)
-    for continues in (False, True, False):
-        past.remember([noise(0)], continues=continues)
-    assert len(list(past.tensors())) == 2
+    for step, continues in ((first, False), (second, True), (other, False)):
+        past.remember(step, continues=continues)
+    got, want = past.fit(first, 1.0), fitted("affine", first, other, other)
+    assert all(map(torch.equal, got, want))
+
+
+def test_samples_stay_where_they_are() -> None:
+    """So that a recorded step finds them there."""
+    past = OwnPast("affine", extrapolated=True)
+    past.remember(noise(0), continues=False)
+    where = [x.data_ptr() for x in past.tensors()]
+    past.fit(noise(1), 1.0)
+    past.remember(noise(2), continues=True)
+    assert [x.data_ptr() for x in past.tensors()] == where
+    assert len(where) == 4
 
 
 def test_nothing_is_kept_for_no_correction() -> None:
     past = OwnPast("none", extrapolated=True)
-    past.remember([noise(0)], continues=False)
+    past.remember(noise(0), continues=False)
     assert not list(past.tensors())
 
 

@@ -154,6 +154,9 @@ class Held:
         yield self.x
         yield self.x[1:]
 
+    def arriving(self) -> Any:
+        yield torch.ones(3)
+
 
 def test_every_byte_is_counted_once() -> None:
     memory = alone()
@@ -161,7 +164,9 @@ def test_every_byte_is_counted_once() -> None:
     slot = memory.entry("attention")
     slot.state, slot.own = Held(torch.ones(10)), torch.ones(3, dtype=torch.float64)
     slot.received = {1: [torch.ones(2), torch.ones(5, dtype=torch.float16)]}
-    assert memory.num_bytes() == 40 + 24 + 8 + 10
+    assert memory.num_bytes() == (40 + 24 + 8 + 10, 12)
+    memory.workspace.take((2, 3), torch.ones(1))
+    assert memory.num_bytes().total == 40 + 24 + 8 + 10 + 12 + 24
 
 
 def test_taking_leaves_nothing_and_keeping_takes_in_what_was_coming() -> None:

@@ -21,14 +21,13 @@ def grid_of(dim: int) -> LevelGrid:
 
 
 def numbered(dim: int) -> Tensor:
-    """Tokens [1, l, 1, 2] in the order they lie in: value `100 * row + column` along and across the split."""
+    """Tokens [l, 2] in the order they lie in: value `100 * row + column` along and across the split."""
     ij = product(range(ROWS), range(ACROSS)) if dim == -2 else ((i, j) for j in range(ACROSS) for i in range(ROWS))
-    values = torch.tensor([[100.0 * i + j, 0.5] for i, j in ij])
-    return values.view(1, ROWS * ACROSS, 1, 2)
+    return torch.tensor([[100.0 * i + j, 0.5] for i, j in ij])
 
 
 def found(x: Tensor) -> list[float]:
-    return x[0, :, 0, 0].tolist()
+    return x[:, 0].tolist()
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
@@ -53,7 +52,7 @@ def test_windows_average_what_they_have(dim: int, start: int, stop: int, pool: i
         values = [100.0 * i + j for i, j in product(rows, columns)]
         want.append(sum(values) / len(values))
     assert found(taken) == pytest.approx(want)
-    assert taken[0, :, 0, 1].unique().tolist() == [0.5]
+    assert taken[:, 1].unique().tolist() == [0.5]
 
 
 def test_pieces_follow_each_other() -> None:
@@ -63,13 +62,13 @@ def test_pieces_follow_each_other() -> None:
 
 @pytest.mark.parametrize("dim", [-2, -1])
 def test_heads_and_batch_stay_apart(dim: int) -> None:
-    x = torch.randn(2, ROWS * ACROSS, 3, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(ROWS * ACROSS, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     taken = take(x, [PooledRows(0, 5, 2), PooledRows(1, 2)], grid_of(dim))
-    assert taken.shape == (2, 3 * 4 + ACROSS, 3, 4)
+    assert taken.shape == (3 * 4 + ACROSS, 2, 3, 4)
     for batch, head in product(range(2), range(3)):
-        one = x[batch : batch + 1, :, head : head + 1]
+        one = x[:, batch : batch + 1, head : head + 1]
         torch.testing.assert_close(
-            taken[batch : batch + 1, :, head : head + 1],
+            taken[:, batch : batch + 1, head : head + 1],
             take(one, [PooledRows(0, 5, 2), PooledRows(1, 2)], grid_of(dim)),
         )
 
@@ -79,14 +78,14 @@ def test_averages_of_equal_tokens_weigh_what_the_tokens_did(pool: int) -> None:
     """With the bias, attention to windows of equal keys is attention to all of the keys."""
     generator = torch.Generator().manual_seed(1)
     windows = torch.randn(1, 4, 4, 8, generator=generator)
-    keys = windows.repeat_interleave(pool, 1).repeat_interleave(pool, 2)[:, :ROWS, :ACROSS].reshape(1, -1, 1, 8)
+    keys = windows.repeat_interleave(pool, 1).repeat_interleave(pool, 2)[:, :ROWS, :ACROSS].reshape(-1, 8)
     rows = min(ROWS, 4 * pool)
     across = min(ACROSS, 4 * pool)
     grid, pieces = LevelGrid(Bands((0, rows)), TokensAcross(across), -2), [PooledRows(0, rows, pool)]
     query = torch.randn(1, 1, 6, 8, generator=generator)
-    pooled = take(keys, pieces, grid).transpose(1, 2)
+    pooled = take(keys, pieces, grid)[None, None]
     bias = log_weights(pieces, TokensAcross(across))
-    whole = keys.transpose(1, 2)
+    whole = keys[None, None]
     want = F.scaled_dot_product_attention(query, whole, whole)
     got = F.scaled_dot_product_attention(query, pooled, pooled, attn_mask=bias.expand(6, -1))
     torch.testing.assert_close(got, want)
@@ -127,7 +126,7 @@ def test_frames_are_averaged_each_by_itself(across: TokensAcross, piece: PooledR
         for band in plane.split(piece.pool, 0)
         for window in band.split(piece.pool, 1)
     ]
-    assert found(take(VIDEO.reshape(1, 70, 1, 1), [piece], grid)) == pytest.approx(want)
+    assert found(take(VIDEO.reshape(70, 1), [piece], grid)) == pytest.approx(want)
     assert len(want) == piece.num_tokens(across)
 
 
@@ -139,7 +138,7 @@ def test_an_average_counts_what_is_not_hidden(across: TokensAcross) -> None:
     assert take_bias(torch.zeros(tokens), pieces, grid).tolist() == pytest.approx(log_weights(pieces, across).tolist())
     hidden = torch.rand(tokens, generator=generator) < 0.6
     bias = torch.randn(2, 3, tokens, generator=generator).masked_fill(hidden, -torch.inf)
-    want = take(bias.exp().view(-1, tokens, 1, 1), pieces, grid).view(2, 3, -1).log() + log_weights(pieces, across)
+    want = take(bias.exp().view(-1, tokens).t(), pieces, grid).t().reshape(2, 3, -1).log() + log_weights(pieces, across)
     torch.testing.assert_close(take_bias(bias, pieces, grid), want)
     assert want.isneginf().any()
     assert torch.equal(take_bias(bias, [PooledRows(0, rows)], grid), bias)

@@ -60,9 +60,9 @@ class TorchCollectives:
     ) -> Work[Messages]:
         """See `Collectives`."""
         leaving = {peer: message.tensors for message in outgoing for peer in message.peers}
-        coming = {message.peer: message.specs for message in incoming}
+        pending = {message.peer: message.specs for message in incoming}
         sent, row_sent = pack_row([leaving.get(rank, ()) for rank in ranks], self._device)
-        row = row_of(tuple(coming.get(rank, ()) for rank in ranks))
+        row = row_of(tuple(pending.get(rank, ()) for rank in ranks))
         received = torch.empty(row.size, dtype=torch.uint8, device=self._device)
         group = self._groups.of(ranks, bulk=bulk)
 

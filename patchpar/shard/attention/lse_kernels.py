@@ -34,11 +34,11 @@ Capability = tuple[int, int]
 
 
 class LseKernel(NamedTuple):
-    """A kernel: `run(q, k, v, bias, scale)` returns [B, N, l, E] and [B, N, l]. `shares_keys`: M may be less than N."""
+    """A kernel: `run(q, k, v, bias, scale)` returns [B, N, l, E] and [B, N, l]. `reuses_keys`: M may be less than N."""
 
     name: str
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
-    shares_keys: bool = False
+    reuses_keys: bool = False
     multiple: int = 1
 
 
@@ -98,7 +98,7 @@ def attend_by(
     """Return what this kernel returns: `attend_with_lse` chooses it."""
     scale = q_BNlD.shape[3] ** -0.5 if scale is None else scale  # of the head as it was before it is padded
     width = v_BMkE.shape[3]
-    if not kernel.shares_keys:
+    if not kernel.reuses_keys:
         k_BMkD, v_BMkE = (expand_heads(x, q_BNlD.shape[1]) for x in (k_BMkD, v_BMkE))
     q_BNlD, k_BMkD, v_BMkE = (_padded(x, kernel.multiple) for x in (q_BNlD, k_BMkD, v_BMkE))
     if bias is not None:
@@ -176,7 +176,7 @@ def _written_out(
 
 
 ON_CPU = LseKernel("flash for CPUs", _on_cpu)
-CUDNN = LseKernel("cudnn", _cudnn, shares_keys=True, multiple=HEAD_MULTIPLE)
-FLASH = LseKernel("flash", _flash, shares_keys=True, multiple=HEAD_MULTIPLE)
+CUDNN = LseKernel("cudnn", _cudnn, reuses_keys=True, multiple=HEAD_MULTIPLE)
+FLASH = LseKernel("flash", _flash, reuses_keys=True, multiple=HEAD_MULTIPLE)
 EFFICIENT = LseKernel("memory-efficient", _efficient, multiple=HEAD_MULTIPLE)
 WRITTEN_OUT = LseKernel("written out", _written_out)

@@ -7,7 +7,7 @@ For bands of images and for ranges of tokens alike. Tokens that every rank has (
 fresh.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import Partial, merge_partials
-from patchpar.shard.attention.stale_kv import KeysValues, RemotePartials, RemoteTokens
+from patchpar.shard.attention.stale_kv import RemoteTokens
+from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
@@ -101,32 +102,43 @@ def _attend_beside_tokens(
     options, cache = patch.policy.context, patch.cache
     assert isinstance(options, StaleKV)
     assert cache is not None
+    here = _here(call)
     if entry.state is None:
-        entry.state = RemoteTokens(options, patch.axis, grid, _here(call), joined_anew=patch.policy.published)
+        mesh = (patch.axis, grid)
+        entry.state = RemoteTokens(options, mesh, here, cache.workspace, joined_anew=patch.policy.published)
     state: RemoteTokens = entry.state
     state.arrived(entry.take())
     if patch.fresh:
         others: dict[int, KeysValues] = {}
         result = _attend_now(patch, where, grid, call, others)
-        state.remember(_own(grid, call, patch.group_rank), others, continues=cache.continues)
+        state.remember(here, others, continues=cache.continues)
         return result
-    if not patch.frozen:
-        gathered = _tell(patch, where, _own(grid, call, patch.group_rank), state)
-        state.extrapolate(patch.step_ratio)
-        send = cache.send if patch.policy.published else cache.send_at_once
-        entry.pending = send(state.part(_own(grid, call, patch.group_rank)), where)
-        if gathered:
-            for group_rank, fits in zip(patch.axis.others, gathered.arriving(), strict=True):
-                state.correct(group_rank, fits)
-    return state.attend(call, _here(call))
+    attended = state.write(here)
+    if patch.frozen:
+        state.repeat(attended)
+        return state.attend(call, attended)
+    state.refresh(attended, patch.step_ratio, _fits_of_all(patch, where, attended, state))
+    send = cache.send if patch.policy.published else cache.send_at_once
+    if state.derived:
+        entry.pending = send(state.part(attended), where)
+        return state.attend(call, attended)
+    result = state.attend(call, attended)  # before the next values may arrive where it reads
+    entry.pending = send(state.part(attended), where)
+    return result
 
 
-def _tell(patch: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> Work[Messages] | None:
-    """Start to gather the corrections of all ranks; None where the policy needs none."""
+def _fits_of_all(
+    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens
+) -> Tensor | Sequence[Tensor] | None:
+    """Return the corrections of all ranks, [2, B, N, numbers] of each; None where the policy needs none."""
     if not state.corrects:
         return None
+    own = state.fit(attended, patch.step_ratio)
+    specs = [state.fit_spec(group_rank) for group_rank in range(patch.axis.size)]
+    if len(set(specs)) == 1:
+        return patch.comm.all_gather(patch.axis, "correction", where, own).wait()
     gather = AllGather(patch.comm, patch.axis, "correction", where)
-    return gather.start(state.gathered(own, patch.step_ratio), state.correction_specs)
+    return [fit for (fit,) in gather.start([own], lambda group_rank: [specs[group_rank]]).wait()]
 
 
 def _attend_beside_partials(

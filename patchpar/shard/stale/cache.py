@@ -8,10 +8,11 @@ An entry is identified by the denoiser call within the step (guidance may need t
 often that exchange point has run in the call.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,18 @@ from patchpar.comm.transport import Work
 from patchpar.errors import ExchangeError, UnsupportedModel
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
+
+
+class StaleBytes(NamedTuple):
+    """Memory of stale values on one rank. `arriving`: in buffers into which the values of this step are received."""
+
+    held: int
+    arriving: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.held + self.arriving
 
 
 @dataclass(slots=True)
@@ -68,6 +81,11 @@ class StaleEntry:
         if self.state is not None:
             yield from self.state.tensors()
 
+    def arriving(self) -> Iterator[Tensor]:
+        """Yield the buffers, of any shape, that hold nothing but what the exchange in flight will bring."""
+        if self.state is not None:
+            yield from self.state.arriving()
+
 
 class MessageBucket:
     """Collects small messages and sends `size` of them as one. All ranks add parts in the same order."""
@@ -110,6 +128,26 @@ class _Ticket:
             raise ExchangeError(f"{self.where} waits for stale values: {error}") from error
 
 
+class Workspace:
+    """Memory that the exchange points of a call use one after the other: it keeps no values from one to the next."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a tensor of this shape, of the dtype and device of `like`, without values."""
+        num_bytes = math.prod(shape) * like.element_size()
+        memory = self._memory
+        if memory is None or memory.device != like.device or memory.numel() < num_bytes:
+            memory = self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        return memory[:num_bytes].view(like.dtype).view(shape)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the memory, if any."""
+        if self._memory is not None:
+            yield self._memory
+
+
 @dataclass(slots=True)
 class _GuidanceCall:
     """One guidance call of the step: its entries, and the evaluation and form they belong to."""
@@ -124,6 +162,7 @@ class StaleCache:
 
     def __init__(self, comm: Communicator, bucket: int) -> None:
         self.comm, self.bucket = comm, MessageBucket(comm, bucket)
+        self.workspace = Workspace()
         self._calls: dict[int, _GuidanceCall] = {}
         self._call = _GuidanceCall()
         self._passed: Counter[str] = Counter()
@@ -187,10 +226,16 @@ class StaleCache:
             for entry in call.entries.values():
                 entry.own = None  # or drift of the first step would be measured against the last image
 
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> "StaleBytes":
         """Return the bytes stored for the next step; storage shared by several tensors counts once."""
-        tensors = (x for call in self._calls.values() for entry in call.entries.values() for x in entry.tensors())
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+        entries = [entry for call in self._calls.values() for entry in call.entries.values()]
+        held = [*(x for entry in entries for x in entry.tensors()), *self.workspace.tensors()]
+        return StaleBytes(_num_bytes(held), _num_bytes(x for entry in entries for x in entry.arriving()))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [x.untyped_storage() for x in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _settle(call: _GuidanceCall) -> None:

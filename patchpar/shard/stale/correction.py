@@ -13,17 +13,18 @@ off than none; but one that stops short lags at every step, and such errors do n
 
 Averages over windows of tokens need no fit of their own, since both fits commute with averaging.
 
-Shape letters: B batch, l tokens, N heads, D head width.
+The tokens are those of keys and values together. Shape letters: l tokens, X = 2, B (keys and values; batch), N heads,
+D head width; P ranks in a row with equally many tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import Correction
+from patchpar.shard.precision import wide
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
 SAMPLE = 256  # tokens that suffice for a scale a channel
@@ -32,14 +33,27 @@ TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more th
 
 
 class CorrectionFit(NamedTuple):
-    """The correction of one tensor of tokens: old + along * (held - old) + scale * old + shift.
+    """The correction of tokens: old + along * (held - old) + scale * old + shift.
 
-    `along` [B, N], `shift` [B, N, D], `scale` [B, N, D] or, as a matrix from old channels to the change, [B, N, D, D].
+    `along` [..., N], `shift` [..., N, D], `scale` [..., N, D] or, as a matrix from old channels to the change,
+    [..., N, D, D].
     """
 
     along: Tensor
     scale: Tensor
     shift: Tensor
+
+    def packed(self) -> Tensor:
+        """Return the fit as one message [..., N, numbers]."""
+        return torch.cat([self.along.unsqueeze(-1), self.scale.flatten(self.along.ndim), self.shift], -1)
+
+    @classmethod
+    def of(cls, packed: Tensor, width: int) -> "CorrectionFit":
+        """Return the fit of a message [..., N, numbers] for heads of `width`, as views."""
+        along, scale, shift = packed.split_with_sizes((1, packed.shape[-1] - width - 1, width), -1)
+        if scale.shape[-1] > width:
+            scale = torch.unflatten(scale, -1, (width, width))
+        return cls(along.squeeze(-1), scale, shift)
 
 
 def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
@@ -47,36 +61,42 @@ def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
     return "affine" if wanted == "linear" and tokens < TOKENS_PER_NUMBER * (width + 1) else wanted
 
 
-def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> list[TensorSpec]:
-    """Return the specs of the fit that a rank with tokens of `shape` [B, l, N, D] sends."""
-    batch, _, heads, width = shape
-    scale = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
-    return [TensorSpec((batch, heads), dtype), TensorSpec(scale, dtype), TensorSpec((batch, heads, width), dtype)]
+def numbers_of(kind: Correction, width: int) -> int:
+    """Return how many numbers a fit has for each head of this width."""
+    return 1 + width + width * (width if kind == "linear" else 1)
 
 
 class FitSamples(NamedTuple):
-    """What a fit reads of tokens [B, l, N, D]: their mean [B, N, D] in fp32, and every n-th token [B, s, N, D]."""
+    """What a fit reads of tokens [l, X, N, D]: their mean [X, N, D] in fp32, and every n-th token [s, X, N, D]."""
 
     mean: Tensor
     tokens: Tensor
 
     @classmethod
-    def of(cls, x_BlND: Tensor, kind: Correction) -> "FitSamples":
-        """Sample tokens [B, l, N, D]: all for a matrix, else with an odd stride, so that rows differ in columns."""
-        tokens = x_BlND.shape[1]
-        stride = 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
-        return cls(x_BlND.mean(1, dtype=torch.float32), x_BlND[:, ::stride])
+    def of(cls, x_lXND: Tensor, kind: Correction) -> "FitSamples":
+        """Sample tokens [l, X, N, D]: all for a matrix, else with an odd stride, so that rows differ in columns."""
+        return cls(x_lXND.mean(0, dtype=torch.float32), x_lXND[:: stride_for(kind, x_lXND.shape[0])])
 
     def kept(self) -> "FitSamples":
-        """Return a copy that shares no token memory."""
-        return FitSamples(self.mean, self.tokens.clone())
+        """Return a copy that shares no memory."""
+        return FitSamples(self.mean.clone(), self.tokens.clone())
+
+    def copy_(self, other: "FitSamples") -> None:
+        """Take the values of `other`, of the same shape."""
+        self.mean.copy_(other.mean)
+        self.tokens.copy_(other.tokens)
 
     def line_to(self, last: "FitSamples", step_ratio: Tensor | float) -> "FitSamples":
-        """Return samples [B, N, D] and [B, s, N, D] extrapolated from these through `last`, as receivers do.
+        """Return samples [X, N, D] and [s, X, N, D] extrapolated from these through `last`, as receivers do.
 
         `step_ratio`: length of the step to come over that from these to `last`, a scalar.
         """
         return FitSamples(*(on_the_line(x, y, step_ratio) for x, y in zip(self, last, strict=True)))
+
+
+def stride_for(kind: Correction, tokens: int) -> int:
+    """Return how far apart the sampled tokens are, of so many."""
+    return 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
 
 
 def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples) -> CorrectionFit:
@@ -89,93 +109,109 @@ def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples)
     some_now, some_held, some_old = (x.tokens.float() for x in (now, held, old))
     few_old, few_way, few_missing = map(_centred, (some_old, some_held - some_old, some_now - some_old))
     along = _along(few_way, few_missing).to(dtype)
-    few_missing = few_missing - along.float()[:, None, :, None] * few_way
+    far = along.float().unsqueeze(-1)
+    few_missing = torch.addcmul(few_missing, far, few_way, value=-1)
     if kind == "linear":
-        scale = _matrix(few_old.transpose(1, 2), few_missing.transpose(1, 2))
+        scale = _matrix(few_old.movedim(0, -2), few_missing.movedim(0, -2))
         moved = (old.mean.unsqueeze(-2) @ scale).squeeze(-2)
     else:
-        square = few_old.square().mean(1)
+        square = few_old.square().mean(0)
         pull = RIDGE * square.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
-        scale = (few_old * few_missing).mean(1) / (square + pull)
+        scale = (few_old * few_missing).mean(0) / (square + pull)
         moved = old.mean * scale
-    went = along.float().unsqueeze(-1) * (held.mean - old.mean)
+    went = far * (held.mean - old.mean)
     return CorrectionFit(along, scale.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
 
 
-def _centred(x_BlND: Tensor) -> Tensor:
-    return x_BlND - x_BlND.mean(1, keepdim=True)
+def _centred(x_lXND: Tensor) -> Tensor:
+    return x_lXND - x_lXND.mean(0, keepdim=True)
 
 
-def _along(way_BlND: Tensor, moved_BlND: Tensor) -> Tensor:
-    """Return the fraction [B, N] of the line that tokens moved, for each head."""
-    square = way_BlND.square().mean((1, 3)) + torch.finfo(torch.float32).tiny
-    return ((way_BlND * moved_BlND).mean((1, 3)) / square).clamp(LEAST, MOST)
+def _along(way_lXND: Tensor, moved_lXND: Tensor) -> Tensor:
+    """Return the fraction [X, N] of the line that tokens moved, for each head."""
+    square = way_lXND.square().mean((0, -1)) + torch.finfo(torch.float32).tiny
+    return ((way_lXND * moved_lXND).mean((0, -1)) / square).clamp(LEAST, MOST)
 
 
-def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
-    gram = old_BNlD.mT @ old_BNlD
+def _matrix(old_XNlD: Tensor, missing_XNlD: Tensor) -> Tensor:
+    gram = old_XNlD.mT @ old_XNlD
     squares = gram.diagonal(dim1=-2, dim2=-1)
     pull = RIDGE * squares.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
-    return torch.linalg.solve(gram + torch.diag_embed(pull.expand_as(squares)), old_BNlD.mT @ missing_BNlD)
+    moments = gram + torch.diag_embed(pull.expand_as(squares))
+    # Positive definite by the ridge, so nothing needs to be checked, which would read from the device.
+    return torch.linalg.solve_ex(moments, old_XNlD.mT @ missing_XNlD, check_errors=False).result
 
 
-def correct(held_BlND: Tensor, old_BlND: Tensor, fit: CorrectionFit) -> None:
-    """Apply a fit to `held_BlND` in place. `old_BlND`: the same tokens in the previous step, or `held_BlND` itself."""
-    if held_BlND is not old_BlND:
-        torch.lerp(old_BlND, held_BlND, fit.along[:, None, :, None], out=held_BlND)
-    if fit.scale.ndim == 3:
-        held_BlND.addcmul_(old_BlND, fit.scale[:, None]).add_(fit.shift[:, None])
-    else:
-        moved_BNlD = old_BlND.transpose(1, 2) @ fit.scale
-        held_BlND.add_(moved_BNlD.transpose(1, 2)).add_(fit.shift[:, None])
+def correct(
+    into_PlXND: Tensor, newest: Tensor, previous: Tensor | None, fit: CorrectionFit, step_ratio: Tensor | float
+) -> None:
+    """Write tokens of some ranks, extrapolated and corrected, to `into_PlXND` [P, l, X, N, D].
+
+    `newest` and `previous`: the tokens [P, l, X, N, D] of the last two steps; without `previous` nothing is
+    extrapolated. `fit`: of each rank, [P, X, N], [P, X, N, D] or [P, X, N, D, D], [P, X, N, D]. Sums are in fp32.
+    """
+    shift = wide(fit.shift).unsqueeze(1)
+    matrices = fit.scale.ndim > fit.shift.ndim
+    gain = torch.ones_like(shift) if matrices else 1 + wide(fit.scale).unsqueeze(1)
+    if matrices:
+        shift = shift + wide((newest.movedim(1, -2) @ fit.scale).movedim(-2, 1))
+    out = into_PlXND if into_PlXND.dtype == shift.dtype else None
+    if previous is not None:
+        reach = (wide(fit.along) * step_ratio)[:, None, ..., None]
+        gain = gain + reach
+        shift = torch.addcmul(shift, wide(previous), reach, value=-1, out=out)
+    moved = torch.addcmul(shift, wide(newest), gain, out=out)
+    if out is None:
+        into_PlXND.copy_(moved)
 
 
 class OwnPast:
     """Samples of this rank's keys and values in the last two steps, from which other ranks compute their copies.
 
-    `extrapolated`: the others follow the straight line through both.
+    `extrapolated`: the others follow the straight line through both. All tensors stay where they are from step to step.
     """
 
     def __init__(self, wanted: Correction, *, extrapolated: bool) -> None:
         self._wanted, self._extrapolated = wanted, extrapolated
-        self._last: tuple[FitSamples, ...] = ()
-        self._before: tuple[FitSamples, ...] = ()
+        self._last: FitSamples | None = None
+        self._before: FitSamples | None = None
 
-    def remember(self, own: Sequence[Tensor], *, continues: bool) -> None:
-        """Store samples of this step's tokens [B, l, N, D]. `continues`: the stored ones are of the previous step."""
-        if self._wanted != "none":
-            self._keep([FitSamples.of(x, self._kind(x.shape)) for x in own], continues=continues)
+    def remember(self, own_lXND: Tensor, *, continues: bool) -> None:
+        """Store samples of this step's tokens [l, X, N, D]. `continues`: the stored ones are of the previous step."""
+        if self._wanted == "none":
+            return
+        seen = FitSamples.of(own_lXND, self._kind(own_lXND))
+        if self._last is None:
+            self._last, self._before = seen.kept(), seen.kept() if self._extrapolated else None
+        elif self._before is not None:
+            self._before.copy_(self._last if continues else seen)
+        self._last.copy_(seen)
 
-    def fits(self, own: Sequence[Tensor], step_ratio: Tensor | float) -> list[Tensor]:
-        """Return the fits to send, three tensors for each of `own`, and store its samples.
+    def fit(self, own_lXND: Tensor, step_ratio: Tensor | float) -> CorrectionFit:
+        """Return the fit of this step's tokens [l, X, N, D] for the other ranks, and store samples of these.
 
-        `own`: this step's tokens [B, l, N, D]; `step_ratio`: length of this step over that of the last, a scalar.
-        The fits are `along` [B, N], `scale` [B, N, D] or [B, N, D, D], `shift` [B, N, D].
+        `step_ratio`: length of this step over that of the last, a scalar.
         """
-        found: list[Tensor] = []
-        seen = [FitSamples.of(x, self._kind(x.shape)) for x in own]
-        for index, (x, now, old) in enumerate(zip(own, seen, self._last, strict=True)):
-            held = self._before[index].line_to(old, step_ratio) if self._before else old
-            found += fitted(self._kind(x.shape), now, held, old)
-        self._keep(seen, continues=True)
+        assert self._last is not None, "the step before has been remembered"
+        seen, last = FitSamples.of(own_lXND, self._kind(own_lXND)), self._last
+        held = last if self._before is None else self._before.line_to(last, step_ratio)
+        found = fitted(self._kind(own_lXND), seen, held, last)
+        if self._before is not None:
+            self._before.copy_(last)
+        last.copy_(seen)
         return found
 
-    def _kind(self, shape: tuple[int, ...]) -> Correction:
-        return kind_for(self._wanted, shape[1], shape[3])
+    def numbers(self, tokens: int, width: int) -> int:
+        """Return how many numbers a rank with so many tokens sends for each head of this width."""
+        return numbers_of(kind_for(self._wanted, tokens, width), width)
 
-    def _keep(self, seen: Sequence[FitSamples], *, continues: bool) -> None:
-        self._before = self._last if continues and self._extrapolated else ()
-        self._last = tuple(each.kept() for each in seen)
-
-    def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[TensorSpec]:
-        """Return the specs of the fits that a rank with tokens of these shapes, [B, l, N, D] each, sends."""
-        dtype = self._last[0].tokens.dtype
-        return [s for shape in shapes for s in specs_of(self._kind(shape), shape, dtype)]
+    def _kind(self, own_lXND: Tensor) -> Correction:
+        return kind_for(self._wanted, own_lXND.shape[0], own_lXND.shape[-1])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the stored means [B, N, D] and sampled tokens [B, s, N, D]."""
-        for seen in (*self._last, *self._before):
-            yield from seen
+        """Yield the stored means [X, N, D] and sampled tokens [s, X, N, D]."""
+        for seen in (self._last, self._before):
+            yield from seen or ()
 
 
 def on_the_line(before: Tensor, last: Tensor, step_ratio: Tensor | float, *, into: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Tokens as a grid: ranges of rows, averages over windows, and the logit bias that weights an average.
 
-Shape letters: B batch, l tokens, N heads, D head width, p planes, r rows, c columns of each.
+Shape letters: l tokens, p planes, r rows, c columns of each, C numbers of one token.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,17 @@ class LevelGrid(NamedTuple):
         return self.bands.total * self.across.num_tokens
 
 
-def take(x_BlND: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
-    """Return the pieces of a rank's tokens [B, l, N, D], concatenated: [B, tokens of the pieces, N, D]."""
-    rows = x_BlND.shape[1] // grid.across.num_tokens
+def take(x: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
+    """Return the pieces of a rank's tokens [l, ...], concatenated: [tokens of the pieces, ...].
+
+    All rows unchanged are `x` itself, not a copy.
+    """
+    rows = x.shape[0] // grid.across.num_tokens
     if tuple(pieces) == (PooledRows(0, rows),):
-        return x_BlND
-    x_BprcND = _as_grid(x_BlND, rows, grid)
-    return torch.cat([_averaged(_rows_of(x_BprcND, piece, grid), piece.pool) for piece in pieces], dim=1)
+        return x
+    x_prcC = _as_grid(x.reshape(x.shape[0], -1), rows, grid)
+    found = torch.cat([_averaged(_rows_of(x_prcC, piece, grid), piece.pool) for piece in pieces])
+    return found.view(-1, *x.shape[1:])
 
 
 def take_bias(bias: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
@@ -56,52 +60,45 @@ def take_bias(bias: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Te
 
     The bias of an average is the log of the sum of its tokens' weights, so that masked tokens do not count.
     """
-    bias_Bl11 = bias.reshape(-1, bias.shape[-1], 1, 1)
     rows = bias.shape[-1] // grid.across.num_tokens
     if tuple(pieces) == (PooledRows(0, rows),):
         return bias
-    bias_Bprc11 = _as_grid(bias_Bl11, rows, grid)
-    found = [_log_summed(_rows_of(bias_Bprc11, piece, grid), piece.pool) for piece in pieces]
-    return torch.cat(found, dim=1).reshape(*bias.shape[:-1], -1)
+    bias_prcC = _as_grid(bias.reshape(-1, bias.shape[-1]).t(), rows, grid)
+    found = torch.cat([_log_summed(_rows_of(bias_prcC, piece, grid), piece.pool) for piece in pieces])
+    return found.t().reshape(*bias.shape[:-1], -1)
 
 
-def _as_grid(x_BlND: Tensor, rows: int, grid: LevelGrid) -> Tensor:
+def _as_grid(x_lC: Tensor, rows: int, grid: LevelGrid) -> Tensor:
     if grid.dim == -2:
-        return torch.unflatten(x_BlND, 1, grid.across.volume(rows))
-    return torch.unflatten(x_BlND, 1, (grid.across.columns, rows)).transpose(1, 2).unsqueeze(1)
+        return torch.unflatten(x_lC, 0, grid.across.volume(rows))
+    return torch.unflatten(x_lC, 0, (grid.across.columns, rows)).transpose(0, 1).unsqueeze(0)
 
 
-def _rows_of(x_BprcND: Tensor, piece: PooledRows, grid: LevelGrid) -> Tensor:
+def _rows_of(x_prcC: Tensor, piece: PooledRows, grid: LevelGrid) -> Tensor:
     """Return the rows of the piece along the split dim."""
-    dim = 2 if grid.across.rows is None else 1
-    return x_BprcND.narrow(dim, piece.start, piece.stop - piece.start)
+    dim = 1 if grid.across.rows is None else 0
+    return x_prcC.narrow(dim, piece.start, piece.stop - piece.start)
 
 
-def _averaged(x_BprcND: Tensor, pool: int) -> Tensor:
+def _averaged(x_prcC: Tensor, pool: int) -> Tensor:
     if pool == 1:
-        return x_BprcND.flatten(1, 3)
-    pooled = F.avg_pool2d(_as_maps(x_BprcND), pool, ceil_mode=True, count_include_pad=False)
-    return _as_tokens(pooled, x_BprcND)
+        return x_prcC.flatten(0, 2)
+    maps_pCrc = x_prcC.permute(0, 3, 1, 2)  # in torch's format channels_last
+    return _as_tokens(F.avg_pool2d(maps_pCrc, pool, ceil_mode=True, count_include_pad=False))
 
 
-def _log_summed(bias_Bprc11: Tensor, pool: int) -> Tensor:
+def _log_summed(bias_prcC: Tensor, pool: int) -> Tensor:
     if pool == 1:
-        return bias_Bprc11.flatten(1)
-    highest = bias_Bprc11.amax((1, 2, 3), keepdim=True).nan_to_num(neginf=0.0)
-    factors = _as_maps((bias_Bprc11 - highest).exp())
-    summed = _as_tokens(F.avg_pool2d(factors, pool, ceil_mode=True, divisor_override=1), bias_Bprc11)
-    return summed.flatten(1).log() + highest.flatten(1)
+        return bias_prcC.flatten(0, 2)
+    highest_C = bias_prcC.amax((0, 1, 2)).nan_to_num(neginf=0.0)
+    factors_pCrc = (bias_prcC - highest_C).exp().permute(0, 3, 1, 2)
+    summed = _as_tokens(F.avg_pool2d(factors_pCrc, pool, ceil_mode=True, divisor_override=1))
+    return summed.log() + highest_C
 
 
-def _as_maps(x_BprcND: Tensor) -> Tensor:
-    """Return each plane as a feature map, [B p, N D, r, c]."""
-    return x_BprcND.flatten(4).flatten(0, 1).permute(0, 3, 1, 2)
-
-
-def _as_tokens(maps: Tensor, like_BprcND: Tensor) -> Tensor:
-    """Invert `_as_maps` for pooled maps: [B, l, N, D]."""
-    tokens = maps.flatten(2).transpose(1, 2)
-    return tokens.reshape(like_BprcND.shape[0], -1, *like_BprcND.shape[4:])
+def _as_tokens(maps_pCrc: Tensor) -> Tensor:
+    """Return pooled maps as tokens [l, C]."""
+    return maps_pCrc.permute(0, 2, 3, 1).flatten(0, 2)
 
 
 def log_weights(pieces: Sequence[PooledRows], across: TokensAcross) -> Tensor:

@@ -1,0 +1,67 @@
+"""Attention of this rank's queries to the other ranks' tokens, cached for several steps.
+
+Belongs to one attention exchange point in one guidance call.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from patchpar.comm.exchange_part import ExchangePart
+from patchpar.comm.transport import TensorSpec
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.partial import Partial
+from patchpar.shard.stale.token_grid import LevelGrid
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of some tokens, [B, l, N, D] each, in the memory layout of the projections."""
+
+    k_BlND: Tensor
+    v_BlND: Tensor
+
+
+class RemotePartials:
+    """Attention of this rank's queries to all other ranks' tokens, as of the last refresh.
+
+    Attention over parts of the keys merges exactly by log-sum-exp (ring attention, arXiv:2310.01889); here the remote
+    part may be several steps old. DiTFastAttn (NeurIPS 2024) caches attention outside a window like this, on one GPU.
+    """
+
+    def __init__(self, refresh: int, axis: Axis, grid: LevelGrid) -> None:
+        self.refresh, self.axis, self.grid = refresh, axis, grid
+        self.kept: Partial | None = None
+
+    def is_due(self, evaluation: int, layer: int) -> bool:
+        """Whether this layer is refreshed in this evaluation."""
+        return (evaluation + layer) % self.refresh == 0
+
+    @property
+    def remote(self) -> Partial:
+        """The cached partial."""
+        assert self.kept is not None, "a layer is refreshed in the first, synchronous step"
+        return self.kept
+
+    def part(self, own: KeysValues) -> ExchangePart:
+        """Return what this rank sends and receives for a refresh in the next step."""
+        ranks = self.axis.ranks
+        batch, _, heads, _ = own.k_BlND.shape
+
+        def specs(group_rank: int) -> tuple[TensorSpec, ...]:
+            return tuple(
+                TensorSpec((batch, self.grid.num_tokens(group_rank), heads, x.shape[-1]), x.dtype) for x in own
+            )
+
+        peers = tuple(ranks[group_rank] for group_rank in self.axis.others)
+        incoming = {ranks[group_rank]: specs(group_rank) for group_rank in self.axis.others}
+        return ExchangePart("kv", [(peers, tuple(own))], incoming, axis=self.axis, to_all=True)
+
+    def arriving(self) -> Iterator[Tensor]:
+        """Yield nothing: a transport allocates what it receives."""
+        return iter(())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the cached output [B, N, l, D] and log-sum-exp [B, N, l]."""
+        if self.kept is not None:
+            yield from self.kept

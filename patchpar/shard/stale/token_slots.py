@@ -1,0 +1,66 @@
+"""Where the tokens of each rank lie in a buffer of tokens, in the order of group ranks.
+
+Buffers of keys and values are [tokens, 2, B, N, D]: a rank's keys and values are contiguous, so that its message is a
+view of the buffer, and attention reads keys and values as views with one stride from token to token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class EqualSlots(NamedTuple):
+    """Consecutive ranks, from group rank `first`, with `tokens` each: they are handled in one operation."""
+
+    first: int
+    ranks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """`counts`: tokens of every group rank in the buffer. `common`: tokens before those, which all ranks have."""
+
+    counts: tuple[int, ...]
+    common: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens of the buffer."""
+        return self.common + sum(self.counts)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First token of every group rank in the buffer."""
+        return tuple(accumulate(self.counts[:-1], initial=self.common))
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks have the same number of tokens."""
+        return len(set(self.counts)) == 1
+
+    def of(self, buffer: Tensor, group_rank: int) -> Tensor:
+        """Return the tokens [l, ...] of a rank, a view of the buffer [tokens, ...]."""
+        return buffer.narrow(0, self.starts[group_rank], self.counts[group_rank])
+
+    def of_equal(self, buffer: Tensor, slots: EqualSlots) -> Tensor:
+        """Return the tokens [ranks, l, ...] of consecutive ranks, a view of the buffer [tokens, ...]."""
+        start, size = self.starts[slots.first], slots.ranks * slots.tokens
+        return buffer.narrow(0, start, size).view(slots.ranks, slots.tokens, *buffer.shape[1:])
+
+    def without(self, group_rank: int) -> "TokenSlots":
+        """Return the slots of a buffer without the tokens of that rank and without common ones."""
+        return TokenSlots(tuple(0 if p == group_rank else count for p, count in enumerate(self.counts)))
+
+    def others(self, group_rank: int) -> Iterator[EqualSlots]:
+        """Yield all ranks with tokens but that one, joined where they are neighbours with the same number of tokens."""
+        with_tokens = [(p, count) for p, count in enumerate(self.counts) if count and p != group_rank]
+        for (_, tokens), run in groupby(with_tokens, key=lambda each: (each[0] > group_rank, each[1])):
+            ranks = [p for p, _ in run]
+            if ranks[-1] - ranks[0] == len(ranks) - 1:
+                yield EqualSlots(ranks[0], len(ranks), tokens)
+            else:  # ranks without tokens lie between
+                yield from (EqualSlots(p, 1, tokens) for p in ranks)
