@@ -66,22 +66,26 @@ class Communicator:
         self.traffic.bytes_received[kind] += sum(message.num_bytes for message in batch.incoming)
         return self._start(kind, where, partial(batch.start, self.transport, where))
 
-    def all_gather(self, axis: Axis, kind: str, where: str, own: Tensor, *, bulk: bool = False) -> Work[Tensor]:
+    def all_gather(
+        self, axis: Axis, kind: str, where: str, own: Tensor, *, bulk: bool = False, into: Tensor | None = None
+    ) -> Work[Tensor]:
         """Start to gather `own`, of any shape, but the same shape and dtype on all ranks of the axis.
 
         One operation where the transport has it. `bulk`: what is not needed in this step, so that it does not hold up
-        what is. The result of the Work: [P, *own.shape] in the order of group ranks, this rank's included. It raises
+        what is. `into`: a contiguous buffer for the result in which `own` is in its place already; None allocates one.
+        The result of the Work: [P, *own.shape] in the order of group ranks, this rank's included. It raises
         ExchangeError.
         """
         if axis.size == 1:
             return Arrived(own.unsqueeze(0), where)
         own = own.detach().contiguous()
-        out = own.new_empty((axis.size, *own.shape))
+        out = own.new_empty((axis.size, *own.shape)) if into is None else into.view(axis.size, *own.shape)
         specs = (TensorSpec.of(own),)
         incoming = [Incoming(axis.ranks[other], specs, (out[other],)) for other in axis.others]
         outgoing, collectives = [_to_others(axis, [own])], collectives_of(self.transport, axis)
         if collectives is None:
-            out[axis.rank] = own
+            if into is None:
+                out[axis.rank] = own
             return self.send_recv(kind, where, outgoing, incoming).then(lambda _: out)
         self.traffic.bytes_sent[kind] += outgoing[0].num_bytes
         self.traffic.bytes_received[kind] += outgoing[0].num_bytes

@@ -1,6 +1,6 @@
 """How queries of one rank attend to the keys of others in an exact step, as data. No torch, for a fast import."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, make_plain
@@ -15,10 +15,15 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMode:
-    """One of `WAYS`, between groups of `ulysses` ranks that exchange tokens for heads. Raises PlanError."""
+    """One of `WAYS`, between groups of `ulysses` ranks that exchange tokens for heads. Raises PlanError.
+
+    `overlap`, of gathered keys: attend to each rank's as they arrive and merge, so that computing hides some of the
+    link's time, instead of to all of them at once. None: as the link is, see `on_link`.
+    """
 
     way: str = "gather"
     ulysses: int = 1
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -26,6 +31,15 @@ class AttentionMode:
             raise PlanError(f"attention={self.way!r}: use {', '.join(WAYS)}")
         if not is_whole(self.ulysses):
             raise PlanError(f"ulysses={self.ulysses!r}: it is a number of ranks, at least 1")
+
+        if self.overlap not in (None, False, True):
+            raise PlanError(f"overlap={self.overlap!r}: use True, False or None, which is as the link is")
+        if self.overlap is not None and self.way != "gather":
+            raise PlanError(f"overlap={self.overlap} is for attention=gather: {self.way} always overlaps")
+
+    def on_link(self, *, overlap: bool) -> "AttentionMode":
+        """Return the mode with `overlap` decided where it is open."""
+        return replace(self, overlap=overlap) if self.overlap is None and self.way == "gather" else self
 
     def check_group_size(self, group_ranks: int) -> None:
         """Raise PlanError unless `ulysses` divides the number of ranks."""

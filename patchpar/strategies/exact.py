@@ -27,12 +27,15 @@ class ExactPatch(PatchStrategy):
     `attention`: "gather": all-gather of the keys; "ring" and "two-way-ring": keys are passed around a ring
     (arXiv:2310.01889); "token-ring": queries are (arXiv:2412.20501). `ulysses`: groups of this many neighbouring ranks
     exchange tokens for heads first (arXiv:2309.14509), and `attention` applies between the groups (USP,
-    arXiv:2405.07719); the number of bands gives Ulysses alone. Raises PlanError.
+    arXiv:2405.07719); the number of bands gives Ulysses alone. `overlap`, of "gather": attend to each rank's keys as
+    they arrive, which hides some of a slow link's time, instead of to all of them at once; None: as the link is. Raises
+    PlanError.
     """
 
     name: ClassVar[str] = "exact"
     attention: str = "gather"
     ulysses: int = 1
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -45,4 +48,6 @@ class ExactPatch(PatchStrategy):
     @property
     def policy(self) -> ExchangePolicy:
         """Everything fresh."""
-        return ExchangePolicy(name=str(self), keys=AttentionMode(way=self.attention, ulysses=self.ulysses))
+        return ExchangePolicy(
+            name=str(self), keys=AttentionMode(way=self.attention, ulysses=self.ulysses, overlap=self.overlap)
+        )

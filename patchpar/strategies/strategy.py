@@ -5,7 +5,7 @@ A strategy is defined by its exchange policy; the base class installs it in a de
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from patchpar.plan.exchange_policy import ExchangePolicy
@@ -51,17 +51,18 @@ class PatchStrategy:
 
         A network of convolutions and group norms is split into bands, any other by tokens.
         """
+        # here, because a caller that only names a strategy need not import torch
+        from patchpar.shard.attention.dispatch import on_link_of
         from patchpar.shard.transformer.denoiser import TokenDenoiser
         from patchpar.shard.unet.denoiser import PatchedDenoiser
-        from patchpar.shard.unet.discover import (
-            splits_into_bands,  # a caller that only names a strategy need not import torch
-        )
+        from patchpar.shard.unet.discover import splits_into_bands
 
+        policy = replace(self.policy, keys=on_link_of(comm.transport, self.policy.keys))
         if splits_into_bands(denoiser):
             return PatchedDenoiser(
-                denoiser, (comm, axis), self.policy, clock=clock, split=split, verifications=verifications
+                denoiser, (comm, axis), policy, clock=clock, split=split, verifications=verifications
             )
-        return TokenDenoiser(denoiser, (comm, axis), self.policy, clock=clock, verifications=verifications)
+        return TokenDenoiser(denoiser, (comm, axis), policy, clock=clock, verifications=verifications)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -60,6 +60,7 @@ def test_rows_and_columns_by_turns(ranks: Any) -> None:
 
 
 WAYS = (
+    ExactPatch(overlap=False),
     ExactPatch(attention="ring"),
     ExactPatch(attention="two-way-ring"),
     ExactPatch(attention="token-ring"),
@@ -69,7 +70,7 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("strategy", first_of(WAYS, WAYS[1], WAYS[3], WAYS[-1]), ids=str)
+@pytest.mark.parametrize("strategy", first_of(WAYS, WAYS[0], WAYS[2], WAYS[4], WAYS[-1]), ids=str)
 @pytest.mark.parametrize("name", first_of(["sdxl", "sd"], "sdxl"))
 def test_other_ways_to_meet_everybodys_keys(ranks: Any, name: str, strategy: ExactPatch) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4), (16, 8)], "auto", strategy):

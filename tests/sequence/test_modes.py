@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Arrived
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.attention_mode import WAYS, AttentionMode
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.dispatch import MODES, attend_together
+from patchpar.shard.attention.dispatch import MODES, attend_together, on_link_of
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.ulysses import split_heads
 from tests.unit.threads import on_threads
@@ -67,12 +71,13 @@ def check(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> N
         assert (got - cut(want, asking, sizes, place)).abs().max() <= TOLERANCE
 
 
-ALL = [AttentionMode(way=name) for name in MODES]
-HYBRIDS = [AttentionMode(way=name, ulysses=2) for name in MODES]
+AT_ONCE, IN_PARTS = (AttentionMode(overlap=overlap) for overlap in (False, True))
+ALL = [AT_ONCE, IN_PARTS, *(AttentionMode(way=name) for name in MODES if name != "gather")]
+HYBRIDS = [replace(mode, ulysses=2) for mode in ALL]
 
 
 def title(mode: AttentionMode) -> str:
-    return f"{mode.way}-{mode.ulysses}"
+    return f"{mode.way}-{mode.ulysses}" + "-in-parts" * bool(mode.overlap)
 
 
 @pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=3)], ids=title)
@@ -172,8 +177,8 @@ def test_bytes(places: int) -> None:
     def sent(mode: AttentionMode) -> list[dict[str, int]]:
         return [counted for _, counted, _ in attended(mode, tensors, sizes=sizes)]
 
-    for name in ("gather", "ring", "two-way-ring"):
-        assert sent(AttentionMode(way=name)) == [{"kv": ring}] * places
+    for mode in (AT_ONCE, IN_PARTS, AttentionMode(way="ring"), AttentionMode(way="two-way-ring")):
+        assert sent(mode) == [{"kv": ring}] * places
     lse = (places - 1) * tokens // places * heads * BATCH * 4
     for counted in sent(AttentionMode(way="token-ring")):
         assert counted == {"q": ring // 2, "partials": ring // 2 + lse}
@@ -190,6 +195,7 @@ def test_rounds() -> None:
     rounds = {title(mode): attended(mode, tensors, sizes=(5,) * 4)[0][2] for mode in (*ALL, AttentionMode(ulysses=4))}
     assert rounds == {
         "gather-1": {"kv": 1},
+        "gather-1-in-parts": {"kv": 1},
         "ring-1": {"kv": 3},
         "two-way-ring-1": {"kv": 2},
         "token-ring-1": {"q": 2, "q+partials": 2, "partials": 1},
@@ -208,11 +214,58 @@ def test_fewer_heads_than_ranks() -> None:
         ({"way": "rings"}, "attention='rings': use gather, ring, two-way-ring, token-ring"),
         ({"ulysses": 0}, "ulysses=0: it is a number of ranks, at least 1"),
         ({"ulysses": True}, "ulysses=True"),
+        ({"overlap": "yes"}, "overlap='yes': use True, False or None"),
+        ({"way": "ring", "overlap": False}, "overlap=False is for attention=gather: ring always overlaps"),
     ],
 )
 def test_modes_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         AttentionMode(**options)
+
+
+@pytest.mark.parametrize("collectives", [None, object()], ids=["messages", "collectives"])
+def test_keys_are_attended_to_at_once_where_they_arrive_together(collectives: object) -> None:
+    transport: Any = SimpleNamespace(collectives=collectives)
+    assert on_link_of(transport, AttentionMode()).overlap is (collectives is None)
+    for decided in (AT_ONCE, IN_PARTS, AttentionMode(way="ring")):
+        assert on_link_of(transport, decided) is decided
+
+
+class Launches(TorchDispatchMode):
+    """Names of the kernels that would be launched on a GPU: all but views and empty tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty", "detach")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class InPlace:
+    """Stands for a communicator that gathers in one operation: this rank's part is in its place already."""
+
+    def __init__(self) -> None:
+        self.transport = SimpleNamespace(collectives=self)
+
+    def all_gather(self, axis: Axis, kind: str, where: str, own: Tensor, *, into: Tensor) -> Arrived[Tensor]:
+        found = into.view(axis.size, *own.shape)
+        assert found[axis.rank].data_ptr() == own.data_ptr()
+        return Arrived(found, where)
+
+
+@pytest.mark.parametrize(("common", "packed"), [(0, 1), (3, 2)])
+def test_one_attention_to_all_gathered_keys(common: int, packed: int) -> None:
+    """Beside the collective, keys and values are packed by one kernel, and those of text by another."""
+    comm: Any = InPlace()
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole(heads=4, key_heads=4, tokens=common + 6))
+    shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(6, 6, 6), group_rank=1, common=common)
+    with Launches() as launches:
+        attend_together(AttentionMode(), comm, Axis("patch", 1, 3, (0, 1, 2)), "layer", shared)
+    assert launches.names == ["cat"] * packed + ["_scaled_dot_product_flash_attention_for_cpu"]
 
 
 def test_a_degree_that_does_not_divide() -> None:

@@ -12,7 +12,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.attention.all_gather import attend_gathered, attend_in_parts
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
@@ -30,6 +30,7 @@ MODES = {
     "ring": AttentionMode(way="ring"),
     "two-way-ring": AttentionMode(way="two-way-ring"),
     "token-ring": AttentionMode(way="token-ring"),
+    "gather-in-parts": AttentionMode(overlap=True),
     "ulysses": AttentionMode(ulysses=3),
 }
 KINDS = (
@@ -151,8 +152,10 @@ def checked(shard: TransformerSharder, model: Any, calls: Any) -> float:
 
 def test_verification(plan: TokenPlan) -> None:
     calls = [((), CALL(variant)) for variant in (0, 1)]
-    for found in flux(plan, 2, lambda shard, model: checked(shard, model, calls)):
-        assert 0 < found <= LIMIT
+    for mode, differs in ((attend_in_parts, True), (attend_gathered, False)):  # one attention to all may be the same
+        for found in flux(plan, 2, lambda shard, model: checked(shard, model, calls), mode=mode):
+            assert found <= LIMIT
+            assert found > 0 or not differs
 
 
 def test_verification_fails_without_exchange(plan: TokenPlan) -> None:

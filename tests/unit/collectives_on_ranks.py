@@ -57,6 +57,11 @@ def _gathered(comm: Communicator, axis: Axis, rows: dict[int, int]) -> list[Any]
     nearest = [tensors[0] for tensors in started[1].arriving()]
     equal = values_of(axis.ranks[axis.rank], 2)
     stacked = [comm.all_gather(axis, "moments", "norm1", x) for x in equal]
+    buffer = equal[0].new_zeros((1 + axis.size, *equal[0].shape))[1:]
+    buffer[axis.rank] = equal[0]
+    in_place = comm.all_gather(axis, "moments", "norm1", buffer[axis.rank], into=buffer)
+    assert in_place.wait().data_ptr() == buffer.data_ptr()
+    stacked[0] = in_place
     same = AllGather(comm, axis, "tokens", "norm2").same(equal[1])
     return [started[1].wait(), started[0].wait(), nearest, [work.wait() for work in stacked], same]
 

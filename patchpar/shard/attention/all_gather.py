@@ -1,22 +1,78 @@
 """All-gather of keys and values, fresh and exact, as DistriFusion gathers them (arXiv:2402.19481).
 
-A rank attends to its own keys while the others' arrive, and to each rank's as soon as they are received.
+    at once       keys and values of all ranks in one buffer, and one attention to all of them
+    in parts      to its own keys while the others' arrive, and to each rank's as soon as they are received
+
+In parts, some of the link's time is hidden, and the partial results have to be merged.
 
 sent by each rank       2 (N-1)/N of the sequence, to all ranks; one round
 """
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_others, attend_own
+from patchpar.shard.attention.packed_tokens import pack_tokens, unpack_tokens
 from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
+from patchpar.shard.sdpa import AttentionCall
 
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+    """Return this rank's output [B, N, c + l, D], by the kernel of `shared`. Raises ExchangeError."""
+    keys_values = (shared.k_BMlD, shared.v_BMlD)
+    gathered = _gathered(comm, axis, where, shared)
+    k_BMLD, v_BMLD = unpack_tokens(gathered, [x.shape[1] for x in keys_values])
+    return attend_to_all(shared, k_BMLD, v_BMLD)
+
+
+def attend_to_all(shared: ShardedQKV, k_BMLD: Tensor, v_BMLD: Tensor) -> Tensor:
+    """Return the output [B, N, c + l, D] of this rank's queries, from the keys and values of the whole sequence."""
+    call = AttentionCall(
+        query=shared.q_BNlD,
+        key=k_BMLD,
+        value=v_BMLD,
+        attn_mask=shared.mask_of_own,
+        scale=shared.scale,
+        enable_gqa=shared.q_BNlD.shape[1] != k_BMLD.shape[1],
+        kernel=shared.kernel,
+    )
+    return call.run()
+
+
+def _gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+    """Return keys beside values of the whole sequence [L, B, M + M, D]."""
+    common, sizes = shared.common, shared.sizes
+    keys_values, own = (shared.k_BMlD, shared.v_BMlD), shared.own_keys
+    if len(set(sizes)) > 1:
+        return _gathered_from_uneven(comm, axis, where, shared)
+    batch, heads, _, width = shared.k_BMlD.shape
+    whole = own[0].new_empty((shared.total, batch, 2 * heads, width))
+    if common:
+        pack_tokens([x.narrow(2, 0, common) for x in keys_values], into=whole.narrow(0, 0, common))
+    start, _ = shared.span(shared.group_rank)
+    packed = pack_tokens(own, into=whole.narrow(0, start, sizes[0]))
+    comm.all_gather(axis, "kv", where, packed, into=whole.narrow(0, common, shared.total - common)).wait()
+    return whole
+
+
+def _gathered_from_uneven(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+    packed = pack_tokens((shared.k_BMlD, shared.v_BMlD))
+    common, own = packed.split_with_sizes((shared.common, packed.shape[0] - shared.common))
+
+    def specs(group_rank: int) -> list[TensorSpec]:
+        return [TensorSpec((shared.sizes[group_rank], *packed.shape[1:]), packed.dtype)]
+
+    parts = [tensors[0] for tensors in AllGather(comm, axis, "kv", where).start([own], specs).wait()]
+    return torch.cat([common, *parts])
+
+
+def attend_in_parts(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
     own = [x.contiguous() for x in shared.own_keys]
     pending = AllGather(comm, axis, "kv", where).start(own, shared.key_specs)

@@ -5,9 +5,10 @@ from functools import partial
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Transport
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.attention.all_gather import attend_gathered, attend_in_parts
 from patchpar.shard.attention.ring import attend_both_ways, attend_in_ring
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.token_ring import attend_in_token_ring
@@ -21,9 +22,22 @@ MODES: dict[str, Mode] = {
 }
 
 
+def on_link_of(transport: Transport, keys: AttentionMode) -> AttentionMode:
+    """Return the mode with its `overlap` decided: not where GPUs gather in one operation, in which all keys arrive.
+
+    There parts of an attention and their merge would only add launches. Over other links waiting costs more than that.
+    """
+    return keys.on_link(overlap=transport.collectives is None)
+
+
 def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError, PlanError, UnsupportedModel."""
+    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError, PlanError, UnsupportedModel.
+
+    A kernel of the user's is called with all keys at once.
+    """
     mode = MODES[keys.way]
+    if on_link_of(comm.transport, keys).overlap and shared.kernel is None:
+        mode = attend_in_parts
     if keys.ulysses > 1:
         keys.check_group_size(axis.size)
         mode = partial(attend_by_heads, degree=keys.ulysses, between=mode)

@@ -7,7 +7,7 @@ Shape letters: B batch, N query heads, M key heads (N / M queries share one), L 
 c common ones, D head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -35,7 +35,8 @@ class ShardedQKV:
 
     `sizes`: the number of own tokens of each rank. `common_asks`: whether the common tokens are queries too, not only
     keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `causal`: a token attends to
-    itself and those before it in the whole sequence. Raises UnsupportedModel.
+    itself and those before it in the whole sequence. `kernel`: the user's own instead of scaled_dot_product_attention,
+    where all keys are attended to at once. Raises UnsupportedModel.
     """
 
     q_BNlD: Tensor
@@ -48,6 +49,7 @@ class ShardedQKV:
     mask: Tensor | None = None
     causal: bool = False
     scale: float | None = None
+    kernel: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
         own = self.sizes[self.group_rank]
@@ -112,16 +114,24 @@ class ShardedQKV:
         """
         found = None
         if self.mask is not None:
-            silent = self.common - self.asking  # the mask has no rows for them
-            asked = [TokenSpan(row.start - silent, row.stop - silent) for row in rows]
-            found = _of(_of(self.mask, asked, -2), columns, -1)
-            found = as_bias(found, self.q_BNlD.dtype)
+            found = as_bias(_of(self._rows_of_mask(self.mask, rows), columns, -1), self.q_BNlD.dtype)
         if self.causal:
             device = self.q_BNlD.device
             later = _numbers(columns, device)[None, :] > _numbers(rows, device)[:, None]
             ahead = torch.zeros(later.shape, dtype=self.q_BNlD.dtype, device=device).masked_fill(later, -torch.inf)
             found = ahead[None, None] if found is None else found + ahead
         return found
+
+    @property
+    def mask_of_own(self) -> Tensor | None:
+        """The mask of this rank's queries, additive or boolean: [B, N, c + l, L], or broadcastable to it."""
+        if self.causal:
+            return self.bias(self.own_rows, [TokenSpan(0, self.total)])
+        return None if self.mask is None else self._rows_of_mask(self.mask, self.own_rows)
+
+    def _rows_of_mask(self, mask: Tensor, rows: Sequence[TokenSpan]) -> Tensor:
+        silent = self.common - self.asking  # the mask has no rows for them
+        return _of(mask, [TokenSpan(row.start - silent, row.stop - silent) for row in rows], -2)
 
     def with_heads(self, start: int, stop: int) -> "ShardedQKV":
         """Return a copy whose mask is that of the query heads `start` to `stop`."""
@@ -145,7 +155,7 @@ def spans_of(sizes: Sequence[int]) -> list[TokenSpan]:
 
 def _of(x: Tensor, spans: Sequence[TokenSpan], dim: int) -> Tensor:
     """Return these spans of x along `dim`: a view where they follow each other."""
-    if x.shape[dim] == 1:
+    if x.ndim < -dim or x.shape[dim] == 1:
         return x
     if all(before.stop == after.start for before, after in pairwise(spans)):
         return x.narrow(dim, spans[0].start, spans[-1].stop - spans[0].start)

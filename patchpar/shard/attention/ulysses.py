@@ -19,7 +19,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.blockwise import attend_own
+from patchpar.shard.attention.all_gather import attend_to_all
 from patchpar.shard.attention.lse_kernels import expand_heads
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan, spans_of
 
@@ -70,7 +70,10 @@ def attend_by_heads(
     totals = [sum(shared.sizes[start : start + degree]) for start in range(0, axis.size, degree)]
     mine = split[group.rank].query
     inner = replace(inner, sizes=tuple(totals), group_rank=across.rank).with_heads(mine.start, mine.stop)
-    out_BnLD = attend_own(inner).out_BNlD if across.size == 1 else between(comm, across, where, inner)
+    if across.size == 1:
+        out_BnLD = attend_to_all(inner, inner.k_BMlD, inner.v_BMlD)
+    else:
+        out_BnLD = between(comm, across, where, inner)
     return heads_to_tokens(comm, group, where, out_BnLD, split, (shared.asking, sizes))
 
 
@@ -130,6 +133,7 @@ def tokens_to_heads(
         mask=shared.mask,
         causal=shared.causal,
         scale=shared.scale,
+        kernel=shared.kernel,
     )
 
 

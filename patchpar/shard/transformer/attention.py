@@ -5,13 +5,14 @@ Where queries and keys are the same tokens, as nearly always, or the queries are
 first. Common tokens are those that every rank holds, such as text in joint attention.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
 from patchpar.plan.kv_selection import AllRows
@@ -48,9 +49,31 @@ class TokenSplit:
 
         Everything before and after our tokens is kept. Raises ExchangeError.
         """
-        before, own, after = x.split_with_sizes((start, ranges.count, x.shape[dim] - start - ranges.count), dim)
-        parts = AllGather(self.comm, self.axis, "tokens", where).parts(own.contiguous(), dim, ranges.sizes)
-        return torch.cat([before, ranges.joined(parts, dim), after], dim)
+        return self.gather_together([x], dim, start, ranges, where)[0]
+
+    def gather_together(
+        self, tensors: Sequence[Tensor], dim: int, start: int, ranges: TokenRanges, where: str
+    ) -> list[Tensor]:
+        """Return each tensor as `gather` does, all of them in one message."""
+        if self.axis.size == 1:
+            return list(tensors)
+        cut = [x.split_with_sizes((start, ranges.count, x.shape[dim] - start - ranges.count), dim) for x in tensors]
+
+        def specs(group_rank: int) -> list[TensorSpec]:
+            return [_resized(own, dim, ranges.sizes[group_rank]) for _, own, _ in cut]
+
+        started = AllGather(self.comm, self.axis, "tokens", where).start([own.contiguous() for _, own, _ in cut], specs)
+        by_tensor = zip(*started.wait(), strict=True)
+        return [
+            torch.cat([before, ranges.joined(parts, dim), after], dim)
+            for (before, _, after), parts in zip(cut, by_tensor, strict=True)
+        ]
+
+
+def _resized(x: Tensor, dim: int, size: int) -> TensorSpec:
+    """Return the spec of x with another size along `dim`."""
+    dim %= x.ndim
+    return TensorSpec((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
 
 
 def cut_for(policy: ExchangePolicy) -> Cut:
@@ -92,9 +115,9 @@ def attend_split(
     if split.patch is not None and entry is not None:
         stale = _common_first(where, call, queries, keys)
         return queries.in_order(attend_with_past(split.patch, where, ranges.rows, stale, entry), 2)
-    if split.mode is not None and call.kernel is None and _fits_a_mode(call, queries, keys):
+    if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
-    key, value = (split.gather(x, -2, keys.start, ranges, where) for x in (call.key, call.value))
+    key, value = split.gather_together((call.key, call.value), -2, keys.start, ranges, where)
     return replace(call, key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
 
@@ -274,5 +297,6 @@ def _by_mode(
         common_asks=queries == keys,
         mask=mask,
         scale=call.scale,
+        kernel=call.kernel,
     )
     return queries.in_order(mode(split.comm, split.axis, where, shared), 2)

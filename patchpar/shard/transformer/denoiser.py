@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
@@ -226,7 +225,7 @@ class TokenDenoiser(SharedDenoiser):
         patch = self.patch
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, patch.policy.keys)
-        gathers = patch.policy.keys == AttentionMode() or patch.policy.remembers
+        gathers = patch.policy.keys.way == "gather"
         cut = cut_for(patch.policy)
         return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut)
 

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.plan.attention_mode import AttentionMode
 from patchpar.shard.attention.blockwise import attend_locally
+from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.attention.partial import merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
@@ -51,7 +52,7 @@ def attend(band: VaeBand, call: AttentionCall) -> Tensor:
         count = _chunks(shared)
         if count > 1:
             return _in_chunks(band, shared, count)
-        return attend_gathered(band.patch.comm, band.patch.axis, band.where, shared)
+        return attend_together(AttentionMode(), band.patch.comm, band.patch.axis, band.where, shared)
     return _frame_by_frame(band, shared, _frames_seen(band, call.attn_mask, own))
 
 
