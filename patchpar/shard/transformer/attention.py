@@ -22,7 +22,8 @@ from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention_backend import BackendKernel
-from patchpar.shard.transformer.token_plan import AttentionTokens, TokenRows
+from patchpar.shard.transformer.split_tokens import SplitTokens
+from patchpar.shard.transformer.token_plan import AttentionTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
@@ -103,10 +104,10 @@ def attend_split(
     if tokens.mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = replace(call, attn_mask=call.attn_mask[:, None, None])
-    queries = _SplitTokens.of(tokens.queries, call.query, ranges)
+    queries = SplitTokens.of(tokens.queries, call.query, ranges)
     if tokens.keys is None:
         return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
-    keys = _SplitTokens.of(tokens.keys, call.key, ranges)
+    keys = SplitTokens.of(tokens.keys, call.key, ranges)
     call = _with_whole_mask(split, where, call, queries, keys)
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
@@ -121,66 +122,8 @@ def attend_split(
     return replace(call, key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _SplitTokens:
-    """Queries or keys of a call: `local` on this rank, `own` of them its tokens, from `start` on; `whole` in all."""
-
-    start: int
-    local: int
-    ranges: TokenRanges
-
-    @classmethod
-    def of(cls, rows: TokenRows | None, x: Tensor, ranges: TokenRanges) -> "_SplitTokens":
-        size = x.shape[-2]
-        if rows is None:
-            return cls(size, size, TokenRanges(group_rank=0, starts=(0, 0)))
-        return cls(rows.start(size, ranges.count), size, ranges)
-
-    @property
-    def own(self) -> int:
-        return self.ranges.count
-
-    @property
-    def tokens(self) -> int:
-        return self.ranges.num_tokens
-
-    @property
-    def whole(self) -> int:
-        return self.local - self.own + self.tokens
-
-    @property
-    def after(self) -> int:
-        return self.local - self.own - self.start
-
-    def cut(self, mask: Tensor, dim: int) -> Tensor:
-        """Cut a mask that is whole along `dim` to this rank's tokens."""
-        if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
-            return mask
-        before, tokens, after = mask.split_with_sizes((self.start, self.tokens, self.after), dim)
-        return torch.cat([before, self.ranges.own(tokens, dim), after], dim)
-
-    def rows(self, mask: Tensor | None) -> Tensor | None:
-        """Cut a mask to the rows of these queries."""
-        return None if mask is None else self.cut(mask, -2)
-
-    def common_first(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder x: common tokens first, then our own."""
-        before, own, after = x.split_with_sizes([self.start, self.own, self.after], dim)
-        return torch.cat([before, after, own], dim) if self.after else x
-
-    def by_rank(self, mask: Tensor, dim: int) -> Tensor:
-        """Reorder a mask that is whole along `dim`: common tokens first, then each rank's tokens."""
-        before, tokens, after = mask.split_with_sizes([self.start, self.tokens, self.after], dim)
-        return torch.cat([before, after, self.ranges.by_rank(tokens, dim)], dim)
-
-    def in_order(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `common_first`."""
-        before, after, own = x.split_with_sizes([self.start, self.after, self.own], dim)
-        return torch.cat([before, own, after], dim) if self.after else x
-
-
 def _with_whole_mask(
-    split: TokenSplit, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
+    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
 ) -> AttentionCall:
     """Return the call with causality as a mask, and a mask with a column for every key of the whole."""
     if call.attn_mask is None and not call.is_causal:
@@ -189,7 +132,7 @@ def _with_whole_mask(
 
 
 def _whole_mask(
-    split: TokenSplit, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
+    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
 ) -> Tensor | None:
     """Return the mask with a column for every key of the whole, in their order; causality as a mask."""
     mask = call.attn_mask
@@ -212,7 +155,7 @@ def _whole_mask(
     return _outer_product(split, where, mask, queries, keys)
 
 
-def _sees_itself_alone(mask: Tensor, keys: _SplitTokens) -> bool:
+def _sees_itself_alone(mask: Tensor, keys: SplitTokens) -> bool:
     """Whether a mask made in the block lets each of our tokens attend to itself and to no other token.
 
     Common tokens must attend to all of them alike. A single token would not show this.
@@ -228,7 +171,7 @@ def _sees_itself_alone(mask: Tensor, keys: _SplitTokens) -> bool:
     )
 
 
-def _with_blind_columns(bias: Tensor, keys: _SplitTokens) -> Tensor:
+def _with_blind_columns(bias: Tensor, keys: SplitTokens) -> Tensor:
     """Add columns for other ranks' tokens to such a mask: hidden from our tokens, and to common ones as ours are."""
     before, own, after = bias.split_with_sizes((keys.start, keys.own, keys.after), -1)
     foreign = own[..., :1].clone()
@@ -238,7 +181,7 @@ def _with_blind_columns(bias: Tensor, keys: _SplitTokens) -> Tensor:
     return torch.cat([before, keys.ranges.joined(columns, -1), after], -1)
 
 
-def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitTokens, keys: _SplitTokens) -> Tensor:
+def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: SplitTokens, keys: SplitTokens) -> Tensor:
     """Return the whole mask for one that the block makes from valid and padded tokens on this rank."""
     if mask.dtype != torch.bool:
         raise UnsupportedModel(
@@ -251,7 +194,7 @@ def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitT
     return rows & columns
 
 
-def _fits_a_mode(call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> bool:
+def _fits_a_mode(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> bool:
     mask = call.attn_mask
     rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, queries.whole)
     shaped = call.query.ndim == 4 and call.value.shape[-1] == call.key.shape[-1]
@@ -259,7 +202,7 @@ def _fits_a_mode(call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens)
     return (queries == keys or own_alone) and rows_whole and shaped
 
 
-def _common_first(where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> AttentionCall:
+def _common_first(where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> AttentionCall:
     """Return the call in the order of `attend_with_past`: common tokens, then our own."""
     if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
@@ -272,14 +215,14 @@ def _common_first(where: str, call: AttentionCall, queries: _SplitTokens, keys: 
     return replace(call, query=query, key=key, value=value, attn_mask=mask)
 
 
-def _tensors_common_first(call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> Iterator[Tensor]:
+def _tensors_common_first(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> Iterator[Tensor]:
     yield queries.common_first(call.query, 2)
     yield keys.common_first(call.key, 2)
     yield keys.common_first(call.value, 2)
 
 
 def _by_mode(
-    split: TokenSplit, mode: Mode, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
+    split: TokenSplit, mode: Mode, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
 ) -> Tensor:
     query, key, value = _tensors_common_first(call, queries, keys)
     mask = call.attn_mask
