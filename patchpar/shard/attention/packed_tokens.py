@@ -14,7 +14,10 @@ from torch import Tensor
 
 def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
     """Return the tensors side by side, [l, B, sum of N, D], in `into` where it is given."""
-    return torch.cat([x.permute(2, 0, 1, 3) for x in tensors_BNlD], 2, out=into)
+    if into is None:
+        return torch.cat([x.permute(2, 0, 1, 3) for x in tensors_BNlD], 2)
+    # detached: where gradients are recorded nothing can be written into a buffer, and none pass through other ranks
+    return torch.cat([x.detach().permute(2, 0, 1, 3) for x in tensors_BNlD], 2, out=into)
 
 
 def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
