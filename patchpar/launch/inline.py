@@ -24,7 +24,7 @@ class OwnProcessContext(ABC):
         self.deadline = 0.0  # before the first call
         self.waiting = nullcontext()
         self.callbacks = Callbacks()
-        self.where = ""
+        self.where, self.beats = "", 0  # the last exchange point, and the number of those that were reached
 
     @property
     def wait_limit(self) -> float:
@@ -43,6 +43,7 @@ class OwnProcessContext(ABC):
     def beat(self, where: str) -> None:
         """See RankContext."""
         self.where = where
+        self.beats += 1
 
 
 class OwnProcessExecutor(Executor):

@@ -13,7 +13,7 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError, WorkerHung
@@ -26,7 +26,7 @@ from patchpar.launch.default_group import (
     form_group_between_hosts,
     form_group_of_host,
 )
-from patchpar.launch.executor import CallAborted, EngineCall, check_deadline, longest_wait
+from patchpar.launch.executor import CallAborted, EngineCall, IdleRank, check_deadline, longest_wait
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
@@ -103,6 +103,7 @@ class TorchrunExecutor(OwnProcessExecutor):
         if links is not None and not dist.is_initialized():
             form_group_of_host(own, cards, deadline)
         check_default_group(device, cards)
+        self._out_of_step = ""  # why no further call is possible
         self._context = TorchrunContext(rank, self.devices, self._control, links)
 
     def _facts_of_all(self, engine: str, own: GroupRank, deadline: float) -> list[dict[str, str]]:
@@ -127,6 +128,11 @@ class TorchrunExecutor(OwnProcessExecutor):
         if call.callbacks.on_start is not None:
             raise LaunchError("under torchrun no messages can be sent to ranks during a call: use worker processes")
         check_owner(self._owner)
+        if self._out_of_step:
+            raise LaunchError(
+                f"the ranks are out of step, and messages between them may be unread: {self._out_of_step}. Close the "
+                "pipeline on all ranks and create it again, or start the job again"
+            )
         # Without the deadline: rank 0 may be saving images, and a rank that exits is noticed.
         compare(self._control.gather(described(call.method, call.args, call.kwargs), REPLY_SECONDS))
         context = self._context
@@ -140,7 +146,7 @@ class TorchrunExecutor(OwnProcessExecutor):
 
     def _run_and_agree(self, method: str, work: Callable[[], Any]) -> Any:
         """Run `work` on this rank and exchange exceptions with the others. Raises if it failed on any rank."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self._context.beats
         result, own = None, None
         try:
             result = work()
@@ -151,10 +157,15 @@ class TorchrunExecutor(OwnProcessExecutor):
         try:
             failures = self._exchange_failures(None if own is None else take_down(own), patience)
         except WorkerError as error:
+            if isinstance(error, WorkerHung):
+                self._out_of_step = f"{method}: {error}"
             if own is not None and not isinstance(own, WorkerError) and not is_transport_error(own):
                 raise own from error
             more = f". If it is only slow, give it more time: {MORE_TIME}" if isinstance(error, WorkerHung) else ""
             raise type(error)(f"{error} ({method}; {self._where()}){more}", rank=error.rank) from own or error
+        if any(failures):
+            points = b"" if isinstance(result, IdleRank) else str(self._context.beats - before).encode()
+            self._out_of_step = _step_lost(method, failures, self._control.gather(points, patience))
         cause = next((rank for rank, failure in enumerate(failures) if _is_cause(failure)), None)
         if own is not None and (cause is None or _is_cause(failures[self.rank])):
             raise own
@@ -184,6 +195,19 @@ class TorchrunExecutor(OwnProcessExecutor):
             self._control.leave()
             for link in (self._links or {}).values():
                 link.close()
+
+
+def _step_lost(method: str, failures: Sequence[RemoteError | None], points: Sequence[bytes]) -> str:
+    """Return why ranks that failed in a call cannot make another one; empty if they can.
+
+    `points`: how many exchange points each rank has reached in the call, empty for ranks that took no part. Ranks that
+    have reached equally many have no message in flight between them.
+    """
+    rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
+    broken = any(failure is not None and failure.transport for failure in failures)
+    if not broken and len({count for count in points if count}) < 2:
+        return ""
+    return f"{method} failed on rank {rank} between two exchanges ({failure.headline()})"
 
 
 def _rank_and_world_size() -> tuple[int, int]:

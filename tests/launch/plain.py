@@ -58,6 +58,10 @@ class PlainEngine:
             raise ValueError("loaded a second time")
         path.touch()
 
+    def stall_one(self, rank, seconds):
+        if self.context.rank == rank:
+            time.sleep(seconds)
+
     def hold_interpreter(self, rank, seconds):
         """Sleep without letting other threads of the process run."""
         if self.context.rank == rank:

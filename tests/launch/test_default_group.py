@@ -1,7 +1,5 @@
 """When ranks have a group of torch.distributed, through which backend, and what is said if it cannot be made."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -9,13 +7,12 @@ import torch
 import torch.distributed as dist
 
 from patchpar.errors import LaunchError
-from patchpar.launch import accelerators, default_group, torchrun
+from patchpar.launch import default_group, torchrun
 from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
 from patchpar.launch.executor import longest_wait
-from patchpar.launch.torchrun import TorchrunExecutor
 from tests.launch.fake_gpus import FakeGpus
+from tests.launch.threads_as_ranks import ranks_of_torchrun
 
-PLAIN = "tests.launch.plain:PlainEngine"
 OWN = GroupRank(rank=0, world_size=2, device="cuda:0", timeout=9.0)
 
 
@@ -53,30 +50,10 @@ def test_sharing_is_said(caplog):
     assert "3 ranks share 2 GPUs, which is slow: nccl needs one for each rank" in caplog.text
 
 
-def ranks_of_torchrun(monkeypatch, gpus_of_ranks, port, job_of_one_host=True):
-    """Make an executor on each of two ranks, which are threads of this process. `gpus_of_ranks`: their FakeGpus."""
-    own, gpus, store = threading.local(), gpus_of_ranks, dist.HashStore()
-    monkeypatch.setenv("MASTER_PORT", port)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if job_of_one_host else "1")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is as before when the test has ended
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    monkeypatch.setattr(torchrun, "_rank_and_world_size", lambda: (own.rank, 2))
-    monkeypatch.setattr(accelerators, "device_module", lambda kind: gpus[own.rank] if kind == "cuda" else FakeGpus([]))
-    monkeypatch.setattr(dist, "rendezvous", lambda url, rank, world, timeout: iter([(store, rank, world)]))
-
-    def start(rank):
-        own.rank = rank
-        return TorchrunExecutor(PLAIN, deadline=20.0)
-
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(start, range(2)))
-
-
 def test_ranks_that_see_one_gpu_each_have_one_each(monkeypatch, made):
     """As SLURM starts them: CUDA_VISIBLE_DEVICES names another card for each, and all of them are cuda:0."""
     gpus = [FakeGpus(["A"]), FakeGpus(["B"])]
-    executors = ranks_of_torchrun(monkeypatch, gpus, "40001")
+    executors = ranks_of_torchrun(monkeypatch, gpus)
     for rank, executor in enumerate(executors):
         backend, kwargs = made[rank]
         assert backend == "nccl"
@@ -89,7 +66,7 @@ def test_ranks_that_see_one_gpu_each_have_one_each(monkeypatch, made):
 
 
 def test_ranks_that_see_the_same_gpu_share_it(monkeypatch, made):
-    for executor in ranks_of_torchrun(monkeypatch, [FakeGpus(["A"]), FakeGpus(["A"])], "40002"):
+    for executor in ranks_of_torchrun(monkeypatch, [FakeGpus(["A"]), FakeGpus(["A"])]):
         executor.close()
     assert made == {}
 
@@ -102,9 +79,9 @@ def test_ranks_of_several_hosts_tell_their_cards_before_they_have_a_group(monkey
         raise Stop
 
     monkeypatch.setattr(torchrun, "GroupControl", no_control)
-    for port, cards, backend in [("40003", "AB", "nccl"), ("40004", "AA", "gloo")]:
-        with pytest.raises(Stop):
-            ranks_of_torchrun(monkeypatch, [FakeGpus([card]) for card in cards], port, job_of_one_host=False)
+    for cards, backend in [("AB", "nccl"), ("AA", "gloo")]:
+        found = ranks_of_torchrun(monkeypatch, [FakeGpus([card]) for card in cards], one_host=False)
+        assert [type(error) for error in found] == [Stop, Stop]
         assert [made[rank][0] for rank in range(2)] == [backend] * 2
         assert made[0][1]["device_id"] == (torch.device("cuda:0") if backend == "nccl" else None)
 

@@ -1,0 +1,49 @@
+"""After a failed call under torchrun: another one if no message can be in flight between ranks, else a refusal."""
+
+import pytest
+
+from patchpar.errors import ExchangeError, LaunchError, WorkerHung
+from patchpar.launch.remote_errors import take_down
+from patchpar.launch.torchrun import _step_lost
+from tests.launch.fake_gpus import FakeGpus
+from tests.launch.threads_as_ranks import on_ranks, ranks_of_torchrun
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Make a call on two ranks; what each returns or raises."""
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=0.5)
+    yield lambda *args: on_ranks(lambda rank: executors[rank].call(*args), range(2))
+    for executor in executors:
+        executor.close()
+
+
+def test_ranks_that_failed_at_the_same_point_go_on(call):
+    for ranks in ([0, 1], [1]):
+        assert all(isinstance(error, Exception) for error in call("fail", "ValueError", "alike", ranks))
+    assert call("rank") == [[0, None], [None, 1]]
+
+
+def test_ranks_that_failed_at_different_points_are_refused(call):
+    assert [str(error) for error in call("out_of_step")] == ["late", "early"]
+    for _ in range(2):
+        for error in call("rank"):
+            assert isinstance(error, LaunchError)
+            assert "out_of_step failed on rank 0 between two exchanges (ValueError: late)" in str(error)
+            assert "create it again" in str(error)
+
+
+def test_a_rank_that_was_late_is_not_waited_for_again(call):
+    hung = call("stall_one", 1, 3.0)
+    assert [type(error) for error in hung] == [WorkerHung, WorkerHung]
+    for error in call("rank"):
+        assert isinstance(error, LaunchError)
+        assert "rank 1 has not finished within" in str(error)
+
+
+def test_a_failed_exchange_leaves_messages_even_where_all_ranks_are_at_the_same_point():
+    failed, lost = take_down(ValueError("own")), take_down(ExchangeError("rank 1 is gone"))
+    assert _step_lost("generate", [failed, failed], [b"4", b"4"]) == ""
+    assert _step_lost("generate", [failed, None], [b"4", b""]) == "", "the other rank took no part"
+    assert _step_lost("generate", [failed, None], [b"4", b"5"])
+    assert "rank 1 is gone" in _step_lost("generate", [lost, None], [b"4", b"4"])
