@@ -64,7 +64,7 @@ def _tell(url: str) -> None:
 
 
 def _loading(request: AppFlags) -> dict[str, Any]:
-    return given(torch_dtype=None if request.dtype is None else request.dtype.value, variant=request.variant)
+    return given(torch_dtype=request.dtype, variant=request.variant)
 
 
 def _face(request: AppFlags) -> str:

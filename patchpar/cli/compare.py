@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.cli.console import friendly_errors, progress, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.image_files import check_writable, names_for, save
+from patchpar.cli.run_pipeline import report_run
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
 from patchpar.models.task import purpose_of
@@ -57,10 +58,13 @@ def compare(request: CompareFlags) -> None:
             planned, single = _both(request, requested_task)
         figures = measure_pair(planned, single)
         _save_all(planned, single, paths)
-        if request.trace is not None:
-            planned.run.save_trace(request.trace)
-        found = {"outputs": [str(path) for path in every], **request.traced(), **figures}
-        _report({**planned.run.as_dict(), **found}, planned, single, as_json=request.json)
+        lines = [
+            f"one process: {single.run.seconds:.1f} s, speed-up {figures['speedup']:.2f}x",
+            f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
+            f"largest difference {figures['max_abs_diff']:.2e} (of 1)",
+            *(f"saved {path}" for path in every),
+        ]
+        report_run(request, planned.run, every, lines, **figures)
 
 
 def _both(request: CompareFlags, requested_task: RequestedTask) -> tuple[ComparedRun, ComparedRun]:
@@ -121,17 +125,3 @@ def _save_all(planned: ComparedRun, single: ComparedRun, paths: dict[str, list[P
         save(as_image(a), paths["plan"][number])
         save(as_image(b), paths["single"][number])
         save(difference_map(a, b).image, paths["difference"][number])
-
-
-def _report(figures: dict[str, Any], planned: ComparedRun, single: ComparedRun, *, as_json: bool) -> None:
-    if as_json:
-        print_json(figures)
-        return
-    typer.echo(str(planned.run))
-    typer.echo(f"one process: {single.run.seconds:.1f} s, speed-up {figures['speedup']:.2f}x")
-    typer.echo(
-        f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
-        f"largest difference {figures['max_abs_diff']:.2e} (of 1)"
-    )
-    for path in (*figures["outputs"], *filter(None, [figures.get("trace")])):
-        typer.echo(f"saved {path}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -22,18 +21,11 @@ if TYPE_CHECKING:
 F = TypeVar("F")
 
 
-class Dtype(str, Enum):
-    """Dtypes of the loaded weights."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
 Model = Annotated[str, typer.Option(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
+Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Annotated[Dtype | None, typer.Option(metavar="<format>", help="Weights as float32, float16 or bfloat16.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that a rank may stall.")]
 DEADLINE = 60.0
@@ -72,8 +64,7 @@ class ModelFlags:
 
     def for_loading(self) -> dict[str, Any]:
         """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
-        dtype = None if self.dtype is None else self.dtype.value
-        return given(torch_dtype=dtype, variant=self.variant, vae=self.vae, deadline=self.deadline)
+        return given(torch_dtype=self.dtype, variant=self.variant, vae=self.vae, deadline=self.deadline)
 
     def for_sampling(self) -> dict[str, Any]:
         """Return steps and guidance by diffusers' names."""

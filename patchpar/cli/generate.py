@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags
 from patchpar.cli.image_files import check_writable, names_for, save
-from patchpar.cli.run_pipeline import run_and_save
+from patchpar.cli.run_pipeline import report_run, run_and_save
 from patchpar.errors import PlanError
 from patchpar.models.task_check import RequestedTask
 
@@ -35,9 +35,7 @@ def generate(request: GenerateFlags) -> None:
             run, saved = run_and_save(request, requested_task, request.for_images, lambda output: _saved(output, paths))
         if not saved:
             return  # under torchrun, a rank other than 0, which saves and reports
-        if request.trace is not None:
-            run.save_trace(request.trace)
-        _report(run, paths, request)
+        report_run(request, run, paths, [f"saved {path}" for path in paths])
 
 
 def _saved(output: Any, paths: list[Path]) -> bool:
@@ -59,12 +57,3 @@ def images_of(output: Any) -> list[Any] | None:
             "this command generates images only: use ParallelPipeline in Python for it"
         )
     return None if output.images is None else list(output.images)
-
-
-def _report(run: Any, paths: list[Path], request: GenerateFlags) -> None:
-    if request.json:
-        print_json({**run.as_dict(), "outputs": [str(path) for path in paths], **request.traced()})
-        return
-    typer.echo(str(run))
-    for path in (*paths, *request.traced().values()):
-        typer.echo(f"saved {path}")

@@ -1,19 +1,33 @@
-"""Open the pipeline of the flags and call it once, with a progress bar."""
+"""Open the pipeline of the flags, call it once with a progress bar, and report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from patchpar.cli.console import progress
+import typer
+
+from patchpar.cli.console import print_json, progress
 from patchpar.cli.flags import ModelFlags, SizedFlags, plan_of
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.models.task import purpose_of
 from patchpar.models.task_check import RequestedTask
 
 Keep = Callable[[Any], Any]
+
+
+def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Sequence[str], **figures: Any) -> None:
+    """Save the trace if requested, and print a run's statistics: as JSON with `figures`, or as text with `lines`."""
+    if request.trace is not None:
+        run.save_trace(request.trace)
+    if request.json:
+        print_json({**run.as_dict(), **figures, "outputs": [str(path) for path in outputs], **request.traced()})
+        return
+    for line in (str(run), *lines, *(f"saved {path}" for path in request.traced().values())):
+        typer.echo(line)
 
 
 def itself(output: Any) -> Any:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import ModelFlags, given
 from patchpar.cli.image_files import check_writable, save
-from patchpar.cli.run_pipeline import returned_by
+from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
 from patchpar.models.task_check import RequestedTask
@@ -62,9 +62,8 @@ def enlarge(request: UpscaleFlags) -> None:
             run, size = returned_by(request, requested_task, work, keep, task="image-to-image")
         if size is None:
             return  # under torchrun, a rank other than 0, which saves and reports
-        if request.trace is not None:
-            run.save_trace(request.trace)
-        _report(run, size, request)
+        saved = f"saved {request.output}: {size[0]} x {size[1]} pixels"
+        report_run(request, run, [request.output], [saved], size=list(size))
 
 
 def _upscaled(pipe: Any, image: Any, request: UpscaleFlags) -> Any:
@@ -79,13 +78,3 @@ def _saved(path: Path, larger: Any) -> tuple[int, int] | None:
         return None
     save(larger, path)
     return larger.width, larger.height
-
-
-def _report(run: Any, size: tuple[int, int], request: UpscaleFlags) -> None:
-    if request.json:
-        print_json({**run.as_dict(), "size": list(size), "outputs": [str(request.output)], **request.traced()})
-        return
-    typer.echo(str(run))
-    typer.echo(f"saved {request.output}: {size[0]} x {size[1]} pixels")
-    for path in request.traced().values():
-        typer.echo(f"saved {path}")

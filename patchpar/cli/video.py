@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import SizedFlags, given
-from patchpar.cli.run_pipeline import run_and_save
+from patchpar.cli.run_pipeline import report_run, run_and_save
 from patchpar.cli.video_file import check_folder, check_video, frames_of, save_frames, save_video
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
@@ -73,20 +73,11 @@ def video(request: VideoFlags) -> None:
         if frames is None:
             return  # under torchrun, a rank other than 0, which saves and reports
         save_video(frames, request.output, request.fps)
-        paths = [request.output, *(save_frames(frames, request.frames) if request.frames is not None else [])]
-        if request.trace is not None:
-            run.save_trace(request.trace)
-        _report(run, paths, len(frames), request)
-
-
-def _report(run: Any, paths: list[Path], count: int, request: VideoFlags) -> None:
-    if request.json:
-        figures = {"frames": count, "fps": request.fps, "outputs": [str(path) for path in paths]}
-        print_json({**run.as_dict(), **figures, **request.traced()})
-        return
-    typer.echo(str(run))
-    typer.echo(f"saved {paths[0]}: {count} frames, {count / request.fps:.1f} s")
-    if request.frames is not None:
-        typer.echo(f"saved {len(paths) - 1} frames in {request.frames}")
-    for path in request.traced().values():
-        typer.echo(f"saved {path}")
+        paths, lines = (
+            [request.output],
+            [f"saved {request.output}: {len(frames)} frames, {len(frames) / request.fps:.1f} s"],
+        )
+        if request.frames is not None:
+            paths += save_frames(frames, request.frames)
+            lines.append(f"saved {len(frames)} frames in {request.frames}")
+        report_run(request, run, paths, lines, frames=len(frames), fps=request.fps)

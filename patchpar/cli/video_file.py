@@ -1,27 +1,35 @@
-"""Video files: frames of a pipeline's output, encoded by PyAV into complete files."""
+"""Video files, which exist only if they are complete: frames of a pipeline's output, or of a stream with its audio."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.cli.image_files import save
 from patchpar.cli.output_files import check_can_write, written_whole
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
-CODECS = {".mp4": "libx264", ".mkv": "libx264", ".webm": "libvpx-vp9"}
+FORMATS = {
+    ".mp4": ("mp4", "libx264", "aac"),
+    ".mkv": ("matroska", "libx264", "aac"),
+    ".webm": ("webm", "libvpx-vp9", "libopus"),
+}
+"""FFmpeg's names of container, video codec and audio codec, by suffix."""
 GOOD = {"libx264": {"crf": "16"}, "libvpx-vp9": {"crf": "24", "b:v": "0"}}  # quality, where 0 is lossless
 
 
 def check_video(path: Path) -> None:
     """Raise PlanError if no video can be written to `path`. Call it before the run."""
-    if path.suffix.lower() not in CODECS:
-        known = ", ".join(CODECS)
+    if path.suffix.lower() not in FORMATS:
+        known = ", ".join(FORMATS)
         raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no video format; use one of {known}")
     check_can_write(path, "--output", "video.mp4")
 
@@ -58,26 +66,14 @@ def frames_of(output: Any) -> NDArray[np.uint8] | None:
 
 def save_video(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
     """Encode frames [F, H, W, 3] at `fps` frames per second; a complete file or none. Raises PlanError."""
-    with written_whole(path) as temporary:
-        _encode(frames, temporary, fps)
-
-
-def _encode(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
-    import av
+    import numpy as np
+    import torch
 
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
         raise PlanError(f"frames are {height} x {width}, but video codecs need even sides: save PNGs with --frames")
-    codec = CODECS[path.suffix.lower()]
-    with av.open(str(path), "w") as container:
-        try:
-            stream = container.add_stream(codec, rate=fps, options=GOOD[codec])
-        except av.FFmpegError as error:
-            raise PlanError(f"this PyAV cannot encode {codec} for {path.suffix} files: {error}") from error
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
+    with video_at(path, fps, None) as video:
+        video.show(torch.from_numpy(np.ascontiguousarray(frames)), 0.0, None)
 
 
 def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
@@ -88,3 +84,48 @@ def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
     for frame, path in zip(frames, paths, strict=True):
         save(Image.fromarray(frame), path)
     return paths
+
+
+class StreamVideoFile:
+    """One video file, with the size of the first frames."""
+
+    def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
+        self._path, self._suffix, self._fps, self._rate = path, suffix, fps, rate
+        self._writer: Any = None
+
+    def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
+        """Encode frames in uint8, the first at `pts` seconds, and their audio. Raises PlanError for odd sizes."""
+        if self._writer is None:
+            self._writer = self._opened(*frames_FHWC.shape[1:3])
+        self._writer.add(frames_FHWC, pts, audio_N)
+
+    def close(self) -> None:
+        """Finish the file. Raises PatchparError if there was no frame."""
+        if self._writer is None:
+            raise PatchparError("the stream ended before its first frame: there is nothing to save")
+        self._writer.close()
+
+    def _opened(self, height: int, width: int) -> Any:
+        from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
+
+        container, codec, audio = FORMATS[self._suffix]
+        form = VideoFormat(
+            fps=self._fps,
+            height=height,
+            width=width,
+            rate=self._rate,
+            container=container,
+            video=codec,
+            audio=audio,
+            options=GOOD[codec],
+        )
+        return VideoWriter(str(self._path), form)
+
+
+@contextmanager
+def video_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
+    """Write a video that is moved to `path` when the `with` block ends without an error."""
+    with written_whole(path) as beside:
+        video = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
+        yield video
+        video.close()

@@ -103,7 +103,7 @@ def gone(rank: int) -> WorkerDied:
     return WorkerDied(f"rank {rank} has gone: its process has ended, or has closed its pipeline", rank=rank)
 
 
-class LinkControl:
+class LinkControl(Control):
     """A Control through sockets: rank 0 has one to each other rank, the others have one to rank 0."""
 
     def __init__(self, rank: int, world_size: int, links: Mapping[int, socket.socket]) -> None:
@@ -114,7 +114,6 @@ class LinkControl:
         self._is_left = False
 
     def broadcast(self, data: bytes) -> bytes:
-        """See Control."""
         self._check()
         if self._rank == 0:
             for link in self._links.values():
@@ -130,7 +129,6 @@ class LinkControl:
         raise CallAborted("rank 0 has ended the call")
 
     def gather(self, data: bytes, patience: float) -> list[bytes]:
-        """See Control."""
         self._check()
         self._gathers += 1
         return self._collect(data, patience) if self._rank == 0 else self._contribute(data, patience)
@@ -194,7 +192,6 @@ class LinkControl:
             raise LaunchError(CLOSED)
 
     def leave(self) -> None:
-        """See Control."""
         self._is_left = True
         for link in self._links.values():
             link.sock.close()
@@ -210,7 +207,7 @@ def _gathered(found: bytes) -> list[bytes]:
     return list(words)
 
 
-class GroupControl:
+class GroupControl(Control):
     """A Control through a gloo group of all ranks, beside the default group.
 
     No other object refers to the group, so that `leave` ends its threads. A gloo thread that releases a tensor while
@@ -231,7 +228,6 @@ class GroupControl:
         return self._group
 
     def broadcast(self, data: bytes) -> bytes:
-        """See Control."""
         import torch
         import torch.distributed as dist
 
@@ -246,7 +242,6 @@ class GroupControl:
         return body.numpy().tobytes()
 
     def gather(self, data: bytes, patience: float) -> list[bytes]:
-        """See Control."""
         import torch
 
         sizes = [int(size) for size in self._all(torch.tensor([len(data)]), patience)]
@@ -269,7 +264,6 @@ class GroupControl:
         return found
 
     def leave(self) -> None:
-        """See Control."""
         import torch.distributed as dist
 
         group, self._group = self._group, None

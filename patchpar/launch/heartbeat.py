@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from types import TracebackType
 
 from patchpar.launch.hang_detection import RankActivity
 
@@ -70,9 +69,7 @@ class WaitingFlag:
     def __enter__(self) -> None:
         self._head[WAITS] += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._head[WAITS] -= 1
 
 

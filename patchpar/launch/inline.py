@@ -28,7 +28,6 @@ class OwnProcessContext(ABC):
 
     @property
     def wait_limit(self) -> float:
-        """See RankContext."""
         return self.deadline
 
     def emit(self, event: object) -> None:
@@ -41,7 +40,6 @@ class OwnProcessContext(ABC):
         """See RankContext."""
 
     def beat(self, where: str) -> None:
-        """See RankContext."""
         self.where = where
         self.beats += 1
 
@@ -82,7 +80,6 @@ class InlineContext(OwnProcessContext):
         return self.callbacks.answer(question)
 
     def hear(self, timeout: float) -> Any:
-        """See InteractiveRankContext."""
         try:
             return self.messages.get(timeout=timeout)
         except queue.Empty:

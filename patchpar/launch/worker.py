@@ -87,11 +87,9 @@ class WorkerContext:
         return longest_wait(self.deadline)
 
     def emit(self, event: object) -> None:
-        """See RankContext."""
         self._send(FrameKind.EVENT, event)
 
     def ask(self, question: object) -> Any:
-        """See RankContext."""
         self._send(FrameKind.ASK, question if self.rank == 0 else None)
         with self.waiting:  # without a limit: the caller may take its time, and this process ends with it
             reply = self.replies.get()
@@ -103,7 +101,6 @@ class WorkerContext:
         return value
 
     def hear(self, timeout: float) -> Any:
-        """See InteractiveRankContext."""
         give_up = time.monotonic() + timeout
         while True:
             try:

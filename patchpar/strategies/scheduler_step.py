@@ -9,6 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from patchpar.errors import PlanError
+
 Step = Callable[..., Any]
 
 
@@ -36,3 +40,32 @@ class SchedulerStepOverride:
         return SchedulerStepOverride(
             copy.deepcopy(self._scheduler, memo), self._in_copies, self._in_copies, before=before
         )
+
+
+class WithinSteps:
+    """Work at every step of a scheduler, whose `step` is overridden until `end`."""
+
+    _scheduler: Any = None
+
+    def _override(self, scheduler: Any, run: Step) -> None:
+        """Call `run(step, ...)` where `scheduler.step(...)` is called."""
+        self._scheduler = scheduler
+        scheduler.step = SchedulerStepOverride(scheduler, run)
+
+    def end(self) -> None:
+        """Restore `scheduler.step`."""
+        if self._scheduler is not None:
+            vars(self._scheduler).pop("step", None)
+        self._scheduler = None
+
+    def _next(self, timestep: Any) -> tuple[int, Any] | None:
+        """Return the number and the timestep of the step after the one at `timestep`; None after the last."""
+        times = self._scheduler.timesteps
+        index = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        return (index, times[index]) if index < len(times) else None
+
+
+def refuse_second_order(scheduler: Any, option: str, way_out: str) -> None:
+    """Raise PlanError for a second-order scheduler, which splits a step in two."""
+    if getattr(scheduler, "order", 1) != 1:
+        raise PlanError(f"{option}: {type(scheduler).__name__} is of second order: use another, or {way_out}")

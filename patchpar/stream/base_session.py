@@ -1,5 +1,7 @@
 """Base class of all stream sessions: iteration, plain and async, and controls."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 from collections.abc import AsyncIterator
@@ -9,13 +11,32 @@ from patchpar.errors import PlanError
 from patchpar.launch.fork_guard import check_owner
 from patchpar.stream.output_queue import Output, OutputQueue
 from patchpar.stream.rank_driver import RankDriver, Status
-from patchpar.stream.resources import Closing
 
 CLOSE_SECONDS = 60.0
 D = TypeVar("D", bound=RankDriver)
 T = TypeVar("T")
 E = TypeVar("E")
-S = TypeVar("S", bound="BaseSession")  # type: ignore[type-arg]
+S = TypeVar("S", bound="Closing")
+
+
+class Closing:
+    """Closed at the end of its `with` block, plain or async."""
+
+    def close(self) -> None:
+        """Free all resources. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self: S) -> S:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
 
 
 class BaseSession(Closing, Generic[D, T, E]):

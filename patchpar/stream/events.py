@@ -5,14 +5,14 @@ pipeline is neither drained nor restarted. The output depends on the seed, the a
 which they arrive.
 """
 
-import json
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.launch import messages
 
 Transition = Literal["switch", "cut", "blend", "recache"]
 PARAMETERS = ("audio_scale",)
@@ -71,7 +71,6 @@ class Parameter:
 
 
 Change = Prompt | Reference | Parameter
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Prompt, Reference, Parameter)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,39 +82,11 @@ class StreamEvent:
 
 
 def pack(events: tuple[StreamEvent, ...]) -> Tensor:
-    """Serialize events to bytes [N] in uint8, for one message: a line of JSON, then the values of the tensors."""
-    heads, blobs = [], []
-    for event in events:
-        head: dict[str, Any] = {"block": event.block, "kind": type(event.change).__name__}
-        for field in fields(event.change):
-            value = getattr(event.change, field.name)
-            if isinstance(value, Tensor):
-                head[field.name] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-                blobs.append(value.detach().cpu().contiguous().flatten().view(torch.uint8))
-            else:
-                head[field.name] = value
-        heads.append(head)
-    line = (json.dumps(heads) + "\n").encode()
-    return torch.cat([torch.frombuffer(bytearray(line), dtype=torch.uint8), *blobs])
+    """Serialize events to bytes [N] in uint8, for one message."""
+    return torch.frombuffer(bytearray(messages.pack(messages.encode(events))), dtype=torch.uint8)
 
 
 def unpack(data: Tensor) -> tuple[StreamEvent, ...]:
     """Restore the events of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
-    raw = bytes(data.cpu().numpy().tobytes())
-    end = raw.index(b"\n") + 1
-    found = []
-    for head in json.loads(raw[:end]):
-        values = {}
-        kind, block = _KINDS[head.pop("kind")], head.pop("block")
-        for name, value in head.items():
-            if isinstance(value, dict):
-                dtype = getattr(torch, value["dtype"])
-                count = torch.Size(value["shape"]).numel()
-                values[name] = torch.frombuffer(bytearray(raw), dtype=dtype, count=count, offset=end).reshape(
-                    value["shape"]
-                )
-                end += count * dtype.itemsize
-            else:
-                values[name] = value
-        found.append(StreamEvent(block=block, change=kind(**values)))
-    return tuple(found)
+    found: tuple[StreamEvent, ...] = messages.unpack(data.cpu().numpy().tobytes())
+    return found

@@ -12,6 +12,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.json_files import object_of
 from patchpar.stream.config import LIMITS, MOST_FPS, StreamConfig
 from patchpar.stream.delivery import Chunk
+from patchpar.stream.driver import AudioSource
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
 from patchpar.stream.json_fields import flag, number, text, whole
 from patchpar.stream.messages import ReferenceUpdate, StreamRun, Update
@@ -104,7 +105,7 @@ class StreamRecording:
         return ((block.block, update) for block in self.blocks for update in block.updates)
 
 
-class RecordedAudio:
+class RecordedAudio(AudioSource):
     """The recorded audio, as a driver.AudioSource."""
 
     def __init__(self, blocks: Sequence[RecordedBlock]) -> None:
@@ -115,7 +116,6 @@ class RecordedAudio:
         return True
 
     def is_over(self, block: int) -> bool:
-        """See AudioSource."""
         return block >= len(self._blocks)
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:

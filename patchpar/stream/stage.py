@@ -13,6 +13,7 @@ waits for it.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -77,6 +78,45 @@ class StageInlet(Protocol):
         """Return the next message."""
 
 
+class Stage(ABC):
+    """The loop of one rank: takes messages from `_in`, works on blocks, and sends them on through `_out`."""
+
+    _in: StageInlet
+    _out: Downstream | None
+
+    def __init__(self, rank: int, comm: Communicator | None, stage_io: StageIO) -> None:
+        self._rank, self._comm, self._stage_io = rank, comm, stage_io
+
+    def run(self) -> StageStats:
+        """Run until the stream ends. Raises ExchangeError if another rank is late or has died."""
+        blocks, busy, waited = 0, 0.0, 0.0
+        sign = BlockSignal.REST
+        while sign is not BlockSignal.END:
+            start = time.perf_counter()
+            envelope = self._in.take()
+            sign, arrived = envelope.sign, time.perf_counter()
+            self._handle(envelope)
+            if sign.is_block:
+                busy += time.perf_counter() - arrived
+                waited += arrived - start if blocks else 0.0
+                blocks += 1
+        self._settle()
+        return StageStats(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
+
+    @abstractmethod
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        """Work on a block, and send any message on."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """After the last message: wait until all messages have been sent. Raises ExchangeError."""
+
+
+def order_patience(comm: Communicator | None) -> float:
+    """Return the seconds that the first rank waits for an order before it sends a message without a block."""
+    return 1.0 if comm is None else comm.transport.deadline / 4
+
+
 class OrderInlet:
     """The inlet of the first stage: makes a block per order."""
 
@@ -124,7 +164,7 @@ class OrderInlet:
         return self._first
 
 
-class StageLoop:
+class StageLoop(Stage):
     """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError."""
 
     def __init__(
@@ -139,58 +179,39 @@ class StageLoop:
         stages = plan.stages
         number = plan.stage_of(rank)
         _check(model, plan, stages[number], comm)
+        super().__init__(rank, comm, stage_io)
         stage, specs = stages[number], model.payload()
         leader, *peers = stage.ranks
         leads = rank == leader
-        self._model, self._rank, self._stage_io, self._comm = model, rank, stage_io, comm
-        self._first_block = first_block
+        self._model, self._first_block = model, first_block
         self._makes_first = leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1
         self._states = [model.new_state(step) for step in stage.steps]
         self._decodes = leads and stage.decodes
         self._decoder = model.new_decoder() if self._decodes else None
         self._beginning: OrderInlet | None = None
         self._peers = Downstream(connected(comm), peers, specs) if leads and peers else None
-        self._out: Downstream | None = None
         if rank == 0:
-            patience = 1.0 if comm is None else comm.transport.deadline / 4
-            self._beginning = OrderInlet(model, stage_io, patience, first_block)
+            self._beginning = OrderInlet(model, stage_io, order_patience(comm), first_block)
             if model.adapts_sink and not self._makes_first:
                 back = connected(comm).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
                 self._beginning.expect_first(back)
         before = stages[number - 1].ranks[0] if leads else leader
-        self._in: StageInlet = self._beginning or Upstream(connected(comm), before, specs, ahead=leads)
-        if leads and number + 1 < len(stages):
-            self._out = Downstream(connected(comm), [stages[number + 1].ranks[0]], specs)
+        self._in = self._beginning or Upstream(connected(comm), before, specs, ahead=leads)
+        has_next = leads and number + 1 < len(stages)
+        self._out = Downstream(connected(comm), [stages[number + 1].ranks[0]], specs) if has_next else None
         self._leads = leads
         self._first_sent: Work[Messages] | None = None
 
-    def run(self) -> StageStats:
-        """Run until the stream ends. Raises ExchangeError if another stage is late or has died."""
-        blocks, busy, waited = 0, 0.0, 0.0
-        while True:
-            start = time.perf_counter()
-            envelope = self._taken()
-            arrived = time.perf_counter()
-            if envelope.sign.is_block:
-                envelope = self._work(envelope)
-                waited += arrived - start if blocks else 0.0
-                blocks += 1
-            if self._out is not None:
-                self._out.send(envelope)
-            busy += time.perf_counter() - arrived if envelope.sign.is_block else 0.0
-            if envelope.sign is BlockSignal.END:
-                break
-        self._settle()
-        return StageStats(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
-
-    def _taken(self) -> BlockEnvelope:
-        """Receive the next message. The stage's first rank marks blocks as VOID if cancelled, and forwards all."""
-        envelope = self._in.take()
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
         if self._leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
             envelope = replace(envelope, sign=BlockSignal.VOID)
         if self._peers is not None:
             self._peers.send(envelope)
-        return envelope
+        if envelope.sign.is_block:
+            envelope = self._work(envelope)
+        if self._out is not None:
+            self._out.send(envelope)
 
     def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
         payload = envelope.payload

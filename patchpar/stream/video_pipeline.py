@@ -9,9 +9,8 @@ from patchpar.stream.driver import StreamLimits
 from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.messages import ModelFacts, StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.resources import HeldRanks
 from patchpar.stream.session import StreamSession
-from patchpar.stream.worker_group import WorkerGroup
+from patchpar.stream.worker_group import HeldRanks, WorkerGroup
 
 C = TypeVar("C", StreamConfig, FifoConfig)
 S = TypeVar("S", bound=StreamSession)

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.launch.executor import OnEvent, OnStart, Tell
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
+from patchpar.stream.base_session import BaseSession, Closing
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
@@ -19,6 +20,10 @@ ENGINE = "patchpar.stream.causal.runner:StreamRunner"
 LOAD_SECONDS = 600.0
 PATIENCE = 2
 """Deaths without a finished block between them, after which the device of the rank that died is left out."""
+SOON = 2.0
+"""Seconds that a cancelled stream has to free its ranks before they are ended."""
+R = TypeVar("R", bound="Ranks | WorkerGroup")
+S = TypeVar("S", bound=BaseSession[Any, Any, Any])
 log = logging.getLogger(__name__)
 
 
@@ -57,21 +62,10 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
         raise
 
 
-class WorkerStarter(Protocol):
-    """Starts the ranks for one pipeline's model."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Available devices; there may be more than a plan has ranks."""
-
-    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, ModelFacts]:
-        """Start ranks on the first of `devices`. Raises LaunchError."""
-
-
 class WorkerGroup:
     """Ranks that follow `plan`. `starting`: restarts them on other devices; None for no restart."""
 
-    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: WorkerStarter | None = None) -> None:
+    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: ModelLoading | None = None) -> None:
         self._ranks, self.plan, self._starting = ranks, plan, starting
         self._devices = () if starting is None else starting.devices
         self._deaths = 0
@@ -170,3 +164,34 @@ def within(plan: StreamPlan, devices: int) -> StreamPlan | None:
         except PlanError:
             continue  # not a whole number of ranks for each step
     return None
+
+
+class HeldRanks(Closing, Generic[R, S]):
+    """Ranks with at most one stream on them."""
+
+    def __init__(self, ranks: R) -> None:
+        self._ranks: R | None = ranks
+        self._session: S | None = None
+
+    def _free_ranks(self) -> R:
+        """The ranks, for another stream. Raises PlanError if a stream is running on them, or they are closed."""
+        if self._ranks is None:
+            raise PlanError("this pipeline is closed; make a new one")
+        if self._session is not None and not self._session.is_over:
+            raise PlanError("a stream is running on these ranks: close it first, or make another pipeline")
+        if self._session is not None:
+            self._session.close()
+        return self._ranks
+
+    def close(self) -> None:
+        """End the stream and the workers, also in the middle of a step. Idempotent. Raises PlanError."""
+        ranks, self._ranks = self._ranks, None
+        try:
+            if self._session is not None:
+                self._session.cancel()
+                self._session.is_free_within(SOON)
+        finally:
+            if ranks is not None:
+                ranks.close()
+        if self._session is not None:
+            self._session.close()

@@ -24,8 +24,7 @@ from PIL import Image
 from typer.testing import CliRunner
 from websockets.sync.client import connect
 
-from patchpar.cli import app
-from patchpar.cli.stream import video_file as stream_film
+from patchpar.cli import app, video_file
 from patchpar.cli.stream.flags import StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
 from patchpar.cli.stream.progress_line import ProgressMeter
@@ -377,7 +376,7 @@ def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
         raise RuntimeError("out of memory")
         yield
 
-    with pytest.raises(RuntimeError), stream_film.video_at(tmp_path / "a.mp4", 20, None) as film:
+    with pytest.raises(RuntimeError), video_file.video_at(tmp_path / "a.mp4", 20, None) as film:
         show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], ProgressMeter(), print, 20)
     assert list(tmp_path.iterdir()) == []
 

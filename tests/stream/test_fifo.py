@@ -17,7 +17,7 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Parameter, Prompt
-from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
+from patchpar.stream.fifo.model import FifoModel, FifoRun
 from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
 from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
 from patchpar.stream.fifo.wan import WanFrames
@@ -41,13 +41,14 @@ DRAWING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
 
-def options(**other: Any) -> FifoStreamOptions:
-    return FifoStreamOptions(**{"height": ROWS, "width": COLUMNS, "seed": SEED, **other})
+def run(**other: Any) -> FifoRun:
+    size = {"rows": ROWS, "columns": COLUMNS}
+    return FifoRun(**{"ranks": 1, "seed": SEED, "first_block": 0, "adapt_sink": False, **size, **other})
 
 
 def model(queue: FifoOptions = QUEUE, **other: Any) -> FifoModel:
     with DRAWING:
-        return FifoModel(WanFrames(transformer()), WanDecoder(vae()), queue, options(**other))
+        return FifoModel(WanFrames(transformer()), WanDecoder(vae()), queue, run(**other))
 
 
 # --- the oracle: one list, one loop, plain calls of the transformer ---------------------------------------------------
@@ -208,7 +209,7 @@ def test_an_interrupted_stream_begins_with_another_film() -> None:
         put=lambda finished: outcome.append((finished.latents[0], finished.frames)),
         is_cancelled=lambda: False,
     )
-    FifoStage(model(first_frame=2), PLANS[0], 0, None, around).run()
+    FifoStage(model(first_block=2), PLANS[0], 0, None, around).run()
     assert len(outcome) == 2
     assert differing(outcome, plain()[:2]) == [0, 1]
 

@@ -20,7 +20,7 @@ from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx import LtxFamily, LtxFrames
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
+from patchpar.stream.fifo.model import FifoModel, FifoRun
 from patchpar.stream.fifo.network import PromptToEncode
 from patchpar.stream.fifo.pipeline import ENGINE
 from patchpar.stream.fifo.stage import FifoStage, fifo_plan
@@ -102,9 +102,10 @@ def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: i
 
     with BUILDING:
         text, negative = LtxFamily().encode(pipe, PromptToEncode(text="a fox", negative="a hen", tokens=TOKENS), CPU)
-        options = FifoStreamOptions(height=SIDE, width=SIDE, seed=7, guidance_scale=3.0)
+        size = {"rows": SIDE, "columns": SIDE, "first_block": 0}
+        run = FifoRun(ranks=1, seed=7, guidance_scale=3.0, adapt_sink=False, **size)
         network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
-        model = FifoModel(network, LtxDecoder(pipe.vae), QUEUE, options)
+        model = FifoModel(network, LtxDecoder(pipe.vae), QUEUE, run)
     script = Script({0: (Prompt(text=text, negative=negative),)}, blocks=blocks, hears=False)
     around = StageIO(order=script.order, put=put, is_cancelled=lambda: False)
     FifoStage(model, plan, transport.rank, Communicator(transport), around).run()

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from patchpar.errors import LaunchError, PlanError
-from patchpar.stream import resources as held
+from patchpar.stream import worker_group as held
 from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.images.session import ImageSession
-from patchpar.stream.resources import HeldRanks
+from patchpar.stream.worker_group import HeldRanks
 
 
 class Ranks:

@@ -99,5 +99,4 @@ class StreamFlags:
 
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained`."""
-        dtype = None if self.dtype is None else self.dtype.value
-        return given(devices=self.devices, torch_dtype=dtype, variant=self.variant, deadline=self.deadline)
+        return given(devices=self.devices, torch_dtype=self.dtype, variant=self.variant, deadline=self.deadline)

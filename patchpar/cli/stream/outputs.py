@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from patchpar.cli.stream.video_file import StreamVideoFile, video_at
+from patchpar.cli.video_file import StreamVideoFile, video_at
 from patchpar.stream.web.server import HOME, is_local
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_d
 from patchpar.cli.stream.progress_line import ProgressMeter, living_line
 from patchpar.cli.stream.run import StreamReport, show_all
 from patchpar.cli.stream.video import parts_of
-from patchpar.cli.stream.video_file import video_at
-from patchpar.cli.video_file import check_video
+from patchpar.cli.video_file import check_video, video_at
 from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:

@@ -18,24 +18,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from patchpar.stream.base_session import BaseSession
+
 
 class FrameOutput(Protocol):
     """An output for frames."""
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Output frames in uint8, the first at `pts` seconds from the beginning, and their audio."""
-
-
-class ReportedSession(Protocol):
-    """The session properties that are reported."""
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks or images in flight."""
-
-    @property
-    def dropped(self) -> int:
-        """Items that were dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +52,7 @@ class StreamEnding:
 
 def show_all(
     parts: Iterable[TimedFrames],
-    session: ReportedSession,
+    session: BaseSession[Any, Any, Any],
     screens: Sequence[FrameOutput],
     meter: ProgressMeter,
     say: Callable[[str], None],

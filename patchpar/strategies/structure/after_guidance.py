@@ -20,7 +20,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
+from patchpar.strategies.scheduler_step import Step, WithinSteps
 from patchpar.strategies.structure.guidance_fit import GuidanceFit
 from patchpar.strategies.structure.needed_regions import NeededRegions
 from patchpar.strategies.structure.partial_prediction import PartialPrediction
@@ -35,7 +35,7 @@ NOT_ALIKE = (
 )
 
 
-class AfterGuidance:
+class AfterGuidance(WithinSteps):
     """The merge after guidance on one rank. Call `begin` before every image, `end` after it.
 
     `parted`: latents are NaN where this rank needs none.
@@ -43,7 +43,6 @@ class AfterGuidance:
 
     def __init__(self, mesh: tuple[Communicator, Axis], clock: StepClock, pipe: Any) -> None:
         self._mesh, self._clock, self._pipe = mesh, clock, pipe
-        self._scheduler: Any = None
         self._forget()
 
     def _forget(self) -> None:
@@ -65,18 +64,15 @@ class AfterGuidance:
         self._watched = watched
         if self._mesh[1].size == 1:
             return
-        self._scheduler = scheduler
 
         def stepped(step: Step, model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
             return self._ended(step(self._completed(model_output), *args, **kwargs))
 
-        scheduler.step = SchedulerStepOverride(scheduler, stepped)
+        self._override(scheduler, stepped)
 
     def end(self) -> None:
         """Restore `scheduler.step` and forget the image."""
-        if self._scheduler is not None:
-            vars(self._scheduler).pop("step", None)
-        self._scheduler = None
+        super().end()
         self._forget()
 
     def takes(self, partial_prediction: PartialPrediction) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
+from patchpar.errors import UnsupportedModel
+from patchpar.strategies.scheduler_step import Step, WithinSteps, refuse_second_order
 from patchpar.strategies.structure.guidance_fit import GuidanceFit, weighed
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import NoiseLevel, level_of
@@ -33,37 +33,30 @@ class GuidePrediction:
     whole_BCHW: Tensor
 
 
-class GuideTrajectory:
+class GuideTrajectory(WithinSteps):
     """The guide on one rank; all ranks have the same. Call `begin` before every image, `end` after it."""
 
     def __init__(self) -> None:
-        self._scheduler: Any = None
         self._channels = 0
         self._latent_BChw: Tensor | None = None
         self._predictions: list[GuidePrediction] = []  # in this step
 
     def begin(self, scheduler: Any, channels: int) -> None:
-        """Override `scheduler.step`. `channels`: of a latent.
-
-        Raises PlanError for a second-order scheduler, which splits a step in two.
-        """
+        """Override `scheduler.step`. `channels`: of a latent. Raises PlanError for a second-order scheduler."""
         self.end()
-        if getattr(scheduler, "order", 1) != 1:
-            raise PlanError(f"guide=flow: {type(scheduler).__name__} is of second order: use another, or guide=anchor")
-        self._scheduler, self._channels = scheduler, channels
+        refuse_second_order(scheduler, "guide=flow", "guide=anchor")
+        self._channels = channels
 
         def stepped(step: Step, model_output: Tensor, timestep: Any, *args: Any, **kwargs: Any) -> Any:
             self._advance(model_output, timestep)
             return step(model_output, timestep, *args, **kwargs)
 
-        scheduler.step = SchedulerStepOverride(scheduler, stepped)
+        self._override(scheduler, stepped)
 
     def end(self) -> None:
         """Restore `scheduler.step` and forget the image."""
-        if self._scheduler is not None:
-            vars(self._scheduler).pop("step", None)
-        self._scheduler = self._latent_BChw = None
-        self._predictions = []
+        super().end()
+        self._latent_BChw, self._predictions = None, []
 
     def guide_input(self, x_BCHW: Tensor, interlace: Interlace, branches: int) -> Tensor:
         """Return the denoiser's input for the guide, x_BChw with all branches. At first it is the anchor of x_BCHW.
@@ -82,9 +75,10 @@ class GuideTrajectory:
 
     def _advance(self, model_output: Tensor, timestep: Any) -> None:
         predictions, self._predictions = self._predictions, []
-        later = self._next(timestep) if predictions and self._latent_BChw is not None else None
-        if later is None or self._latent_BChw is None:
+        following = self._next(timestep)
+        if not predictions or self._latent_BChw is None or following is None:
             return
+        later = level_of(self._scheduler, following[1], step=following[0])
         level, layout = predictions[-1].level, predictions[-1].layout
         whole, guide = (
             torch.cat([getattr(each, name) for each in predictions]) for name in ("whole_BCHW", "guide_BChw")
@@ -94,11 +88,6 @@ class GuideTrajectory:
         clean = level.clean(self._latent_BChw, combined)
         noise = (self._latent_BChw - level.signal * clean) / level.noise
         self._latent_BChw = later.signal * clean + later.noise * noise
-
-    def _next(self, timestep: Any) -> NoiseLevel | None:
-        times = self._scheduler.timesteps
-        index = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
-        return level_of(self._scheduler, times[index], step=index) if index < len(times) else None
 
 
 def followed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
+from patchpar.errors import UnsupportedModel
+from patchpar.strategies.scheduler_step import Step, WithinSteps, refuse_second_order
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
 from patchpar.strategies.structure.step_output import with_sample
@@ -59,7 +59,7 @@ class SharedNoise:
         del self._pipe.prepare_latents
 
 
-class FreshNoise:
+class FreshNoise(WithinSteps):
     """Gives the latent fresh noise where the time falls to `switch`: its estimated clean latent, noised again.
 
     Call `begin` before every image, `end` after it. The noise depends on `seed` alone: the same on all ranks.
@@ -67,37 +67,23 @@ class FreshNoise:
 
     def __init__(self, switch: float, seed: int) -> None:
         self._switch, self._seed = switch, seed
-        self._scheduler: Any = None
 
     def begin(self, scheduler: Any) -> None:
-        """Override `scheduler.step`. Raises PlanError for a second-order scheduler, which splits a step in two."""
+        """Override `scheduler.step`. Raises PlanError for a second-order scheduler."""
         self.end()
-        if getattr(scheduler, "order", 1) != 1:
-            raise PlanError(f"renoised: {type(scheduler).__name__} is of second order: use another, or renoised=false")
-        self._scheduler = scheduler
+        refuse_second_order(scheduler, "renoised", "renoised=false")
 
         def stepped(step: Step, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
             later = self._next(timestep)
-            crosses = later is not None and level_of(scheduler, timestep).time > self._switch
-            fresh = self._noised(model_output, timestep, sample, later) if crosses and later is not None else None
+            crosses = later is not None and self._is_below(later[1]) and not self._is_below(timestep)
+            fresh = self._noised(model_output, timestep, sample, later[1]) if later is not None and crosses else None
             result = step(model_output, timestep, sample, *args, **kwargs)
             return result if fresh is None else with_sample(result, fresh)
 
-        scheduler.step = SchedulerStepOverride(scheduler, stepped)
+        self._override(scheduler, stepped)
 
-    def end(self) -> None:
-        """Restore `scheduler.step`."""
-        if self._scheduler is not None:
-            vars(self._scheduler).pop("step", None)
-        self._scheduler = None
-
-    def _next(self, timestep: Any) -> Tensor | None:
-        """Return the timestep of the next step if it is at or below the switch."""
-        times = self._scheduler.timesteps
-        index = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
-        if index >= len(times):
-            return None
-        return times[index] if level_of(self._scheduler, times[index]).time <= self._switch else None
+    def _is_below(self, timestep: Any) -> bool:
+        return level_of(self._scheduler, timestep).time <= self._switch
 
     def _noised(self, prediction: Tensor, timestep: Any, sample: Tensor, later: Tensor) -> Tensor:
         scheduler = self._scheduler

@@ -21,7 +21,7 @@ from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.noise_level import NoiseLevel
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchPosition
-from patchpar.strategies.structure.structure import StructureTarget, guided, target_of
+from patchpar.strategies.structure.structure import LaggedTarget, StructureTarget, guided, target_of
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit, own_of, scheduled
 
@@ -40,11 +40,12 @@ class InterlacedStage:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._attention, self._content = attention, content
         self._mask: Tensor | None = None  # of this step's first call
-        self._targets: dict[int, tuple[int, StructureTarget]] = {}  # by call, with their evaluation
+        self._target = LaggedTarget[StructureTarget](clock, method.guidance.lag, lambda each: each.field_BChw.shape)
 
     def reset(self) -> None:
         """Begin an image."""
-        self._mask, self._targets = None, {}
+        self._mask = None
+        self._target.reset()
 
     def predict(
         self, denoiser_call: DenoiserCall, level: NoiseLevel, interlace: Interlace
@@ -112,18 +113,10 @@ class InterlacedStage:
         mask = None
         if self._mask is not None and guidance.masked:
             mask = self._mask.repeat(x.shape[1] // len(self._mask), 1, 1, 1)
-        target = self._aged(target_of(guidance, level, x[0], prediction[0], mask))
+        target = self._target.of(target_of(guidance, level, x[0], prediction[0], mask))
         strength = guidance.strength(self._method.progress(level.time))
         moved = guided(guidance, level, interlace, target, (x, prediction), strength).to(patches_NBChw.dtype)
         return torch.cat([moved, patches_NBChw[:, :, channels:]], 2)
-
-    def _aged(self, fresh: StructureTarget) -> StructureTarget:
-        """Return the previous step's target with lag if there is one of this shape, else the fresh one."""
-        call, now = max(0, self._clock.call), self._clock.evaluation
-        at, past = self._targets.get(call, (now, fresh))
-        self._targets[call] = (now, fresh)
-        fits = self._method.guidance.lag and at == now - 1 and past.field_BChw.shape == fresh.field_BChw.shape
-        return past if fits else fresh
 
     def _watcher(self, denoiser_call: DenoiserCall, size: tuple[int, int]) -> "_AnchorRecorder":
         """Return a recorder, active in a step's first call, which has the prompt; a second has the negative prompt."""

@@ -49,9 +49,8 @@ class PredictionMerge:
     def at_once(self, partial_prediction: PartialPrediction) -> WholePrediction:
         """Merge every branch by itself. Raises ExchangeError."""
         own = {Unit(len(partial_prediction.windows), branch): x for branch, x in partial_prediction.guide.items()}
-        return self._merged(
-            partial_prediction, partial_prediction.canvas_KBCHW, partial_prediction.assignment, lambda _: own
-        )
+        whole = partial_prediction.canvas_KBCHW
+        return self._merged(partial_prediction, whole, partial_prediction.assignment, lambda _: own)
 
     def after_guidance(
         self,
@@ -65,21 +64,14 @@ class PredictionMerge:
         combination is not a weighted mean of the branches with the same weights everywhere. Raises ExchangeError.
         """
         last, gathered = partial_predictions[-1], list[GuidanceFit]()
-        masks = [
-            partial_prediction.mask for partial_prediction in partial_predictions if partial_prediction.mask is not None
-        ]
-        branches = torch.cat(
-            [
-                partial_prediction.canvas_KBCHW[:, :, : combined_BCHW.shape[1]]
-                for partial_prediction in partial_predictions
-            ]
-        )
+        masks = [each.mask for each in partial_predictions if each.mask is not None]
+        branches = torch.cat([each.canvas_KBCHW[:, :, : combined_BCHW.shape[1]] for each in partial_predictions])
         own = GuidanceFit.of(combined_BCHW, branches)
-        guide = [x for partial_prediction in partial_predictions for x in _all_branches(partial_prediction)]
+        guide = [x for each in partial_predictions for x in _all_branches(each)]
 
         def guide_of(extra: list[Tensor]) -> Mapping[Unit, Tensor]:
             gathered.append(sum((GuidanceFit(x) for x in extra[1:]), GuidanceFit(extra[0])))
-            if not any(partial_prediction.guide for partial_prediction in partial_predictions):
+            if not any(each.guide for each in partial_predictions):
                 return {}
             return {Unit(len(last.windows), 0): weighed(gathered[0].weights_BK, torch.stack(guide)).to(last.dtype)}
 
@@ -114,9 +106,8 @@ class PredictionMerge:
         band, gathered = blend.own_band(own_GBCHW, axis.rank, dtype), list[Tensor]()
         if axis.size > 1 and not self.silent:
             band, gathered = blend.band(self.mesh, self.where, own_GBCHW, dtype, extra)
-        guides = [
-            tuple(unit for unit in units if unit.patch == len(partial_prediction.windows)) for units in assignment
-        ]
+        last = len(partial_prediction.windows)
+        guides = [tuple(unit for unit in units if unit.patch == last) for units in assignment]
         sheets: _AllGatherExchange | _RegionExchange = _AllGatherExchange(blend, own_GBCHW, partial_prediction)
         if regions is not None:
             sheets = _RegionExchange(axis.rank, regions, own_GBCHW, partial_prediction)
@@ -129,11 +120,10 @@ class PredictionMerge:
         }
         found = from_everyone(self.mesh, self.where, sent, expected, silent=self.silent)
         masks = [x for tensors in found for x in tensors[MASK]]
+        of_guide = [sheets.guides(group_rank, each[ANCHOR]) for group_rank, each in enumerate(found)]
         return WholePrediction(
             prediction_BCHW=sheets.whole([tensors[PREDICTION] for tensors in found]),
-            guide_BChw=_guide_of(
-                guides, [sheets.guides(group_rank, each[ANCHOR]) for group_rank, each in enumerate(found)]
-            ),
+            guide_BChw=_guide_of(guides, of_guide),
             mask_B1hw=masks[0] if masks else None,
         )
 

@@ -7,13 +7,17 @@ in the predictions, so that guiding every branch of classifier-free guidance is 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
+from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import NoiseLevel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,25 @@ class StructureTarget:
 
     field_BChw: Tensor
     mask_B1hw: Tensor | None = None
+
+
+class LaggedTarget(Generic[T]):
+    """The targets of a step's denoiser calls; with `lag` each is replaced by that of the previous step."""
+
+    def __init__(self, clock: StepClock, lag: int, shape_of: Callable[[T], tuple[int, ...]]) -> None:
+        self._clock, self._lag, self._shape_of = clock, lag, shape_of
+        self._targets: dict[int, tuple[int, T]] = {}  # by call, with their evaluation
+
+    def reset(self) -> None:
+        """Begin an image."""
+        self._targets.clear()
+
+    def of(self, fresh: T) -> T:
+        """Return the previous step's target with lag if there is one of this shape, else the fresh one."""
+        call, now = max(0, self._clock.call), self._clock.evaluation
+        at, past = self._targets.get(call, (now, fresh))
+        self._targets[call] = (now, fresh)
+        return past if self._lag and at == now - 1 and self._shape_of(past) == self._shape_of(fresh) else fresh
 
 
 def target_of(

@@ -19,7 +19,7 @@ from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPl
 from patchpar.strategies.structure.noise_level import NoiseLevel
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchInputs, PatchPosition
-from patchpar.strategies.structure.structure import anchored
+from patchpar.strategies.structure.structure import LaggedTarget, anchored
 from patchpar.strategies.structure.window_context import WindowContext
 from patchpar.strategies.structure.windows import Windows, Zone
 from patchpar.strategies.structure.work_schedule import own_of, scheduled
@@ -32,7 +32,7 @@ class WindowStage:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._window_context = WindowContext(denoiser, mesh, clock, method.context)
         self._flow = GuideTrajectory() if method.guide == "flow" else None
-        self._targets: dict[int, tuple[int, Tensor]] = {}  # clean estimates by call, with their evaluation
+        self._target = LaggedTarget[Tensor](clock, method.guidance.lag, lambda each: each.shape)  # clean estimates
         self._found: dict[tuple[WindowPlan, bool], NeededRegions] = {}
 
     def begin(self, scheduler: Any, channels: int) -> None:
@@ -44,7 +44,8 @@ class WindowStage:
     def end(self) -> None:
         """End an image: wait for pending exchanges. Raises ExchangeError."""
         self._window_context.reset()
-        self._targets, self._found = {}, {}
+        self._target.reset()
+        self._found.clear()
         if self._flow is not None:
             self._flow.end()
 
@@ -143,7 +144,7 @@ class WindowStage:
             return guide - first  # both of the same latent, so that this needs none of it
         assert inputs[1] is not None
         x_BCHW, guide_BChw = (x[: len(first), : first.shape[1]].float() for x in (inputs[0].x_BCHW, inputs[1]))
-        clean = self._aged(level.clean(guide_BChw, guide))
+        clean = self._target.of(level.clean(guide_BChw, guide))
         return level.per_clean * (clean - level.clean(interlace.split(x_BCHW)[0], first))
 
     @property
@@ -163,10 +164,3 @@ class WindowStage:
             return self._found[key]
 
         return of
-
-    def _aged(self, fresh: Tensor) -> Tensor:
-        """Return the previous step's estimate with lag if there is one, else the fresh one."""
-        call, now = max(0, self._clock.call), self._clock.evaluation
-        at, past = self._targets.get(call, (now, fresh))
-        self._targets[call] = (now, fresh)
-        return past if self._method.guidance.lag and at == now - 1 and past.shape == fresh.shape else fresh

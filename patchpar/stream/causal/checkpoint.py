@@ -27,15 +27,17 @@ class RequiredWeights:
     vae: bool
     transformers: tuple[str, ...] = (HIGH_NOISE,)
 
+    def spared(self) -> dict[str, Any]:
+        """Return options of from_pretrained that leave out the scheduler and what is not needed."""
+        names = ["scheduler", *([] if self.text else ["tokenizer", "text_encoder"]), *([] if self.vae else ["vae"])]
+        return dict.fromkeys(names)
+
 
 def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
     """Load a WanPipeline on the CPU, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
     _refuse_others(folder)
-    spared: dict[str, Any] = {} if needs.text else {"tokenizer": None, "text_encoder": None}
-    if not needs.vae:
-        spared["vae"] = None
-    spared |= dict.fromkeys((HIGH_NOISE, LOW_NOISE, "scheduler"))
     options = with_dtype({name: value for name, value in options.items() if value is not None})
+    spared = needs.spared() | dict.fromkeys((HIGH_NOISE, LOW_NOISE))
     pipe = load_pipeline(str(folder), options | spared, kind=WanPipeline)
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}

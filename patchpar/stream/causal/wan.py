@@ -18,7 +18,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
-from patchpar.stream.causal_model import Payload
+from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.keyed_noise import keyed_noise
@@ -80,7 +80,7 @@ class LowNoiseTransformer:
     start: int
 
 
-class WanStream:
+class WanStream(CausalModel):
     """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens [1, F, n, C]); no tokens without audio."""
 
     def __init__(
@@ -102,16 +102,13 @@ class WanStream:
 
     @property
     def steps(self) -> int:
-        """See CausalModel."""
         return self._schedule.steps
 
     @property
     def inner(self) -> int:
-        """See CausalModel."""
         return 1 if self._network.inner is None else self._network.inner.ranks
 
     def payload(self) -> tuple[TensorSpec, ...]:
-        """See CausalModel."""
         audio = self._network.audio
         if audio is None:
             return (self._latents,)
@@ -120,7 +117,6 @@ class WanStream:
 
     @torch.no_grad()
     def new_state(self, step: int) -> StepState:
-        """See CausalModel."""
         options = self._options
         state = StepState(
             step=step,
@@ -144,7 +140,6 @@ class WanStream:
 
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
-        """See CausalModel."""
         if isinstance(change, Prompt):
             self._change_text(state, change)
         elif isinstance(change, Reference):
@@ -180,7 +175,6 @@ class WanStream:
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
-        """See CausalModel."""
         if state.blending is not None:
             state.text = state.blending.advance()
             state.blending = None if state.blending.done == state.blending.over else state.blending
@@ -221,7 +215,6 @@ class WanStream:
 
     @property
     def adapts_sink(self) -> bool:
-        """See CausalModel."""
         return self._options.adapt_sink and not self._is_conditioned
 
     def adaptive_sink(self, payload: Payload) -> Change:
@@ -229,7 +222,6 @@ class WanStream:
         return Reference(latents=payload[0][:, :, :1])
 
     def new_decoder(self) -> DecoderState:
-        """See CausalModel."""
         return DecoderState()
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from patchpar.models.dtype import with_dtype
 from patchpar.models.loading import load_pipeline
 from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.network import FrameNetwork, PromptToEncode
+from patchpar.stream.fifo.network import FrameNetwork, ModelFamily, PromptToEncode, encode_prompt
 from patchpar.stream.messages import ModelFacts
 
 
@@ -38,7 +38,6 @@ class LtxFrames(FrameNetwork):
         self._scale = scale
 
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
-        """See FrameNetwork."""
         net = self._transformer
         _, _, frames, rows, columns = x_BCFHW.shape
         timesteps = torch.tensor([1000 * sigma for sigma in sigmas]).repeat_interleave(rows * columns)[None]
@@ -56,23 +55,17 @@ class LtxFrames(FrameNetwork):
         return found.float().transpose(1, 2).reshape(x_BCFHW.shape)
 
 
-class LtxFamily:
-    """A ModelFamily."""
+class LtxFamily(ModelFamily):
+    """LTX-Video."""
 
     def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> LTXPipeline:
-        """See ModelFamily."""
-        spared: dict[str, Any] = {"scheduler": None}
-        if not needs.text:
-            spared |= {"tokenizer": None, "text_encoder": None}
         options = with_dtype({name: value for name, value in options.items() if value is not None})
-        if not needs.vae:
-            spared["vae"] = None
+        spared = needs.spared()
         if not needs.transformers:
             spared["transformer"] = hollow_transformer(LTXVideoTransformer3DModel, folder, options)
         return load_pipeline(str(folder), options | spared, kind=LTXPipeline)
 
     def facts(self, folder: Path) -> ModelFacts:
-        """See ModelFamily."""
         vae = _shapes(folder)
         return ModelFacts(
             audio=None,
@@ -83,22 +76,14 @@ class LtxFamily:
         )
 
     def network(self, transformer: LTXVideoTransformer3DModel, facts: ModelFacts, fps: float) -> LtxFrames:
-        """See ModelFamily."""
         return LtxFrames(transformer, (facts.per_latent / fps, float(facts.spatial), float(facts.spatial)))
 
     def decoder(self, vae: AutoencoderKLLTXVideo) -> LtxDecoder:
-        """See ModelFamily."""
         return LtxDecoder(vae)
 
     def encode(self, pipe: LTXPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D], see ModelFamily. Masked padding is cut off, so that T differs between texts."""
-        text, mask, negative, negative_mask = pipe.encode_prompt(
-            asked.text,
-            negative_prompt=asked.negative,
-            do_classifier_free_guidance=asked.negative is not None,
-            max_sequence_length=asked.tokens,
-            device=device,
-        )
+        text, mask, negative, negative_mask = encode_prompt(pipe, asked, device)
         return _cut(text, mask), None if asked.negative is None else _cut(negative, negative_mask)
 
 

@@ -29,18 +29,17 @@ class StreamingLayer(Protocol):
         """Return the output frames that no later frame changes. `is_last`: no `push` follows."""
 
 
-class PerFrameLayer:
+class PerFrameLayer(StreamingLayer):
     """A function of each frame alone."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See StreamingLayer."""
         return None if x_BCFHW is None else self._function(x_BCFHW)
 
 
-class StreamingConvolution:
+class StreamingConvolution(StreamingLayer):
     """An `LTXVideoCausalConv3d`, which pads both ends of a video with the outermost frame."""
 
     def __init__(self, convolution: Any) -> None:
@@ -49,7 +48,6 @@ class StreamingConvolution:
         self._kept: Tensor | None = None
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See StreamingLayer."""
         if self._kept is None and x_BCFHW is not None:
             self._kept = x_BCFHW[:, :, :1].repeat(1, 1, self._size - 1 - self._after, 1, 1)
         seen = _joined(self._kept, x_BCFHW)
@@ -61,7 +59,7 @@ class StreamingConvolution:
         return self._inner(seen) if seen.shape[TIME] >= self._size else None
 
 
-class StreamingResidual:
+class StreamingResidual(StreamingLayer):
     """A residual connection around `layers`: `join(input, output)`; the input is buffered until the output is ready."""
 
     def __init__(self, layers: StreamingLayer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -69,7 +67,6 @@ class StreamingResidual:
         self._waiting: Tensor | None = None
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See StreamingLayer."""
         self._waiting = _joined(self._waiting, x_BCFHW)
         found = self._layers.push(x_BCFHW, is_last=is_last)
         if found is None or self._waiting is None:
@@ -78,14 +75,13 @@ class StreamingResidual:
         return self._join(now, found)
 
 
-class StreamingTrim:
+class StreamingTrim(StreamingLayer):
     """Layers whose first `drop` output frames are removed."""
 
     def __init__(self, layers: StreamingLayer, drop: int) -> None:
         self._layers, self._drop = layers, drop
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See StreamingLayer."""
         found = self._layers.push(x_BCFHW, is_last=is_last)
         if found is None:
             return None
@@ -93,14 +89,13 @@ class StreamingTrim:
         return found[:, :, drop:] if found.shape[TIME] > drop else None
 
 
-class StreamingChain:
+class StreamingChain(StreamingLayer):
     """Layers one after another."""
 
     def __init__(self, layers: Sequence[StreamingLayer]) -> None:
         self._layers = tuple(layers)
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See StreamingLayer."""
         for layer in self._layers:
             x_BCFHW = layer.push(x_BCFHW, is_last=is_last)
         return x_BCFHW

@@ -16,20 +16,15 @@ from patchpar.stream.causal.wan import PromptBlend
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
 from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, first_queue, generate_first_video
+from patchpar.stream.messages import StreamRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FifoStreamOptions:
-    """Size of the latents, seed of the noise, and guidance scale of one stream; 1 for no guidance.
+class FifoRun(StreamRun):
+    """One run of a frame queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
 
-    `first_frame`: the number of its first frame, above 0 in a resumed stream.
-    """
-
-    height: int
-    width: int
-    seed: int
+    negative: str = ""
     guidance_scale: float = 1.0
-    first_frame: int = 0
 
 
 class FifoModel:
@@ -38,26 +33,19 @@ class FifoModel:
     `decoder`: None on ranks that do not decode. Ranks that do not denoise need a network without weights only.
     """
 
-    def __init__(
-        self,
-        network: FrameNetwork,
-        decoder: FrameDecoder | None,
-        queue: FifoOptions,
-        options: FifoStreamOptions,
-    ) -> None:
-        self.queue, self.first_frame = queue, options.first_frame
-        self._network, self._decoder, self._options = network, decoder, options
+    def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: FifoRun) -> None:
+        self.queue, self.first_frame = queue, run.first_block
+        self._network, self._decoder, self._run = network, decoder, run
         self._prompt: Prompt | None = None
         self._blending: tuple[PromptBlend, PromptBlend | None] | None = None
 
     def payload(self) -> tuple[TensorSpec, ...]:
         """Return shape and dtype of the frame passed from rank to rank: latents [1, C, 1, H, W] in float32."""
-        options = self._options
-        return (TensorSpec((1, self._network.channels, 1, options.height, options.width), torch.float32),)
+        return (TensorSpec((1, self._network.channels, 1, self._run.rows, self._run.columns), torch.float32),)
 
     def entering(self, block: int) -> Tensor:
         """Return the noise [1, C, 1, H, W] of frame number `block`."""
-        return entering_noise(self._options.seed, block, self.payload()[0].shape).to(self._network.device)
+        return entering_noise(self._run.seed, block, self.payload()[0].shape).to(self._network.device)
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
@@ -90,15 +78,15 @@ class FifoModel:
 
     @property
     def _guided(self) -> bool:
-        return self._options.guidance_scale > 1
+        return self._run.guidance_scale > 1
 
     @torch.no_grad()
     def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
         """Return the first queue of a stream, these zones of it. Denoising stops early if not `wanted`."""
-        first, window = self._options.first_frame, self.queue.window
+        first, window = self.first_frame, self.queue.window
         noise = torch.cat([self.entering(first + frame) for frame in range(window)], 2)
         video = generate_first_video(self.queue, noise, self._velocity, wanted)
-        return first_queue(self.queue, zones, video, self._options.seed, first)
+        return first_queue(self.queue, zones, video, self._run.seed, first)
 
     @torch.no_grad()
     def advance(self, queue: FrameQueue) -> None:
@@ -118,7 +106,7 @@ class FifoModel:
         if not self._guided or prompt.negative is None:
             return conditional
         unconditional = self._network.predict(x_BCFHW, sigmas, prompt.negative)
-        return unconditional + self._options.guidance_scale * (conditional - unconditional)
+        return unconditional + self._run.guidance_scale * (conditional - unconditional)
 
     @property
     def decoder(self) -> FrameDecoder:

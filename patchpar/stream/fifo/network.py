@@ -81,3 +81,14 @@ class ModelFamily(Protocol):
 
     def encode(self, pipe: Any, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance."""
+
+
+def encode_prompt(pipe: Any, asked: PromptToEncode, device: torch.device) -> Any:
+    """Return what the pipeline's own `encode_prompt` returns."""
+    return pipe.encode_prompt(
+        asked.text,
+        negative_prompt=asked.negative,
+        do_classifier_free_guidance=asked.negative is not None,
+        max_sequence_length=asked.tokens,
+        device=device,
+    )

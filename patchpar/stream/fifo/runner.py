@@ -1,7 +1,6 @@
 """Runner of a FIFO stream on one rank: loads the parts that its zones need, and denoises them until the stream ends."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,16 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.ltx import LtxFamily
-from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
+from patchpar.stream.fifo.model import FifoModel, FifoRun
 from patchpar.stream.fifo.network import ModelFamily, PromptToEncode
 from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.fifo.wan import WanFamily
-from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
+from patchpar.stream.messages import ModelFacts, PromptUpdate, Update
 from patchpar.stream.model_index import HIGH_NOISE, read_index
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_io import RankStageIO
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FifoRun(StreamRun):
-    """One run of a frame queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
-
-    negative: str = ""
-    guidance_scale: float = 1.0
 
 
 class FifoRunner(StageRunner):
@@ -49,17 +40,8 @@ class FifoRunner(StageRunner):
 
     def _run_stage(self, run: FifoRun) -> StageStats:
         stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).as_stage_io()
-        return FifoStage(self._model(run), self._plan, self._context.rank, self._comm, stage_io).run()
-
-    def _model(self, run: FifoRun) -> FifoModel:
-        options = FifoStreamOptions(
-            height=run.rows,
-            width=run.columns,
-            seed=run.seed,
-            guidance_scale=run.guidance_scale,
-            first_frame=run.first_block,
-        )
-        return FifoModel(self._network, self._decoder, self._config.queue, options)
+        model = FifoModel(self._network, self._decoder, self._config.queue, run)
+        return FifoStage(model, self._plan, self._context.rank, self._comm, stage_io).run()
 
     @torch.no_grad()
     def _resolve(self, run: FifoRun, update: Update) -> Change:

@@ -21,7 +21,7 @@ from patchpar.stream.events import StreamEvent
 from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.queue import FrameQueue
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageStats
+from patchpar.stream.stage import FinishedBlock, Stage, StageIO, order_patience
 from patchpar.stream.stage_link import (
     BlockEnvelope,
     BlockSignal,
@@ -42,7 +42,7 @@ class FrameEntrance:
         self._left: int | None = None  # ticks until the last frame has left
 
     def take(self) -> BlockEnvelope:
-        """See StageInlet."""
+        """Return the next message, see StageInlet."""
         if self._stage_io.is_cancelled():
             return BlockEnvelope(sign=BlockSignal.END)
         if self._left is not None:
@@ -131,7 +131,7 @@ class FrameExit:
             )
 
 
-class FifoStage:
+class FifoStage(Stage):
     """Runs rank `rank` of `plan`, whose steps are zones, in one stream. Raises PlanError."""
 
     def __init__(
@@ -140,43 +140,25 @@ class FifoStage:
         _check(model, plan, comm)
         stages, specs = plan.stages, model.payload()
         stage = stages[rank]
-        self._model, self._rank, self._stage_io = model, rank, stage_io
-        self._zones = stage.steps
+        super().__init__(rank, comm, stage_io)
+        self._model, self._zones = model, stage.steps
         self._queue: FrameQueue | None = None
         is_last = stage.steps.stop == plan.steps
         noisier = rank - 1 if rank and stage.steps else None
         cleaner = None if is_last else rank + 1
         self._neighbours = StageNeighbours(comm, specs[0], model.queue.half, cleaner, noisier)
         self._out = Downstream(connected(comm), [rank + 1], specs) if rank + 1 < len(stages) else None
-        self._exit: FrameExit | None = None
-        if stage.decodes:
-            self._exit = FrameExit(model, stage_io)
-        self._in: FrameEntrance | Upstream
+        self._exit = FrameExit(model, stage_io) if stage.decodes else None
         if rank == 0:
-            self._in = FrameEntrance(model, stage_io, 1.0 if comm is None else comm.transport.deadline / 4)
+            self._in = FrameEntrance(model, stage_io, order_patience(comm))
         else:
             self._in = Upstream(connected(comm), rank - 1, specs)
 
-    def run(self) -> StageStats:
-        """Run until the stream ends. Raises ExchangeError if another rank is late or has died."""
-        ticks, busy, waited = 0, 0.0, 0.0
-        while True:
-            start = time.perf_counter()
-            envelope = self._in.take()
-            arrived = time.perf_counter()
-            if envelope.sign is BlockSignal.BLOCK:
-                self._tick(envelope)
-                busy += time.perf_counter() - arrived
-                waited += arrived - start if ticks else 0.0
-                ticks += 1
-            elif self._out is not None:
-                self._out.send(envelope)
-            if envelope.sign is BlockSignal.END:
-                break
-        if self._exit is not None:
-            self._exit.finish()
-        self._settle()
-        return StageStats(rank=self._rank, blocks=ticks, busy=busy, waited=waited)
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        if envelope.sign is BlockSignal.BLOCK:
+            self._tick(envelope)
+        elif self._out is not None:
+            self._out.send(envelope)
 
     def _tick(self, envelope: BlockEnvelope) -> None:
         entering, queue = envelope.payload[0], self._queue
@@ -206,6 +188,8 @@ class FifoStage:
             self._neighbours.tell(queue.last())
 
     def _settle(self) -> None:
+        if self._exit is not None:
+            self._exit.finish()
         if self._queue is not None:
             self._neighbours.hear()  # receive the last message, which is not used
         self._neighbours.settle()

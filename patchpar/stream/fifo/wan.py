@@ -14,7 +14,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.fifo.network import FrameNetwork, PromptToEncode
+from patchpar.stream.fifo.network import FrameNetwork, ModelFamily, PromptToEncode, encode_prompt
 from patchpar.stream.messages import ModelFacts
 from patchpar.stream.model_index import low_noise_below
 
@@ -36,7 +36,6 @@ class WanFrames(FrameNetwork):
         super().__init__(transformer)
 
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
-        """See FrameNetwork."""
         net = self._transformer
         _, rows, columns = net.config.patch_size
         tokens = x_BCFHW.shape[3] // rows * (x_BCFHW.shape[4] // columns)
@@ -46,11 +45,10 @@ class WanFrames(FrameNetwork):
         return out.float()
 
 
-class WanFamily:
-    """A ModelFamily."""
+class WanFamily(ModelFamily):
+    """Wan."""
 
     def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
-        """See ModelFamily."""
         if low_noise_below(folder) is not None:
             raise UnsupportedModel(
                 "this pipeline has one transformer for high noise levels and another for low ones, but a window of "
@@ -59,7 +57,6 @@ class WanFamily:
         return load_wan(folder, needs, options)
 
     def facts(self, folder: Path) -> ModelFacts:
-        """See ModelFamily."""
         vae = AutoencoderKLWan.load_config(folder, subfolder="vae")
         return ModelFacts(
             audio=None,
@@ -69,20 +66,12 @@ class WanFamily:
         )
 
     def network(self, transformer: WanTransformer3DModel, facts: ModelFacts, fps: float) -> WanFrames:
-        """See ModelFamily."""
         return WanFrames(transformer)
 
     def decoder(self, vae: AutoencoderKLWan) -> WanDecoder:
-        """See ModelFamily."""
         return WanDecoder(vae)
 
     def encode(self, pipe: WanPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D], see ModelFamily."""
-        text, negative = pipe.encode_prompt(
-            asked.text,
-            negative_prompt=asked.negative,
-            do_classifier_free_guidance=asked.negative is not None,
-            max_sequence_length=asked.tokens,
-            device=device,
-        )
+        text, negative = encode_prompt(pipe, asked, device)
         return text, negative

@@ -9,8 +9,7 @@ from patchpar.models.files import resolve_model
 from patchpar.stream.images.driver import ImageStreamOptions, Intake
 from patchpar.stream.images.session import ImageSession
 from patchpar.stream.output_queue import Output
-from patchpar.stream.resources import HeldRanks
-from patchpar.stream.worker_group import Ranks, start_ranks
+from patchpar.stream.worker_group import HeldRanks, Ranks, start_ranks
 
 ENGINE = "patchpar.stream.images.runner:ImageRunner"
 
