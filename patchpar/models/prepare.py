@@ -20,7 +20,9 @@ def for_task(pipe: Any, task: str | None) -> Any:
     try:
         return AutoPipelineForImage2Image.from_pipe(pipe)
     except ValueError as error:
-        raise UnsupportedModel(f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}") from error
+        raise UnsupportedModel(
+            f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}: use another model"
+        ) from error
 
 
 def prepare_pipeline(pipe: Any) -> None:

@@ -20,7 +20,6 @@ from patchpar.pipeline.messages import (
     RandomState,
     StepEnd,
 )
-from patchpar.pipeline.report import Run
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
@@ -220,8 +219,3 @@ def output_of(results: Sequence[CallResult]) -> Any:
     """Return one output, merged from those of the ranks that have one."""
     outputs = [result.output for result in results if result.output is not None]
     return merge_outputs(outputs) if len(outputs) > 1 else next(iter(outputs), None)
-
-
-def run_of(plan: Plan, results: Sequence[CallResult], seconds: float) -> Run:
-    """Return the statistics of a call."""
-    return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in results for figures in result.figures))

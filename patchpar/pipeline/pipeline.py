@@ -21,7 +21,7 @@ from patchpar.models.files import check_memory, needed_bytes, resolve_model
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.attributes import QUESTIONS, refuse_method
 from patchpar.pipeline.auto_plan import choose, without
-from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback, run_of
+from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback
 from patchpar.pipeline.component_proxy import ComponentProxy, on_all_ranks
 from patchpar.pipeline.messages import CallResult
 from patchpar.pipeline.report import Run
@@ -133,7 +133,8 @@ class ParallelPipeline:
             if executor.kind == "local":
                 move_generators_on(bound, results)
             output = output_of(results)
-            state.plan, state.last_run = plan, run_of(plan, results, time.perf_counter() - start)
+            figures = tuple(figures for result in results for figures in result.figures)
+            state.plan, state.last_run = plan, Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
         return output
 
     def _call_workers(self, executor: Executor, caller: CallController) -> tuple[Plan, list[CallResult]]:

@@ -4,7 +4,7 @@ Does not import torch, so that a caller which only reads statistics need not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from patchpar.comm.trace import RankTrace
@@ -30,13 +30,7 @@ class StepStats:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "bytes_sent": dict(self.bytes_sent),
-            "bytes_received": dict(self.bytes_received),
-            "seconds_waited": _rounded(self.seconds_waited),
-            "exact_calls": self.exact_calls,
-            "stale_calls": self.stale_calls,
-        }
+        return _as_dict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +63,12 @@ class RankStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics for JSON, without the trace, which has its own file."""
-        return {
-            "rank": self.rank,
-            "device": self.device,
-            "bytes_sent": dict(self.bytes_sent),
-            "bytes_received": dict(self.bytes_received),
-            "seconds_waited": _rounded(self.seconds_waited),
-            "stale_bytes": self.stale_bytes,
-            "exact_calls": self.exact_calls,
-            "stale_calls": self.stale_calls,
-            "steps": [step.as_dict() for step in self.steps],
-        }
+        steps = [step.as_dict() for step in self.steps]
+        calls = {"exact_calls": self.exact_calls, "stale_calls": self.stale_calls, "steps": steps}
+        return {**_as_dict(replace(self, trace=None, steps=())), **calls}
 
 
-def _rounded(seconds: Seconds) -> dict[str, float]:
-    return {kind: round(value, 6) for kind, value in seconds.items()}
+def _as_dict(stats: StepStats | RankStats) -> dict[str, Any]:
+    """Return all fields that are set, seconds rounded to microseconds."""
+    found = {name: value for name, value in asdict(stats).items() if value is not None}
+    return found | {"seconds_waited": {kind: round(seconds, 6) for kind, seconds in stats.seconds_waited.items()}}

@@ -41,7 +41,7 @@ class TorchrunSync:
         states = self._states()
         if data is not None and comm is not None and data.size > 1:
             output, states = self._of_all(output, data, comm)
-        empty = self._finish(FinalState(emptied(output), states, random_state(self._device)))
+        empty = self._apply(self._context.ask(FinalState(emptied(output), states, random_state(self._device))))
         return output if self._context.rank == 0 else empty
 
     def figures(self, own: RankStats, mesh: Mesh | None, comm: Communicator | None) -> tuple[RankStats, ...]:
@@ -72,9 +72,6 @@ class TorchrunSync:
             for old, *others in zip(before, *(states for _, states in found), strict=True)
         ]
         return merge_outputs([output for output, _ in found]), states
-
-    def _finish(self, final: FinalState) -> Any:
-        return self._apply(self._context.ask(final))
 
     def _apply(self, final: FinalState) -> Any:
         self._set_states(final.generators)

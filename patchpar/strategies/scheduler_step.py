@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patchpar.errors import PlanError
 
@@ -69,3 +70,17 @@ def refuse_second_order(scheduler: Any, option: str, way_out: str) -> None:
     """Raise PlanError for a second-order scheduler, which splits a step in two."""
     if getattr(scheduler, "order", 1) != 1:
         raise PlanError(f"{option}: {type(scheduler).__name__} is of second order: use another, or {way_out}")
+
+
+def sample_in(result: Any) -> Tensor:
+    """Return the latents in the result of a step, of any shape."""
+    sample: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
+    return sample
+
+
+def with_sample(result: Any, sample: Tensor) -> Any:
+    """Return the result with the latents `sample`, of any shape, in their place."""
+    if isinstance(result, tuple):
+        return (sample, *result[1:])
+    result.prev_sample = sample
+    return result

@@ -20,13 +20,12 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.scheduler_step import Step, WithinSteps
+from patchpar.strategies.scheduler_step import Step, WithinSteps, sample_in, with_sample
 from patchpar.strategies.structure.guidance_fit import GuidanceFit
 from patchpar.strategies.structure.needed_regions import NeededRegions
 from patchpar.strategies.structure.partial_prediction import PartialPrediction
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
-from patchpar.strategies.structure.step_output import sample_in, with_sample
 from patchpar.strategies.structure.supported_pipelines import is_position_independent
 
 NOT_ALIKE = (

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
+from patchpar.strategies.structure.sizing import stride_of
 
 # Processors of joint attention, by whether the text's tokens come before the image's.
 TEXT_FIRST = {"JointAttnProcessor2_0": False, "FluxAttnProcessor": True, "FluxAttnProcessor2_0": True}
@@ -96,13 +97,8 @@ class AttentionRecorder(SdpaMode):
 
 def _as_image(found_BI: Tensor, size: tuple[int, int]) -> Tensor | None:
     """Return tokens as a map [B, 1, h / s, w / s] for the power of two s that fits their number; None if none does."""
-    stride = 1
-    while stride <= max(size):
-        rows, columns = (-(-side // stride) for side in size)
-        if rows * columns == found_BI.shape[1]:
-            return found_BI.reshape(-1, 1, rows, columns)
-        stride *= 2
-    return None
+    stride = stride_of(size, found_BI.shape[1])
+    return None if stride is None else found_BI.reshape(-1, 1, *(-(-side // stride) for side in size))
 
 
 def _cross_attentions(denoiser: nn.Module) -> list[tuple[nn.Module, bool | None]]:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.strategies.scheduler_step import Step, WithinSteps, refuse_second_order
+from patchpar.strategies.scheduler_step import Step, WithinSteps, refuse_second_order, with_sample
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
-from patchpar.strategies.structure.step_output import with_sample
 
 IMAGES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to an image
 

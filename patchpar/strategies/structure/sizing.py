@@ -35,6 +35,15 @@ def fewest_of(side: int, native: int, margin: float, unit: int, step: int) -> tu
     return window, [round(room * index / (count - 1) / unit) * unit for index in range(count)]
 
 
+def stride_of(size: tuple[int, int], tokens: int) -> int | None:
+    """Return the latents per token along a side, a power of two, of a map of `size` with so many tokens; None if none.
+
+    Sides of the map are rounded up.
+    """
+    strides = (2**power for power in range(max(size).bit_length()))
+    return next((stride for stride in strides if math.prod(-(-side // stride) for side in size) == tokens), None)
+
+
 def is_large(size: tuple[int, int], native: tuple[int, int]) -> bool:
     """Return whether an image is so much larger than the native size that it needs structure guidance."""
     return all(side >= LARGE * own for side, own in zip(size, native, strict=True))

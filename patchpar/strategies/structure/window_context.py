@@ -27,6 +27,7 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.strategies.structure.all_gather import UnitAssignment
+from patchpar.strategies.structure.sizing import stride_of
 from patchpar.strategies.structure.window_neighbours import WindowNeighbours
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit
@@ -250,9 +251,7 @@ def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:
 
 def _stride(count: int, neighbours: WindowNeighbours) -> int:
     """Return the latents per token along a side, for `count` tokens of a window. Raises UnsupportedModel."""
-    stride = 1
-    while stride <= max(neighbours.windows.window):
-        if math.prod(neighbours.tokens(stride)) == count:
-            return stride
-        stride *= 2
-    raise UnsupportedModel(f"{count} tokens are no map of a window of {neighbours.windows.window}: use context=0")
+    stride = stride_of(neighbours.windows.window, count)
+    if stride is None:
+        raise UnsupportedModel(f"{count} tokens are no map of a window of {neighbours.windows.window}: use context=0")
+    return stride

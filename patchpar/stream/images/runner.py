@@ -5,9 +5,9 @@ from inspect import signature
 from typing import Any
 
 from patchpar.comm.collectives import Communicator
-from patchpar.errors import PlanError
 from patchpar.models.dtype import with_dtype
 from patchpar.models.loading import load_pipeline
+from patchpar.models.prepare import for_task
 from patchpar.stream.images.messages import GeneratedImage, ImageRequest
 from patchpar.stream.images.stage import ImageStage
 from patchpar.stream.messages import EndStream
@@ -21,7 +21,8 @@ class ImageRunner(RankRunner):
         """Load with diffusers, from safetensors only; returns the name of the pipeline's class. Raises PlanError."""
         self._connect()
         pipe = load_pipeline(model, with_dtype(options))
-        self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
+        is_of_text = takes_image and "image" not in signature(pipe.__call__).parameters
+        self._pipe = for_task(pipe, "image-to-image" if is_of_text else None).to(self._device)
         self._pipe.set_progress_bar_config(disable=True)
         return type(self._pipe).__name__
 
@@ -39,18 +40,3 @@ class ImageRunner(RankRunner):
 
     def _put(self, number: int, result: Any) -> None:
         self._context.emit(GeneratedImage(number=number, image=result.images[0]))
-
-
-def _taking_image(pipe: Any) -> Any:
-    """The pipeline itself, or the one of its family that starts from an image. Raises PlanError if there is none."""
-    if "image" in signature(pipe.__call__).parameters:
-        return pipe
-    from diffusers import AutoPipelineForImage2Image  # imports every such pipeline, which takes long
-
-    try:
-        return AutoPipelineForImage2Image.from_pipe(pipe)
-    except ValueError as error:
-        raise PlanError(
-            f"a {type(pipe).__name__} generates from text alone, and diffusers has no pipeline of its family that "
-            "starts from an image: use another model"
-        ) from error
