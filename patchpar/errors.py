@@ -45,10 +45,7 @@ class LaunchError(PatchparError, RuntimeError):
 
 
 class WorkerError(PatchparError, RuntimeError):
-    """An exception in a worker; the message ends with the worker's own traceback.
-
-    `rank`: the one that failed, if known.
-    """
+    """An exception in a worker; the message ends with the worker's traceback. `rank`: the one that failed, if known."""
 
     def __init__(self, message: str = "", *, rank: int | None = None) -> None:
         super().__init__(message)

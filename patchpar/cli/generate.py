@@ -47,10 +47,7 @@ def _saved(output: Any, paths: list[Path]) -> bool:
 
 
 def images_of(output: Any) -> list[Any] | None:
-    """Return the images of a pipeline's output; None on a rank without a result.
-
-    Raises PlanError for a pipeline whose output is no image.
-    """
+    """Return the images of an output; None on a rank without a result. Raises PlanError for another kind of output."""
     if not hasattr(output, "images"):
         raise PlanError(
             f"this model returns {type(output).__name__}, which has no images; "

@@ -58,10 +58,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, frame: ChannelFrame) -> None:
-        """Send a frame; thread-safe.
-
-        Raises ChannelClosed if the other end is closed, TimeoutError if it has not read for `send_timeout` seconds.
-        """
+        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError after `send_timeout` seconds."""
         message, block = frame.message, frame.message.block
         size = block.size if block is not None else 0
         sizes = (len(message.spans), len(message.stream), size)

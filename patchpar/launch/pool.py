@@ -112,10 +112,7 @@ class WorkerPool:
         return tuple(worker.pid for worker in self._workers)
 
     def wait_until_ready(self) -> None:
-        """Wait for all workers, compare their versions, connect them and create their engines.
-
-        Raises LaunchError.
-        """
+        """Wait for all workers, compare their versions, connect them and create their engines. Raises LaunchError."""
         facts = self._start_up(None)  # the replies to WorkerConfig, which was sent when they were started
         for rank, found in enumerate(facts):
             expected = {**facts[0], **versions()}

@@ -32,10 +32,7 @@ class RemoteError:
         return f"{self.type_name}: {self.text}" if self.text else self.type_name
 
     def as_worker_error(self, who: str, rank: int | None) -> WorkerError:
-        """Return an error for the caller, with rank, type, message and the rank's traceback.
-
-        `rank`: the rank at fault; None if there are several.
-        """
+        """Return an error with rank, type, message and traceback. `rank`: at fault; None if there are several."""
         return WorkerError(f"{who} raised {self.headline()}\n\n{self.trace}", rank=rank)
 
 

@@ -23,10 +23,7 @@ class SharedBlockWriter:
         self.size = 0
 
     def append(self, data: memoryview) -> tuple[int, int]:
-        """Copy `data` to the end of the block and return (offset, length) in bytes.
-
-        Raises MemoryError if it does not fit.
-        """
+        """Append `data` to the block and return (offset, length) in bytes. Raises MemoryError if it does not fit."""
         if self._fd is None:
             self._fd = anonymous_file("patchpar-block")
         start = aligned(self.size)

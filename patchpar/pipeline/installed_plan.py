@@ -123,10 +123,7 @@ class InstalledPlan:
             self.vaes.forget()
 
     def open_up(self) -> None:
-        """Remove the exchange points from the denoisers during an image, before a callback changes them.
-
-        The next call analyses them again.
-        """
+        """Remove the denoisers' exchange points before a callback changes them. The next call analyses them again."""
         for patched in self.patched:
             shared = patched.team if isinstance(patched, HighResDenoiser) else patched
             if shared is not None:
@@ -141,10 +138,7 @@ class InstalledPlan:
         return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
     def begin(self, *, tracing: bool, watched: bool = False) -> StatsRecorder:
-        """Begin an image with empty stale states and statistics. Raises UnsupportedModel.
-
-        `watched`: a callback gets the latents between the steps.
-        """
+        """Begin an image. `watched`: a callback gets the latents between the steps. Raises UnsupportedModel."""
         for hooked in self._hooked:
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):

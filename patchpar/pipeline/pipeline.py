@@ -215,10 +215,7 @@ class ParallelPipeline:
         return f"{state.request.devices.note}; plan {self.plan or 'auto'}: {reason}"
 
     def restore(self) -> None:
-        """Remove all hooks: from now on the pipeline runs as plain diffusers on the first device.
-
-        Set `plan` to make it parallel again.
-        """
+        """Remove all hooks: the pipeline runs as plain diffusers on the first device until `plan` is set."""
         self._executor.call("restore")
         self._state.wanted, self._state.plan = Plan(), None
 

@@ -52,10 +52,7 @@ class ResyncDecider:
     most_drift: float = 0.0
 
     def next_is_fresh(self, drift: float, sent: float, *, fresh: bool) -> bool:
-        """Return whether the next step is synchronous, after one with a relative `drift` that sent `sent` bytes.
-
-        All ranks pass the same numbers.
-        """
+        """Whether the next step is fresh, after one of relative `drift` and `sent` bytes; the same on all ranks."""
         self.spent, self.evaluations = self.spent + sent, self.evaluations + 1
         if fresh:
             self.full_bytes = max(self.full_bytes, sent)

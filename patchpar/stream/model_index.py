@@ -24,10 +24,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def low_noise_below(folder: Path) -> float | None:
-    """Return the noise level, 0 to 1, below which the second transformer is used; None if there is one only.
-
-    Raises PlanError.
-    """
+    """Return the noise level, 0 to 1, below which the second transformer is used, if any. Raises PlanError."""
     index = read_index(folder)
     part = index.get(LOW_NOISE)
     if not isinstance(part, list) or not part or part[-1] is None:

@@ -39,10 +39,7 @@ class ModelLoading:
     engine: str = ENGINE
 
     def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, ModelFacts]:
-        """Start ranks on the first of `devices` and load their parts of `plan`.
-
-        Raises LaunchError, PlanError, UnsupportedModel.
-        """
+        """Start ranks on the first of `devices` and load. Raises LaunchError, PlanError, UnsupportedModel."""
         asked = (self.folder, self.config, plan, self.options)
         return start_ranks(devices[: plan.ranks], self.engine, self.deadline, asked)
 
@@ -119,10 +116,7 @@ class WorkerGroup:
         self._ranks.close()
 
     def _do_without(self, rank: int | None) -> bool:
-        """Restart without the device of `rank`, on another one or fewer; returns whether that was possible.
-
-        Raises LaunchError if it fails.
-        """
+        """Restart without the device of `rank`; returns whether that was possible. Raises LaunchError if it fails."""
         if self._starting is None or self._is_closed:
             return False
         while True:

@@ -22,10 +22,7 @@ def on_all(band: VaeBand, where: str, own: Tensor) -> Tensor:
 
 
 def on_first(band: VaeBand, where: str, own: Tensor) -> Tensor:
-    """Return the whole [B, C, ..., H, W] on the first rank and zeros on the others, from own [B, C, ..., h, W].
-
-    Raises ExchangeError.
-    """
+    """Return own [B, C, ..., h, W] of all ranks joined on the first, zeros on the others. Raises ExchangeError."""
     patch, dim = band.patch, band.dim
     shape = list(own.shape)
     shape[dim] = band.whole(own.shape[dim])

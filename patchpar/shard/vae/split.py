@@ -63,10 +63,7 @@ class SplitMethod:
         self._deadline = self.comm.transport.deadline
 
     def takes(self, call: VaeCall) -> bool:
-        """Whether an image has rows for every rank; if not, it is small enough for every rank to run it whole.
-
-        Raises UnsupportedModel.
-        """
+        """Whether an image has rows for every rank; if not, every rank runs it whole. Raises UnsupportedModel."""
         x = call.x
         if x.ndim not in (4, 5) or x.dtype not in TOLERANCE:
             return False

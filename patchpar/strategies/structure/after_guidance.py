@@ -35,10 +35,7 @@ NOT_ALIKE = (
 
 
 class AfterGuidance(WithinSteps):
-    """The merge after guidance on one rank. Call `begin` before every image, `end` after it.
-
-    `parted`: latents are NaN where this rank needs none.
-    """
+    """The merge after guidance on one rank, from `begin` to `end`. `parted`: latents are NaN where it needs none."""
 
     def __init__(self, mesh: tuple[Communicator, Axis], clock: StepClock, pipe: Any) -> None:
         self._mesh, self._clock, self._pipe = mesh, clock, pipe

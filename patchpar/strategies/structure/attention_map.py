@@ -42,10 +42,7 @@ class AttentionMap:
 
 
 class AttentionRecorder(SdpaMode):
-    """Records every attention call of the chosen layers.
-
-    `weights_BT`: of the text's tokens, for the last B images of a batch.
-    """
+    """Records attention in the chosen layers. `weights_BT`: of the text's tokens, for the last B images of a batch."""
 
     def __init__(self, weights_BT: Tensor) -> None:
         super().__init__(self._look)

@@ -45,10 +45,7 @@ class GuidanceFit:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the weights also add up to 1, as weights do that depend on no prediction.
-
-        True for branches that are not finite.
-        """
+        """Whether the weights add up to 1, as those do that depend on no prediction. True for non-finite branches."""
         if not self.products[:, :-1, :-1].isfinite().all():
             return True
         return self.is_sum and bool(((self._apart_BK[:, 0] - 1).abs() < BALANCED).all())

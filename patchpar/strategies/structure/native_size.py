@@ -12,10 +12,7 @@ from patchpar.strategies.structure.sizing import refusal_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeSize:
-    """`size` (h, w) in latents, with `channels`; a latent is `pixels` x `pixels` pixels.
-
-    Sides are multiples of `unit`, corners of `grid`.
-    """
+    """`size` (h, w) in latents of `pixels` x `pixels` pixels; sides are multiples of `unit`, corners of `grid`."""
 
     size: tuple[int, int]
     channels: int

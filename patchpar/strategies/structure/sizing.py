@@ -36,10 +36,7 @@ def fewest_of(side: int, native: int, margin: float, unit: int, step: int) -> tu
 
 
 def stride_of(size: tuple[int, int], tokens: int) -> int | None:
-    """Return the latents per token along a side, a power of two, of a map of `size` with so many tokens; None if none.
-
-    Sides of the map are rounded up.
-    """
+    """Return the latents per token along a side of a map of `size` with so many tokens, a power of two, or None."""
     strides = (2**power for power in range(max(size).bit_length()))
     return next((stride for stride in strides if math.prod(-(-side // stride) for side in size) == tokens), None)
 

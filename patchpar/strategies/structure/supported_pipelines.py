@@ -16,10 +16,7 @@ TESTED = (
 
 
 def is_position_independent(pipe: Any) -> bool:
-    """Return whether a pipeline treats each position of its latents independently between the steps.
-
-    This is known of the tested pipelines only.
-    """
+    """Return whether a pipeline is known to treat each position of its latents independently between the steps."""
     return type(pipe).__name__ in TESTED
 
 

@@ -1,7 +1,4 @@
-"""LTX-Video as a FrameNetwork.
-
-The transformer takes one timestep per token, which its image-to-video pipeline uses for the given frame.
-"""
+"""LTX-Video as a FrameNetwork: its transformer takes one timestep per token, for image-to-video."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

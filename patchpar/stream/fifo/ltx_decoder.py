@@ -125,10 +125,7 @@ class LtxDecoder:
         return _decoder(self._vae)
 
     def decode(self, state: StreamingLayer, latents_BCFHW: Tensor) -> Tensor:
-        """Decode denoised latents [1, C, F, H, W].
-
-        Returns the images that no later frame changes, [frames, 3, height, width].
-        """
+        """Decode latents [1, C, F, H, W] to the images that no later frame changes, [frames, 3, height, width]."""
         vae = self._vae
         mean, std = (x.view(1, -1, 1, 1, 1).to(latents_BCFHW) for x in (vae.latents_mean, vae.latents_std))
         latents = latents_BCFHW * std / vae.config.scaling_factor + mean  # as LTXPipeline does it

@@ -28,10 +28,7 @@ class FifoRun(StreamRun):
 
 
 class FifoModel:
-    """One stream of `network` on this rank.
-
-    `decoder`: None on ranks that do not decode. Ranks that do not denoise need a network without weights only.
-    """
+    """One stream on this rank. Without denoising `network` has no weights; without decoding `decoder` is None."""
 
     def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: FifoRun) -> None:
         self.queue, self.first_frame = queue, run.first_block

@@ -1,7 +1,4 @@
-"""Wan as a FrameNetwork.
-
-The transformer is unchanged: diffusers' class takes one timestep per token since Wan 2.2, also with weights of 2.1.
-"""
+"""Wan as a FrameNetwork: diffusers' class takes one timestep per token since 2.2, also with weights of 2.1."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -59,10 +59,7 @@ class ImageTail:
 
 
 class ImageStage:
-    """Runs the pipeline on one rank. `stage_rank` of `ranks`; `comm` is None where there is one rank only.
-
-    `beat`: see StepAssignment.
-    """
+    """Runs the pipeline on rank `stage_rank` of `ranks`; one rank has no `comm`. `beat`: see StepAssignment."""
 
     def __init__(
         self, pipe: Any, stage_rank: int, ranks: int, comm: Communicator | None, beat: Callable[[str], object]

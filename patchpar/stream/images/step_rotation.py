@@ -31,10 +31,7 @@ class LoopHandedOver(BaseException):
 
 
 class StepAssignment:
-    """Which denoiser calls of an image this rank computes. `record` must be used before `run`.
-
-    `beat`: called at every denoiser call, as a heartbeat.
-    """
+    """This rank's denoiser calls of an image; `record` comes before `run`. `beat`: called at each, as a heartbeat."""
 
     def __init__(self, beat: Callable[[str], object]) -> None:
         self._beat = beat

@@ -18,10 +18,7 @@ from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 
 
 class BlockProbe:
-    """Searches the tokens of one kind of block.
-
-    `moved`: its call with another latent. `severance`: where else than in attention its tokens are mixed.
-    """
+    """Searches a kind of block. `moved`: its call with another latent. `severance`: where else its tokens are mixed."""
 
     def __init__(
         self, block: CapturedBlock, moved: CapturedBlock, latent_size: int, severance: Severance = WHOLE

@@ -1,7 +1,4 @@
-"""The latent among the arguments of a denoiser: its name, its size, and a perturbed copy.
-
-It is one batch, or a list of samples.
-"""
+"""The latent of a denoiser's call, one batch or a list of samples: its name, its size, and a perturbed copy."""
 
 import torch
 from torch import Tensor, nn

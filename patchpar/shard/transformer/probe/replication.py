@@ -37,10 +37,7 @@ class PartCall:
 
 
 def replicated_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
-    """Return a plan in which every rank computes some parts; None where that is none or nearly all of the block.
-
-    Raises UnsupportedModel.
-    """
+    """Return a plan with replicated parts; None if that is none or nearly all of the block. Raises UnsupportedModel."""
     calls = _calls_in(block)
 
     def plan_without(paths: Iterable[str]) -> BlockPlan | None:

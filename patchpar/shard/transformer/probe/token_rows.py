@@ -119,10 +119,7 @@ class TokenArgument:
         return tokens is not None and torch.equal(tokens, torch.arange(self.count))
 
     def convolutions(self) -> dict[int, tuple[int, int, int]]:
-        """Return planes, rows and columns of the tokens by the number of each convolution over them.
-
-        Raises UnsupportedModel.
-        """
+        """Return planes, rows and columns of tokens by the number of each convolution. Raises UnsupportedModel."""
         found = {}
         for name, sources in self.traced.items():
             if name.startswith("convolution") and name.endswith("cells") and sources.moved:
