@@ -16,9 +16,9 @@ from patchpar.errors import ExchangeError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.scheduler_step import sample_in
 from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.options import StructureGuidance
-from patchpar.strategies.structure.step_output import sample_in
 from tests.tiny import Tiny, build, latents
 from tests.unit.threads import on_threads
 
