@@ -27,8 +27,7 @@ class TimelineTab:
 
     def run_of(self, owner: str) -> Run | None:
         """The page's last run."""
-        found: Run | None = self._state.job_queue.stored(owner, "run")
-        return found
+        return self._state.job_queue.stored(owner, "run")
 
     @reports_errors(lambda message: (*failed(message), gr.skip(), gr.skip(), gr.skip()))
     def refresh(self, owner: str) -> tuple[Any, ...]:

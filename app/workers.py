@@ -91,18 +91,15 @@ class AppWorkers:
     def image_stream(self, *, takes_image: bool) -> ImageStreamingPipeline:
         """The image stream pipeline, text-to-image or image-to-image. Raises PlanError."""
         name = f"stream of images from {'images' if takes_image else 'prompts'}"
-        found: ImageStreamingPipeline = self._opened(name, lambda: self._open_image_stream(takes_image))
-        return found
+        return self._opened(name, lambda: self._open_image_stream(takes_image))
 
     def upscaler(self) -> ParallelPipeline:
         """The image-to-image pipeline. Raises PlanError where the model's family has none."""
-        found: ParallelPipeline = self._opened("enlarging", self._open_upscaler)
-        return found
+        return self._opened("enlarging", self._open_upscaler)
 
     def face_stream(self) -> StreamingPipeline:
         """The talking-face pipeline. Raises PlanError without a model for it."""
-        found: StreamingPipeline = self._opened("stream of a face", self._open_face)
-        return found
+        return self._opened("stream of a face", self._open_face)
 
     def close(self) -> None:
         """End all workers. Idempotent."""

@@ -1,7 +1,5 @@
 """The command line: one verb per file. Nothing heavy is imported before a verb runs."""
 
-from __future__ import annotations
-
 import logging
 from typing import Annotated
 

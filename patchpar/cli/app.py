@@ -1,7 +1,5 @@
 """`patchpar app`: the web demo, a page in the browser."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Output of the command line: results on stdout, everything else on stderr, errors with an exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`patchpar generate PROMPT`: generate images and save them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Output files: check the path before the run, and write complete files after it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Open the pipeline of the flags, call it once with a progress bar, and report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ The signals unwind the main thread, which closes workers, videos and pages. Whil
 handles no signal until the kernel returns; `ended_at_once` is for that case.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

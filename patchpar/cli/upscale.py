@@ -1,7 +1,5 @@
 """`patchpar upscale IMAGE`: upscale an image and save it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`patchpar video PROMPT`: generate a video and save it as a file, or as frames."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any

@@ -60,8 +60,7 @@ def frames_of(output: Any) -> NDArray[np.uint8] | None:
     frames = np.stack([np.asarray(frame) for frame in first])
     if frames.dtype == np.uint8:
         return frames
-    found: NDArray[np.uint8] = (frames.astype(np.float32).clip(0, 1) * 255).round().astype(np.uint8)
-    return found
+    return (frames.astype(np.float32).clip(0, 1) * 255).round().astype(np.uint8)
 
 
 def save_video(frames: NDArray[np.uint8], path: Path, fps: int) -> None:

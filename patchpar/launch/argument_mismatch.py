@@ -11,8 +11,6 @@ Every rank sends a digest and a short description of each argument; the digests 
         functions, and everything else                  its name, or the name of its class
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import hashlib

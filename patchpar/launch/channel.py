@@ -5,8 +5,6 @@
 The block of a message is not copied: its descriptor is sent with the first byte of the frame.
 """
 
-from __future__ import annotations
-
 import enum
 import socket
 import struct

@@ -9,8 +9,6 @@ An engine is any class, named "package.module:Class", created once per rank with
 are called by name, with the same call on every rank, in the rank's main thread.
 """
 
-from __future__ import annotations
-
 import importlib
 import socket
 from abc import ABC, abstractmethod

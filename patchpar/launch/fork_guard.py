@@ -5,8 +5,6 @@ its children runs. So a child closes its copies at once. It also replaces locks,
 at the fork is never released in the child.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

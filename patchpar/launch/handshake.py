@@ -1,7 +1,5 @@
 """Start-up of a worker pool: configuration, environment variables and the store of torch's default group."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

@@ -8,8 +8,6 @@ anonymous file. A text is written once, when it is first used, so that a heartbe
 while the rank waits for another; `work` is its processor time in ms, as of the last ping that it answered.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -3,8 +3,6 @@
 With a single rank a call is a plain function call, and exceptions are not changed.
 """
 
-from __future__ import annotations
-
 import queue
 import socket
 from abc import ABC, abstractmethod

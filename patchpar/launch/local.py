@@ -4,8 +4,6 @@ It imports neither torch nor other slow modules, and uses no device. If a worker
 raises; the next call starts new workers and repeats the calls that were made with `replay`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ How each type is pickled is in `pickling`. A decoded object is private to the re
 Messages are unpickled, so they may only arrive through a channel that no untrusted process can write to.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A pool of workers, from the start of their processes to their end. A fault ends the pool."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """One worker process, seen from the process that started it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Exceptions of ranks: recorded on the rank, raised again for the caller."""
 
-from __future__ import annotations
-
 import pickle
 import traceback
 from dataclasses import dataclass

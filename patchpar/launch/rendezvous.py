@@ -7,8 +7,6 @@
 Each side checks the user id of the other process with the kernel (SO_PEERCRED) and accepts its own user only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The exception for the caller after a failed request, and whether the workers can be used again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

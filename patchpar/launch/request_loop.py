@@ -14,8 +14,6 @@ Progress is a heartbeat (read from shared memory), an event, a question or an an
 makes no rank late.
 """
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import time

@@ -5,8 +5,6 @@ further socket pairs, one for every two ranks (see `comm.transport.connect`), so
 does not need N (N - 1) descriptors.
 """
 
-from __future__ import annotations
-
 import socket
 
 

@@ -7,8 +7,6 @@ A worker never outlives the process that started it: the reader thread ends it w
 does if the interpreter itself is stuck (see `_die_with_parent`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import fcntl

@@ -5,8 +5,6 @@ A line that another rank has printed already is not printed again, since librari
 Each character is processed once, whatever the length of a line, so that this thread does not hold the GIL for long.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import os

@@ -271,8 +271,7 @@ def _size_unit(pipe: Any, config: Mapping[str, Any], scale: int) -> int:
 
 def _of_vae(pipe: Any) -> Mapping[str, Any]:
     """Return the configuration of the pipeline's VAE."""
-    found: Mapping[str, Any] = getattr(pipe.components.get("vae"), "config", None) or {}
-    return found
+    return getattr(pipe.components.get("vae"), "config", None) or {}
 
 
 def _decoded_bytes(pipe: Any) -> int:

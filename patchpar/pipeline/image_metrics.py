@@ -97,5 +97,4 @@ def _blur(values: Array) -> Array:
     weights = np.exp(-(offsets**2) / (2 * _SIGMA**2))
     weights /= weights.sum()
     rows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW, axis=0) @ weights
-    blurred: Array = np.lib.stride_tricks.sliding_window_view(rows, _WINDOW, axis=1) @ weights
-    return blurred
+    return np.lib.stride_tricks.sliding_window_view(rows, _WINDOW, axis=1) @ weights

@@ -57,8 +57,7 @@ class PipelineState:
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
-        returned: MethodResult = self.ask(*words, **options)
-        return returned
+        return self.ask(*words, **options)
 
     def keep(self, changes: Iterable[CallbackChange]) -> None:
         """Repeat the changes that a callback made to networks on workers that start later."""

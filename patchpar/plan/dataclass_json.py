@@ -15,8 +15,7 @@ def decoded(kind: type[T], value: Any) -> T:
     Supports dataclasses, tuples, frozensets, mappings, `X | None`, numbers, strings and Any. Raises TypeError,
     ValueError or KeyError for a value of another type and for unknown fields.
     """
-    found: T = _decoded(kind, value)
-    return found
+    return _decoded(kind, value)
 
 
 def _decoded(kind: Any, value: Any) -> Any:

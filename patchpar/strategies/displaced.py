@@ -8,8 +8,6 @@ exchanged   halo rows (to the neighbours), moments, keys and values (to all)
 when        stale, sent as soon as they are computed
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 

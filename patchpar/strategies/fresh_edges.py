@@ -11,8 +11,6 @@ exchanged   halo rows, moments, corrections of keys and values; keys and values 
 when        halo, moments and corrections fresh, keys and values stale
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -8,8 +8,6 @@ exchanged   halo rows, moments; keys and values of a band of each neighbour
 when        stale, after a warm-up with fresh values
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -74,8 +74,7 @@ def refuse_second_order(scheduler: Any, option: str, way_out: str) -> None:
 
 def sample_in(result: Any) -> Tensor:
     """Return the latents in the result of a step, of any shape."""
-    sample: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
-    return sample
+    return result[0] if isinstance(result, tuple) else result.prev_sample
 
 
 def with_sample(result: Any, sample: Tensor) -> Any:

@@ -1,7 +1,5 @@
 """Base class of all stream sessions: iteration, plain and async, and controls."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

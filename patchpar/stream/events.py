@@ -88,5 +88,4 @@ def pack(events: tuple[StreamEvent, ...]) -> Tensor:
 
 def unpack(data: Tensor) -> tuple[StreamEvent, ...]:
     """Restore the events of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
-    found: tuple[StreamEvent, ...] = messages.unpack(data.cpu().numpy().tobytes())
-    return found
+    return messages.unpack(data.cpu().numpy().tobytes())

@@ -165,8 +165,7 @@ def as_update(words: Any) -> Update:
     values = {name: unpacked(value) if isinstance(value, Mapping) else value for name, value in given.items()}
     for name, value in values.items():
         _KINDS[name](name, value)
-    update: Update = kind(**values)
-    return update
+    return kind(**values)
 
 
 def _tensor(name: str, value: Any, *, is_needed: bool = True) -> None:

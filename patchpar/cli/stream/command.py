@@ -1,7 +1,5 @@
 """`patchpar stream`: output of a video while it is generated, or image-to-image on a stream of frames."""
 
-from __future__ import annotations
-
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.stream.flags import StreamFlags
 

@@ -1,7 +1,5 @@
 """Flags of `patchpar stream`, and which of them go together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any

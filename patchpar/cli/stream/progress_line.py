@@ -1,7 +1,5 @@
 """Status line of a stream: frames per second, time to the first frame, blocks in flight."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

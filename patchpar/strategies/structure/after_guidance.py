@@ -106,8 +106,7 @@ class AfterGuidance(WithinSteps):
                 f"guidance at {where} is no weighted mean of its branches, as it was in the first step: keep "
                 "guidance_rescale constant within an image, or use one device"
             )
-        answer: Tensor = layout.output(model_output, last.finish(whole).to(model_output.dtype))
-        return answer
+        return layout.output(model_output, last.finish(whole).to(model_output.dtype))
 
     def _regions(self, partial_prediction: PartialPrediction) -> NeededRegions | None:
         """Return where ranks need this step's prediction; None for everywhere. The same on all ranks."""

@@ -1,7 +1,5 @@
 """Reading audio files, and the audio of videos, with PyAV: one channel, at the sampling rate of the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -175,8 +175,7 @@ class AudioConditioner(nn.Module):
 
     def forward(self, layer: int, hidden_BLD: Tensor, audio_BFnD: Tensor) -> Tensor:
         """Return what is to be added to the tokens after block `layer`, [B, L, D]."""
-        added: Tensor = self.layers[str(layer)](hidden_BLD, audio_BFnD)
-        return added
+        return self.layers[str(layer)](hidden_BLD, audio_BFnD)
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""

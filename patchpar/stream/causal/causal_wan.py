@@ -222,8 +222,7 @@ class CausalProcessor:
         now = self._passing.now
         assert now is not None, "a block-causal transformer must be called through CausalWan"
         queries, keys, values, mask = now.attend(self._layer, q, k, v)
-        out: Tensor = dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
-        return out
+        return dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
 
 
 class AudioHook:

@@ -181,8 +181,7 @@ def _decoder(vae: AutoencoderKLLTXVideo) -> StreamingLayer:
 
     def activated(x_BCFHW: Tensor) -> Tensor:
         normed: Tensor = decoder.norm_out(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
-        active: Tensor = decoder.conv_act(normed * (1 + scale) + shift)
-        return active
+        return decoder.conv_act(normed * (1 + scale) + shift)
 
     def unpatched(x_BCFHW: Tensor) -> Tensor:
         size = decoder.patch_size
@@ -204,13 +203,11 @@ def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
 
     def first(x_BCFHW: Tensor) -> Tensor:
         normed = resnet.norm1(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
-        active: Tensor = resnet.nonlinearity(normed * (1 + scale_1) + shift_1)
-        return active
+        return resnet.nonlinearity(normed * (1 + scale_1) + shift_1)
 
     def second(x_BCFHW: Tensor) -> Tensor:
         normed = resnet.norm2(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
-        active: Tensor = resnet.nonlinearity(normed * (1 + scale_2) + shift_2)
-        return active
+        return resnet.nonlinearity(normed * (1 + scale_2) + shift_2)
 
     def join(latent: Tensor, out: Tensor) -> Tensor:
         if resnet.norm3 is not None:

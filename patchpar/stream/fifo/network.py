@@ -30,8 +30,7 @@ class FrameNetwork(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        device: torch.device = self._transformer.device
-        return device
+        return self._transformer.device
 
     @abstractmethod
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Routes of the live page of a stream: the page, images, fragments over a WebSocket, and a status line."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fragments of an MP4 file (ISO/IEC 14496-12, section 8.8) with one sample each."""
 
-from __future__ import annotations
-
 import re
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A web server in a thread, whose port is bound before a model is loaded."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Signals end a server as ctrl-C does, with cleanup."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

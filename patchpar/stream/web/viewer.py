@@ -1,7 +1,5 @@
 """Live web page of a stream: frames as images, or a video with audio."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
