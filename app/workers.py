@@ -14,8 +14,7 @@ from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError, Stream
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import check_memory, needed_bytes, resolve_model
 from patchpar.models.info import PipelineInfo
-from patchpar.models.task import purpose_of
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask, purpose_of
 
 from .presets import Preset, plain, presets_for
 

@@ -25,10 +25,10 @@ from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.initial_noise import alike
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.interlaced_stage import InterlacedStage
-from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.noise_level import level_of
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
+from patchpar.strategies.structure.structure import Method
 
 SLOPE, STEPS = 2.5, 50
 FINE = 0.27  # cycles per latent: beyond what a patch of a 2 x 2 interlace can hold, the signal is next to nothing

@@ -25,8 +25,7 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.images.messages import ImageRequest
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, ImageRequest
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder

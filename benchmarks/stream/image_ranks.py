@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from patchpar.comm.collectives import Communicator
-from patchpar.stream.images.messages import ImageRequest
 from patchpar.stream.images.runner import ImageRunner
 from patchpar.stream.images.stage import ImageStage
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, ImageRequest
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 WARM = 2

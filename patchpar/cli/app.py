@@ -13,7 +13,7 @@ import typer
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
 from patchpar.errors import PlanError
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask
 
 TASK = RequestedTask(verb="app")
 NAME = "patchpar_app"

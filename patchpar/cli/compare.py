@@ -12,12 +12,11 @@ import typer
 from patchpar.cli.console import friendly_errors, progress, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags, plan_of
 from patchpar.cli.generate import images_of
-from patchpar.cli.image_files import check_writable, names_for, save
+from patchpar.cli.output_files import check_writable, names_for, save
 from patchpar.cli.run_pipeline import report_run
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
-from patchpar.models.task import purpose_of
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask, purpose_of
 
 if TYPE_CHECKING:
     from patchpar import Plan

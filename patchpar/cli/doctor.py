@@ -19,8 +19,7 @@ from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_ke
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError
-from patchpar.models.task import purpose_of
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask, purpose_of
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 TASK = RequestedTask(verb="doctor")

@@ -8,10 +8,10 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags
-from patchpar.cli.image_files import check_writable, names_for, save
+from patchpar.cli.output_files import check_writable, names_for, save
 from patchpar.cli.run_pipeline import report_run, run_and_save
 from patchpar.errors import PlanError
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ import typer
 from patchpar.cli.console import print_json, progress
 from patchpar.cli.flags import ModelFlags, SizedFlags, plan_of
 from patchpar.cli.shutdown import ended_at_once
-from patchpar.models.task import purpose_of
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask, purpose_of
 
 Keep = Callable[[Any], Any]
 

@@ -9,11 +9,11 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import ModelFlags, given
-from patchpar.cli.image_files import check_writable, save
+from patchpar.cli.output_files import check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from patchpar.cli.run_pipeline import report_run, run_and_save
 from patchpar.cli.video_file import check_folder, check_video, frames_of, save_frames, save_video
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.cli.image_files import save
-from patchpar.cli.output_files import check_can_write, written_whole
+from patchpar.cli.output_files import check_can_write, save, written_whole
 from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:

@@ -1,19 +1,41 @@
-"""Loading of all pipelines: from safetensors only, without code of their own, with clear errors."""
+"""Loading of all pipelines: from safetensors only, without code of their own, with a dtype, and prepared in a rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import torch
+import transformers
 from diffusers import DiffusionPipeline
+from packaging.version import Version
 from safetensors import SafetensorError
+from torch import nn
 
-from patchpar.errors import PatchparError, PlanError
+from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.models.files import refuse_other_weights
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 
+DTYPE_NAMES = ("torch_dtype", "dtype")
+DTYPE_NAME = DTYPE_NAMES[Version(diffusers.__version__) >= Version("0.42.0")]
+"""diffusers warns of the older name from that version on."""
 MALFORMED = (AttributeError, ImportError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
 """Exceptions of diffusers and transformers for a folder with invalid files."""
+
+
+def with_dtype(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of from_pretrained with the dtype, given as text or torch.dtype, as one under `DTYPE_NAME`."""
+    kept = {name: value for name, value in options.items() if name not in DTYPE_NAMES}
+    dtype = dtype_of(options)
+    return kept if dtype is None else {**kept, DTYPE_NAME: dtype}
+
+
+def dtype_of(options: Mapping[str, Any]) -> Any:
+    """Return the dtype in options of from_pretrained; None if there is none."""
+    given = [options[name] for name in DTYPE_NAMES if options.get(name) is not None]
+    dtype = given[-1] if given else None
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = DiffusionPipeline) -> Any:
@@ -41,3 +63,34 @@ def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
         raise PlanError(
             f"{name!r} is no folder here, and as a name it could not be downloaded from the hub: {error}"
         ) from error
+
+
+def for_task(pipe: Any, task: str | None) -> Any:
+    """Return the pipeline for "image-to-image" with the same networks; unchanged without a task.
+
+    Raises UnsupportedModel if diffusers has none for the model.
+    """
+    if task is None:
+        return pipe
+    from diffusers import AutoPipelineForImage2Image  # slow: imports every such pipeline
+
+    try:
+        return AutoPipelineForImage2Image.from_pipe(pipe)
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}: use another model"
+        ) from error
+
+
+def prepare_pipeline(pipe: Any) -> None:
+    """Register what transformers models can record (hidden states), as their constructors do once per process.
+
+    Without it an unpickled text encoder returns no hidden states. Needed for transformers 5 and later.
+    """
+    registry = getattr(getattr(transformers.utils, "output_capturing", None), "_CAN_RECORD_REGISTRY", None)
+    if registry is None:
+        return
+    networks = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    for module in (module for network in networks for module in network.modules()):
+        if isinstance(module, transformers.PreTrainedModel):
+            registry[module] = module._can_record_outputs

@@ -19,9 +19,8 @@ from patchpar.models.info import PipelineInfo
 from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import IMAGE_ARGUMENTS, split_call
-from patchpar.strategies.structure.memory_estimate import MemoryEstimate
 from patchpar.strategies.structure.options import StructureGuidance
-from patchpar.strategies.structure.sizing import is_large, units_of
+from patchpar.strategies.structure.sizing import MemoryEstimate, is_large, units_of
 
 ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: positions in the whole image
 UNITS_PER_BAND = 2  # with fewer, halos and waiting cost more than a further rank computes

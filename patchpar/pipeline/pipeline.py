@@ -19,10 +19,9 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.executor import Executor
 from patchpar.models.files import check_memory, needed_bytes, resolve_model
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
-from patchpar.pipeline.attributes import QUESTIONS, refuse_method
 from patchpar.pipeline.auto_plan import choose, without
 from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback
-from patchpar.pipeline.component_proxy import ComponentProxy, on_all_ranks
+from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.messages import CallResult
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network

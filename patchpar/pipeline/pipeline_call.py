@@ -12,16 +12,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
 from patchpar.models.ip_adapters import looked_at
-from patchpar.pipeline.heartbeat_hooks import HeartbeatHooks
 from patchpar.pipeline.messages import CallbackChange, CallbackResult, CallOptions, RandomState, StepEnd
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.compiled import is_compiled
 from patchpar.shard.generators import generators_of
 from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
@@ -203,3 +203,33 @@ class GeneratorStates:
         take_random_state(self._default, self._device)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
+
+
+class HeartbeatHooks(HookSet):
+    """Heartbeats in all blocks of all networks of a pipeline, until `close`."""
+
+    def __init__(self, pipe: Any, beat: Callable[[str], object]) -> None:
+        super().__init__()
+        for name, network in pipe.components.items():
+            if isinstance(network, nn.Module):
+                for path, block in blocks(network):
+                    self.before(block, _beat_hook(beat, f"{name}.{path}"))
+
+
+def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return path and module of every element of a module list in `network`, except in compiled modules."""
+    found = [
+        (f"{path}.{name}".lstrip("."), block)
+        for path, modules in network.named_modules()
+        if isinstance(modules, nn.ModuleList)
+        for name, block in modules.named_children()
+    ]
+    compiled = tuple(f"{path}." for path, module in network.named_modules() if is_compiled(module))
+    return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
+
+
+def _beat_hook(beat: Callable[[str], object], where: str) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any) -> None:
+        beat(where)
+
+    return hook

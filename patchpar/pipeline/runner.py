@@ -26,7 +26,6 @@ from patchpar.comm.transport import Transport, alone, connect, watched
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.executor import IdleRank, RankContext
-from patchpar.models.dtype import with_dtype
 from patchpar.models.info import (
     PipelineInfo,
     describe,
@@ -36,8 +35,7 @@ from patchpar.models.info import (
     refuse_parallel,
 )
 from patchpar.models.ip_adapters import looked_at
-from patchpar.models.loading import load_pipeline
-from patchpar.models.prepare import for_task, prepare_pipeline
+from patchpar.models.loading import for_task, load_pipeline, prepare_pipeline, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
@@ -48,11 +46,11 @@ from patchpar.plan.mesh import Mesh, rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.generators import generators_of
-from patchpar.shard.vae.call_state import OutputNeeded
+from patchpar.shard.vae.parallel import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
 from patchpar.strategies.data.split import as_one_call, why_one_batch
-from patchpar.strategies.structure.supported_pipelines import why_native_only
+from patchpar.strategies.structure.native_size import why_native_only
 
 
 class PipelineRunner:

@@ -10,9 +10,8 @@ from patchpar.models.info import DENOISERS, PipelineInfo
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.strategies.data.split import PromptSlice
-from patchpar.strategies.structure.memory_estimate import check_room
 from patchpar.strategies.structure.options import StructureGuidance
-from patchpar.strategies.structure.sizing import refusal_of, units_of
+from patchpar.strategies.structure.sizing import check_room, refusal_of, units_of
 
 OLD = ("callback", "callback_steps")  # deprecated in diffusers; accepted by name only
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")

@@ -6,6 +6,7 @@ session ------ CancelStream ----------> every rank     further blocks are not co
 last rank ---- ProducedBlock ---------> session
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,3 +104,20 @@ class ModelFacts:
     takes_prompt: bool
     starts_from_image: bool = False
     late: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRequest:
+    """One image to generate: arguments of the pipeline, and the seed of its generator."""
+
+    number: int
+    arguments: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedImage:
+    """A finished image: the first of those that the pipeline returned."""
+
+    number: int
+    image: Any

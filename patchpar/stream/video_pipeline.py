@@ -6,7 +6,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
-from patchpar.stream.fifo.config import FifoConfig
+from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.messages import ModelFacts, StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession

@@ -11,7 +11,7 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.base_session import BaseSession, Closing
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.fifo.config import FifoConfig
+from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
 

@@ -16,8 +16,7 @@ from app.workers import AppConfig, devices_of
 from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.info import describe
-from patchpar.models.task import PipelineTask, purpose_of
-from patchpar.models.task_check import RequestedTask
+from patchpar.models.task import PipelineTask, RequestedTask, purpose_of
 from tests.tiny import build
 
 VIDEO = "use `patchpar video`"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchpar.cli.image_files import LARGE, save
+from patchpar.cli.output_files import LARGE, save
 
 
 def smooth(height: int, width: int) -> Image.Image:

@@ -27,8 +27,7 @@ from websockets.sync.client import connect
 from patchpar.cli import app, video_file
 from patchpar.cli.stream.flags import StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
-from patchpar.cli.stream.progress_line import ProgressMeter
-from patchpar.cli.stream.run import TimedFrames, paced, show_all
+from patchpar.cli.stream.run import ProgressMeter, TimedFrames, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream.causal.pipeline import StreamingPipeline

@@ -91,7 +91,7 @@ def test_latents_that_are_whole_in_every_step(name: str) -> None:
 
 def test_a_pipeline_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might look at any place of the latents."""
-    monkeypatch.setattr("patchpar.strategies.structure.supported_pipelines.TESTED", ())
+    monkeypatch.setattr("patchpar.strategies.structure.native_size.TESTED", ())
     assert all(drawn.missing == [0.0] * 4 for drawn in together(with_windows(Case()), 2))
 
 

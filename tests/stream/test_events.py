@@ -9,7 +9,7 @@ import torch
 
 from patchpar.errors import PlanError
 from patchpar.stream.events import Parameter, Prompt, Reference, StreamEvent, pack, unpack
-from patchpar.stream.flow_control import BlockCredits
+from patchpar.stream.rank_driver import BlockCredits
 from tests.tensors import noise
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
-from patchpar.stream.fifo.queue import FifoOptions
+from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import WorkerGroup
 from tests.stream.on_pool import PoolExecutor

@@ -17,10 +17,9 @@ from patchpar.errors import PlanError
 from patchpar.stream.images import driver as image_driver
 from patchpar.stream.images import pipeline as pictures
 from patchpar.stream.images.driver import ImageStreamOptions
-from patchpar.stream.images.messages import GeneratedImage, ImageRequest
 from patchpar.stream.images.pipeline import ImageStreamingPipeline
 from patchpar.stream.images.session import ImageSession
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_pictures import quiet, same
 from tests.stream.test_session import refused_to_a_child

@@ -12,10 +12,9 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.images.messages import ImageRequest
 from patchpar.stream.images.stage import ImageStage, calls_of, finisher_of
 from patchpar.stream.images.step_rotation import shared_steps
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, ImageRequest
 from tests.tiny import image_pipelines, transformer_pipelines
 from tests.unit.threads import on_threads
 

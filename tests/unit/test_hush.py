@@ -11,8 +11,8 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from patchpar.models.dtype import NAME, with_dtype
 from patchpar.models.files import embedded_model
+from patchpar.models.loading import NAME, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.stream.causal.runner import StreamRunner

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from patchpar.pipeline.heartbeat_hooks import HeartbeatHooks
+from patchpar.pipeline.pipeline_call import HeartbeatHooks
 
 
 class Network(nn.Module):

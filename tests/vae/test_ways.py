@@ -18,9 +18,8 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.startup import way_and_network
 from patchpar.plan.mesh import Mesh
-from patchpar.shard.vae.call_state import OutputNeeded
 from patchpar.shard.vae.modes import WAYS, check_mode
-from patchpar.shard.vae.parallel import ParallelVaes
+from patchpar.shard.vae.parallel import OutputNeeded, ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from tests.tensors import psnr_db
 from tests.unit.threads import on_threads

@@ -13,8 +13,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_deadline
-from patchpar.cli.stream.progress_line import ProgressMeter, living_line
-from patchpar.cli.stream.run import StreamReport, show_all
+from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
 from patchpar.cli.stream.video import parts_of
 from patchpar.cli.video_file import check_video, video_at
 from patchpar.errors import PatchparError, PlanError

@@ -10,8 +10,7 @@ import typer
 
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.stream.outputs import FrameOutputs
-from patchpar.cli.stream.progress_line import ProgressMeter, living_line
-from patchpar.cli.stream.run import StreamReport, TimedFrames, show_all
+from patchpar.cli.stream.run import ProgressMeter, StreamReport, TimedFrames, living_line, show_all
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:

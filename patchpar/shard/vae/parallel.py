@@ -7,23 +7,63 @@ vae.encode(image)    ->  every rank its band of rows; the latent on all
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.vae.call_state import VaeCallState
-from patchpar.shard.vae.split import SplitMethod, VaeCall
-from patchpar.shard.vae.unsplit import in_tiles, is_tiled, stand_in
+from patchpar.shard.vae.outputs import joined
+from patchpar.shard.vae.split import SplitMethod, VaeCall, random_numbers_kept
 from patchpar.shard.verification_cache import VerificationCache
 
 METHODS = ("encode", "decode")
 log = logging.getLogger(__name__)
+CORNER = 4  # rows and columns of a latent
+
+
+class OutputNeeded(Exception):
+    """The pipeline uses the decoded image, so every rank needs it: run the call again with `everywhere`."""
+
+
+@dataclass(slots=True)
+class VaeCallState:
+    """`running`: inside a call, where all ranks do the same. `everywhere`: all ranks get decoded images.
+
+    `dropped`: an image has been decoded in this call, and only the first rank has it.
+    """
+
+    running: bool = False
+    everywhere: bool = False
+    dropped: bool = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Run one call of the pipeline."""
+        self.running, self.dropped = True, False
+        try:
+            yield
+        finally:
+            self.running = False
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Run a function of the caller, on one rank alone."""
+        running, self.running = self.running, False
+        try:
+            yield
+        finally:
+            self.running = running
+
+    def go_on(self) -> None:
+        """Report a call of the denoiser or the encoder. Raises OutputNeeded on all ranks if they may need the image."""
+        if self.running and self.dropped:
+            raise OutputNeeded
 
 
 class ParallelVae:
@@ -147,3 +187,34 @@ class ParallelVaes:
 
 def _is_vae(module: Any) -> bool:
     return isinstance(module, nn.Module) and all(callable(getattr(module, name, None)) for name in METHODS)
+
+
+@contextmanager
+def in_tiles(vae: Any) -> Iterator[None]:
+    """Enable diffusers' tiling while open. Raises UnsupportedModel for a VAE that has none."""
+    if not hasattr(vae, "enable_tiling"):
+        raise UnsupportedModel(f"{type(vae).__name__} has no enable_tiling: use vae='rank0' or vae='exact'")
+    before = vae.use_tiling
+    vae.enable_tiling()
+    try:
+        yield
+    finally:
+        vae.use_tiling = before
+
+
+def is_tiled(vae: nn.Module) -> bool:
+    """Whether its tiling is enabled."""
+    return bool(getattr(vae, "use_tiling", False))
+
+
+def stand_in(call: VaeCall) -> Any:
+    """Return zeros of the decoded shape, for a rank whose image is not used: a decoded corner shows the ratio."""
+    rows, columns = (min(CORNER, size) for size in call.x.shape[-2:])
+    with random_numbers_kept(call):
+        corner = call.on(call.x[..., :rows, :columns].contiguous())
+
+    def whole(x: Tensor) -> Tensor:
+        height, width = (x.shape[dim] * call.x.shape[dim] // size for dim, size in ((-2, rows), (-1, columns)))
+        return x.new_zeros((*x.shape[:-2], height, width))
+
+    return joined(corner, whole)

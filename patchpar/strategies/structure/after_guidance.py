@@ -22,11 +22,11 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.scheduler_step import Step, WithinSteps, sample_in, with_sample
 from patchpar.strategies.structure.guidance_fit import GuidanceFit
+from patchpar.strategies.structure.native_size import is_position_independent
 from patchpar.strategies.structure.needed_regions import NeededRegions
 from patchpar.strategies.structure.partial_prediction import PartialPrediction
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
-from patchpar.strategies.structure.supported_pipelines import is_position_independent
 
 NOT_ALIKE = (
     "each rank holds only the latents that it needs, but this pipeline uses others: pass any callback_on_step_end, "

@@ -32,12 +32,12 @@ from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.initial_noise import FreshNoise, SharedNoise
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.interlaced_stage import InterlacedStage
-from patchpar.strategies.structure.memory_estimate import check_room
-from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.native_size import NativeSize
 from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
+from patchpar.strategies.structure.sizing import check_room
+from patchpar.strategies.structure.structure import Method
 from patchpar.strategies.structure.subgroup import team_of
 from patchpar.strategies.structure.window_stage import WindowStage
 from patchpar.strategies.structure.windows import Windows, Zone

@@ -17,11 +17,10 @@ from patchpar.strategies.structure.blending import BlendPlan
 from patchpar.strategies.structure.content_tokens import ContentTokens
 from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.noise_level import NoiseLevel
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchPosition
-from patchpar.strategies.structure.structure import LaggedTarget, StructureTarget, guided, target_of
+from patchpar.strategies.structure.structure import LaggedTarget, Method, StructureTarget, guided, target_of
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit, own_of, scheduled
 

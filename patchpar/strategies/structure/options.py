@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from patchpar.plan.step_clock import StepClock
     from patchpar.shard.verification_cache import VerificationCache
     from patchpar.strategies.structure.denoiser import HighResDenoiser
-    from patchpar.strategies.structure.method import Method
+    from patchpar.strategies.structure.structure import Method
 
 PRESETS: dict[str, dict[str, Any]] = {
     "calibrated": {
@@ -139,10 +139,10 @@ class StructureGuidance:
     @property
     def method(self) -> Method:
         """The options as the denoiser needs them."""
-        from patchpar.strategies.structure.method import (
+        from patchpar.strategies.structure.structure import (
+            Guidance,
             Method,  # a caller that only names a strategy need not import torch
         )
-        from patchpar.strategies.structure.structure import Guidance
         from patchpar.strategies.structure.windows import Tiling
 
         guidance = {option: self._chosen(option) for option in ("space", "weight", "decay", "align_samples", "masked")}

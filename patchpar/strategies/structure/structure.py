@@ -8,7 +8,7 @@ in the predictions, so that guiding every branch of classifier-free guidance is 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import NoiseLevel
+from patchpar.strategies.structure.windows import Tiling
 
 T = TypeVar("T")
 
@@ -102,3 +103,33 @@ def anchored(interlace: Interlace, prediction_BCHW: Tensor, differ_BChw: Tensor,
     `differ_BChw`: the guide's prediction minus the whole one at the anchor's samples; it is interpolated between them.
     """
     return prediction_BCHW + strength * interlace.join(interlace.enlarge(differ_BChw))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """`switch`: the time, from 1 (noise) to 0 (image), at which windows replace interlaced patches.
+
+    `structure_strength`: how far windows are moved to the guide's structure at the switch; it falls to 0 with the time.
+    `guide`: "anchor" is the anchor of the large latent, "flow" a separate image of native size, see `GuideTrajectory`.
+    `context`: how far windows attend to one another, as a fraction of their sides. `native`: the side in pixels that
+    the denoiser was trained for, None to read it from its configuration. `size_conditioning`: see `PatchInputs`.
+    `bands`: how many neighbouring ranks are a team, see `Schedule`. `shared_noise`: the correlation of the patches'
+    initial noise. `renoised`: fresh noise at the switch. `seed`: of all noise except the pipeline's.
+    """
+
+    guidance: Guidance = field(default_factory=Guidance)
+    tiling: Tiling = field(default_factory=Tiling)
+    switch: float = 0.35
+    structure_strength: float = 1.0
+    context: float = 0.0
+    bands: int = 1
+    guide: str = "anchor"
+    native: int | None = None
+    size_conditioning: str = "native"
+    shared_noise: float = 0.0
+    renoised: bool = False
+    seed: int = 0
+
+    def progress(self, time: float) -> float:
+        """Return the progress through the first stage, 0 to 1, at a time within it."""
+        return (1 - time) / (1 - self.switch)

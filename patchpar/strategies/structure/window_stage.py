@@ -14,12 +14,11 @@ from patchpar.strategies.structure.blending import BlendPlan
 from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.guide_trajectory import GuidePrediction, GuideTrajectory
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
 from patchpar.strategies.structure.noise_level import NoiseLevel
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchInputs, PatchPosition
-from patchpar.strategies.structure.structure import LaggedTarget, anchored
+from patchpar.strategies.structure.structure import LaggedTarget, Method, anchored
 from patchpar.strategies.structure.window_context import WindowContext
 from patchpar.strategies.structure.windows import Windows, Zone
 from patchpar.strategies.structure.work_schedule import own_of, scheduled

@@ -14,8 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from torch import nn
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.dtype import dtype_of, with_dtype
-from patchpar.models.loading import load_pipeline
+from patchpar.models.loading import dtype_of, load_pipeline, with_dtype
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
 

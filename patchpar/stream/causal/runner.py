@@ -19,9 +19,8 @@ from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
-from patchpar.stream.rank_runner import StageRunner
+from patchpar.stream.rank_runner import RankStageIO, StageRunner
 from patchpar.stream.stage import StageLoop, StageStats
-from patchpar.stream.stage_io import RankStageIO
 
 TRAINING_CHUNKS = 20
 """Chunks of 4 grey images after a reference: image-to-video models were trained on videos of 81 images."""

@@ -9,8 +9,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DM
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.models.dtype import with_dtype
-from patchpar.models.loading import load_pipeline
+from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.fifo.network import FrameNetwork, ModelFamily, PromptToEncode, encode_prompt

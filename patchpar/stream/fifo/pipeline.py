@@ -9,8 +9,8 @@ from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import resolve_model
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
-from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.fifo.model import FifoRun
+from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.fifo.stage import fifo_plan
 from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.plan import StreamPlan

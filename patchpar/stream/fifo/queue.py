@@ -15,7 +15,7 @@ noisier one.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -163,3 +163,23 @@ def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: i
     start, stop = (options.levels - zone * options.half for zone in (zones.stop, zones.start))
     before = [at(time) for time in range(start - options.half, start)]
     return FrameQueue(options, zones, [at(time) for time in range(start, stop)], before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FifoConfig:
+    """How a model of short videos is streamed. Defaults are those of Wan 2.1 at 480p. Raises PlanError.
+
+    `fps`: frames per second. `height`, `width`: pixels. `queue`: windows and noise levels. `text_tokens`: maximum
+    tokens of a prompt.
+    """
+
+    fps: float = 16.0
+    height: int = 480
+    width: int = 832
+    queue: FifoOptions = field(default_factory=FifoOptions)
+    text_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("fps", "height", "width", "text_tokens"):
+            if getattr(self, name) <= 0:
+                raise PlanError(f"{name}={getattr(self, name)}: it must be above 0")

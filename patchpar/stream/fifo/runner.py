@@ -18,9 +18,8 @@ from patchpar.stream.fifo.wan import WanFamily
 from patchpar.stream.messages import ModelFacts, PromptUpdate, Update
 from patchpar.stream.model_index import HIGH_NOISE, read_index
 from patchpar.stream.plan import StageSteps
-from patchpar.stream.rank_runner import StageRunner
+from patchpar.stream.rank_runner import RankStageIO, StageRunner
 from patchpar.stream.stage import StageStats
-from patchpar.stream.stage_io import RankStageIO
 
 
 class FifoRunner(StageRunner):

@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, make_plain
-from patchpar.stream.images.messages import GeneratedImage, ImageRequest
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from patchpar.stream.output_queue import Output, check_output
 from patchpar.stream.rank_driver import RankDriver
 

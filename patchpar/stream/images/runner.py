@@ -5,12 +5,9 @@ from inspect import signature
 from typing import Any
 
 from patchpar.comm.collectives import Communicator
-from patchpar.models.dtype import with_dtype
-from patchpar.models.loading import load_pipeline
-from patchpar.models.prepare import for_task
-from patchpar.stream.images.messages import GeneratedImage, ImageRequest
+from patchpar.models.loading import for_task, load_pipeline, with_dtype
 from patchpar.stream.images.stage import ImageStage
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from patchpar.stream.rank_runner import RankRunner
 
 

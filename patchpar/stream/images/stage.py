@@ -20,9 +20,8 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
-from patchpar.stream.images.messages import ImageRequest
 from patchpar.stream.images.step_rotation import StepAssignment, shared_steps
-from patchpar.stream.messages import EndStream
+from patchpar.stream.messages import EndStream, ImageRequest
 from patchpar.stream.stage_link import OutgoingMessages
 
 REST_SECONDS = 5.0

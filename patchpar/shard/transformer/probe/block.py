@@ -10,7 +10,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.probe.capture import CapturedBlock
 from patchpar.shard.transformer.probe.check import proved
-from patchpar.shard.transformer.probe.mixing_grid import grid_of, mixing_of
+from patchpar.shard.transformer.probe.grid import grid_of, mixing_of
 from patchpar.shard.transformer.probe.observe_block import WHOLE, Severance, observe_block
 from patchpar.shard.transformer.probe.row_trace import Observed, RowSources, moved_indices, trace_rows
 from patchpar.shard.transformer.probe.token_rows import TokenArgument, run_as_rows, run_of

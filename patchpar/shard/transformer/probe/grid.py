@@ -14,15 +14,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedRun, Kind
 from patchpar.shard.transformer.probe.latent import latent_shape, latent_size, with_other_latent
 from patchpar.shard.transformer.probe.row_trace import TOLERANCE, moved_indices
+from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, GridSource
 from patchpar.shard.transformer.token_ranges import TokenGrid
 
 Watch = Callable[[CallArguments], CapturedRun]
 MOST_AXES = 3
 TRIALS = 2  # with random cells: a wrong grid passes one only if all its tokens are right by chance
+Shapes = Mapping[int, tuple[int, int, int]]  # planes, rows and columns by the number of a convolution
 
 
 class GridSources:
@@ -142,3 +145,32 @@ def _is_outer(x_OIC: Tensor) -> bool:
     along_outer = ((x_OIC - x_OIC[:1]).abs() > least).any(1).any(0)
     along_inner = ((x_OIC - x_OIC[:, :1]).abs() > least).any(1).any(0)
     return bool(along_outer.any() and along_inner.any() and not (along_outer & along_inner).any())
+
+
+def grid_of(shapes: Shapes) -> TokenGrid | None:
+    """Return the grid that the convolutions are over; None where there are none. Raises UnsupportedModel.
+
+    A frame may be a plane of one convolution and one row of another.
+    """
+    grids = {shape for shape in shapes.values() if shape[0] > 1} or set(shapes.values())
+    if not grids:
+        return None
+    grid = TokenGrid(*grids.pop())
+    if grids or any(not _fits(shape, grid) for shape in shapes.values()):
+        raise UnsupportedModel("its convolutions are over different grids of its tokens")
+    return grid
+
+
+def _fits(shape: tuple[int, int, int], grid: TokenGrid) -> bool:
+    return shape == grid or shape == (1, grid.frames, grid.rows * grid.columns)
+
+
+def mixing_of(sums: frozenset[int], shapes: Shapes, grid: TokenGrid | None) -> TokenMixing:
+    """Return the calls that mix tokens, without the arguments that count rows, which are not known yet."""
+    over_frames = tuple(number for number, shape in shapes.items() if grid is not None and shape != grid)
+    return TokenMixing(
+        sums=tuple(sorted(sums)),
+        convolutions=tuple(number for number in shapes if number not in over_frames),
+        frame_convolutions=over_frames,
+        of_video=grid is not None and grid.frames > 1,
+    )
