@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from patchpar.models.files import embedded_model
-from patchpar.models.loading import NAME, with_dtype
+from patchpar.models.loading import DTYPE_NAME, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.stream.causal.runner import StreamRunner
@@ -59,8 +59,8 @@ def test_a_rank_among_others_is_silent_before_a_model_arrives(
 
 def test_a_dtype_has_the_name_that_diffusers_takes() -> None:
     for options in ({"torch_dtype": "float16"}, {"dtype": torch.float16}, {"torch_dtype": None, "dtype": "float16"}):
-        assert with_dtype(options) == {NAME: torch.float16}
+        assert with_dtype(options) == {DTYPE_NAME: torch.float16}
     assert with_dtype({"torch_dtype": None, "variant": "fp16"}) == {"variant": "fp16"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        AutoencoderKL.from_pretrained(embedded_model() / "vae", variant="fp16", **{NAME: torch.float32})
+        AutoencoderKL.from_pretrained(embedded_model() / "vae", variant="fp16", **{DTYPE_NAME: torch.float32})
