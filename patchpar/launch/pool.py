@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind
+from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind, SocketPairs
 from patchpar.launch.devices import available_cores
 from patchpar.launch.executor import Callbacks, longest_wait
 from patchpar.launch.fork_guard import change_in_children, no_fork
@@ -28,7 +28,6 @@ from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
 from patchpar.launch.request_failure import error_of, is_reusable
 from patchpar.launch.request_loop import RequestLoop, RequestOutcome
-from patchpar.launch.socket_pairs import SocketPairs
 from patchpar.launch.worker_output import FirstPrinter
 
 STOP_SECONDS = 2.0  # for a worker to exit after a STOP frame

@@ -30,7 +30,6 @@ from patchpar.launch.handshake import WorkerConfig, versions
 from patchpar.launch.heartbeat import Heartbeat
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.remote_errors import take_down
-from patchpar.launch.socket_pairs import inherited
 
 
 def main(fd: int) -> None:

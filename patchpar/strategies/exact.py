@@ -9,6 +9,8 @@ exchanged   moments with raw edge rows (one round per norm-convolution pair), ha
 when        fresh
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -7,8 +7,7 @@ from typing import Generic, TypeVar
 
 from patchpar.errors import PlanError
 from patchpar.launch.fork_guard import check_owner
-from patchpar.stream.output_queue import Output, OutputQueue
-from patchpar.stream.rank_driver import RankDriver, Status
+from patchpar.stream.rank_driver import Output, OutputQueue, RankDriver, Status
 
 CLOSE_SECONDS = 60.0
 D = TypeVar("D", bound=RankDriver)

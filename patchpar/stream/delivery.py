@@ -10,7 +10,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, is_whole, make_plain
 from patchpar.stream.audio.track import first_frame_number
-from patchpar.stream.output_queue import Output, check_output
+from patchpar.stream.rank_driver import Output, check_output
 
 Pacing = Literal["fast", "realtime"]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from patchpar.strategies.structure.sizing import fewest_of
-from patchpar.strategies.structure.window_neighbours import WindowNeighbours
-from patchpar.strategies.structure.windows import Tiling, Windows
+from patchpar.strategies.structure.windows import Tiling, WindowNeighbours, Windows
 
 SIZE, NATIVE = (24, 16), (8, 8)
 TILINGS = {

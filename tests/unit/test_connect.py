@@ -15,7 +15,7 @@ import torch
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect
 from patchpar.errors import ExchangeError
-from patchpar.launch.socket_pairs import SocketPairs, inherited
+from patchpar.launch.channel import SocketPairs, inherited
 
 
 @dataclass

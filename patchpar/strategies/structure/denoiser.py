@@ -19,11 +19,14 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import describe
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import count_branches
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.transformer.probe.capture import parameter_names
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.unet.discover import splits_into_bands
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.structure.after_guidance import AfterGuidance
 from patchpar.strategies.structure.attention_map import AttentionMap
@@ -36,9 +39,8 @@ from patchpar.strategies.structure.native_size import NativeSize
 from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
-from patchpar.strategies.structure.sizing import check_room
+from patchpar.strategies.structure.sizing import check_room, check_teams
 from patchpar.strategies.structure.structure import Method
-from patchpar.strategies.structure.subgroup import team_of
 from patchpar.strategies.structure.window_stage import WindowStage
 from patchpar.strategies.structure.windows import Windows, Zone
 

@@ -28,8 +28,7 @@ from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.strategies.structure.all_gather import UnitAssignment
 from patchpar.strategies.structure.sizing import stride_of
-from patchpar.strategies.structure.window_neighbours import WindowNeighbours
-from patchpar.strategies.structure.windows import Windows
+from patchpar.strategies.structure.windows import WindowNeighbours, Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit
 
 KIND = "context"

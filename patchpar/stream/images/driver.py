@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, make_plain
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
-from patchpar.stream.output_queue import Output, check_output
-from patchpar.stream.rank_driver import RankDriver
+from patchpar.stream.rank_driver import Output, RankDriver, check_output
 
 Intake = Literal["all", "latest"]
 PUSH_SECONDS = 60.0

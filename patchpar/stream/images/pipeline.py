@@ -8,7 +8,7 @@ from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import resolve_model
 from patchpar.stream.images.driver import ImageStreamOptions, Intake
 from patchpar.stream.images.session import ImageSession
-from patchpar.stream.output_queue import Output
+from patchpar.stream.rank_driver import Output
 from patchpar.stream.worker_group import HeldRanks, Ranks, start_ranks
 
 ENGINE = "patchpar.stream.images.runner:ImageRunner"
