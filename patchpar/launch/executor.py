@@ -3,7 +3,7 @@
 caller --- Executor.call("generate", ...) ---> PipelineRunner.generate(...) on every rank
 on_event(rank, event)  <--- context.emit(event)          any rank, asynchronous
 on_ask(question)       <--- context.ask(question)        all ranks together; all receive the reply
-tell(rank, value)      ---> context.hear(timeout)        at any time during a call, to one rank
+tell(rank, value)      ---> context.receive(timeout)        at any time during a call, to one rank
 
 An engine is any class, named "package.module:Class", created once per rank with its RankContext. Its public methods
 are called by name, with the same call on every rank, in the rank's main thread.
@@ -23,8 +23,8 @@ from patchpar.plan.scalars import is_number, plain
 
 OnEvent = Callable[[int, Any], object]
 OnAsk = Callable[[Any], Any]
-Tell = Callable[[int, Any], None]
-OnStart = Callable[[Tell], object]
+SendToRank = Callable[[int, Any], None]
+OnStart = Callable[[SendToRank], object]
 Kind = Literal["inline", "local", "torchrun"]
 E = TypeVar("E", bound="Executor")
 WAIT_TIMES = 300  # deadlines; a rank may wait this long for another one, which may compute for many of them
@@ -81,7 +81,7 @@ class RankContext(Protocol):
 class InteractiveRankContext(RankContext, Protocol):
     """A RankContext that receives messages of the caller during a call: all but those of torchrun."""
 
-    def hear(self, timeout: float) -> Any:
+    def receive(self, timeout: float) -> Any:
         """Return the caller's next message to this rank in this call; None after `timeout` seconds without one."""
 
 
@@ -93,7 +93,7 @@ class Callbacks:
     on_ask: OnAsk | None = None
     on_start: OnStart | None = None
 
-    def start(self, tell: Tell) -> None:
+    def start(self, tell: SendToRank) -> None:
         """Pass the caller the function that sends messages to ranks during the call, from any thread."""
         if self.on_start is not None:
             self.on_start(tell)

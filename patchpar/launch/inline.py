@@ -77,7 +77,7 @@ class InlineContext(OwnProcessContext):
         """See RankContext. An exception of the caller's function passes through."""
         return self.callbacks.answer(question)
 
-    def hear(self, timeout: float) -> Any:
+    def receive(self, timeout: float) -> Any:
         try:
             return self.messages.get(timeout=timeout)
         except queue.Empty:

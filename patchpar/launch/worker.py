@@ -97,7 +97,7 @@ class WorkerContext:
             raise CallAborted(str(value))
         return value
 
-    def hear(self, timeout: float) -> Any:
+    def receive(self, timeout: float) -> Any:
         give_up = time.monotonic() + timeout
         while True:
             try:

@@ -57,7 +57,7 @@ class ImageEncoderSource:
         return f"{self.source}/{self.inside}".rstrip("/")
 
 
-def looked_at(
+def with_checked_sources(
     method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the arguments with which METHOD of a pipeline reads safetensors only; unchanged for other methods.

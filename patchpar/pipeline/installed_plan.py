@@ -144,7 +144,7 @@ class InstalledPlan:
             if isinstance(hooked.hook, DenoiserHook):
                 hooked.hook.begin(watched=watched)
             if not hooked.is_reached:
-                hooked.put_in_anew()
+                hooked.reinstall()
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:

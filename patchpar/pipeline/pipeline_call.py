@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from patchpar.errors import UnsupportedModel
 from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
-from patchpar.models.ip_adapters import looked_at
+from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.messages import CallbackChange, CallbackResult, CallOptions, RandomState, StepEnd
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.step_clock import StepClock
@@ -124,7 +124,7 @@ def carry_out(pipe: Any, change: CallbackChange) -> None:
         setattr(attrgetter(owner)(pipe) if owner else pipe, name, change.args[0])
         return
     method = attrgetter(change.path)(pipe)
-    args, kwargs = looked_at(method, change.args, change.kwargs)
+    args, kwargs = with_checked_sources(method, change.args, change.kwargs)
     returned = method(*args, **kwargs)
     if returned is not None and returned is not getattr(method, "__self__", None):
         raise UnsupportedModel(

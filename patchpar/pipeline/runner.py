@@ -34,7 +34,7 @@ from patchpar.models.info import (
     refuse_compiled_denoisers,
     refuse_parallel,
 )
-from patchpar.models.ip_adapters import looked_at
+from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import for_task, load_pipeline, prepare_pipeline, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.installed_plan import InstalledPlan
@@ -112,7 +112,7 @@ class PipelineRunner:
         """
         self._installed.forget()
         method = attrgetter(name)(self.pipe)
-        args, kwargs = looked_at(method, args, kwargs)
+        args, kwargs = with_checked_sources(method, args, kwargs)
         result = method(*args, **kwargs)
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)

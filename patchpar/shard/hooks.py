@@ -17,7 +17,7 @@ MISSING = object()
 
 
 class InstalledHook:
-    """`hook` on `module`, under `name`, until `take_out`."""
+    """`hook` on `module`, under `name`, until `remove`."""
 
     def __init__(self, module: nn.Module, hook: ModelHook, name: str) -> None:
         self.module, self.hook, self.name = module, hook, name
@@ -36,16 +36,16 @@ class InstalledHook:
         last = self._registry._hook_order[-1]
         return last != self.name or vars(self.module).get("forward") is self._wrapper
 
-    def put_in_anew(self) -> None:
+    def reinstall(self) -> None:
         """Reinstall the hook in front of a forward that another library has put in front of it."""
-        self.take_out()
+        self.remove()
         self._put_in()
 
     @property
     def _registry(self) -> Any:
         return self.module._diffusers_hook
 
-    def take_out(self) -> None:
+    def remove(self) -> None:
         """Remove the hook. A forward that another library has put in front of it stays."""
         registry, reached = self._registry, self.is_reached
         index = registry._hook_order.index(self.name)
@@ -84,7 +84,7 @@ class HookSet(ExitStack):
     def install(self, module: nn.Module, hook: ModelHook, name: str) -> InstalledHook:
         """Install a diffusers hook under `name`."""
         installed = InstalledHook(module, hook, name)
-        self.callback(installed.take_out)
+        self.callback(installed.remove)
         return installed
 
     def replace(self, owner: object, name: str, value: object) -> None:

@@ -58,8 +58,8 @@ class StreamPlan:
 
         By default decoding has its own rank if there are more ranks than steps.
         """
-        if steps < 1 or ranks < 1:
-            raise PlanError(f"{steps} steps on {ranks} ranks: use at least 1 of each")
+        if not is_whole(steps) or not is_whole(ranks):
+            raise PlanError(f"{steps!r} steps on {ranks!r} ranks: use at least 1 of each")
         decode = decode or ("own" if ranks > steps else "last")
         left = ranks - (decode == "own")
         if left < 1:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from patchpar.errors import PlanError
-from patchpar.launch.executor import Tell
+from patchpar.launch.executor import SendToRank
+from patchpar.plan.scalars import is_whole
 
 Output = Literal["block", "drop_oldest", "skip_to_live"]
 T = TypeVar("T")
@@ -68,8 +69,8 @@ class BlockCredits:
     """At most `limit` blocks that have begun and have not been taken. Thread-safe. Raises PlanError."""
 
     def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise PlanError(f"limit={limit}: it must be at least 1 block")
+        if not is_whole(limit):
+            raise PlanError(f"limit={limit!r}: it must be at least 1 block")
         self.limit = limit
         self._taken = 0
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class RankDriver:
         self.status: Status = "running"
         self.error: Exception | None = None
         self._num_ranks, self._credits = ranks, BlockCredits(credit)
-        self._tell: Tell | None = None
+        self._tell: SendToRank | None = None
         self._is_paused = self._is_stopping = False
         self._thread = threading.Thread(target=self._drive, name="patchpar-stream", daemon=True)
 
@@ -162,7 +163,7 @@ class RankDriver:
                 self._order_cancel()
             self.changed.notify_all()
 
-    def _on_start(self, tell: Tell) -> None:
+    def _on_start(self, tell: SendToRank) -> None:
         """The ranks are running and can receive messages."""
         with self.changed:
             self._tell = tell

@@ -53,7 +53,7 @@ class RankStageIO:
             self._context.emit(BlockReady(block=block))
             self._announced = block
         self._context.beat("stream")
-        heard = self._context.hear(min(patience, REST_SECONDS, self._context.deadline / 4))
+        heard = self._context.receive(min(patience, REST_SECONDS, self._context.deadline / 4))
         self._asked = heard is None
         if isinstance(heard, CancelStream):
             self._cancelled = True
@@ -67,7 +67,7 @@ class RankStageIO:
     def _is_cancelled(self) -> bool:
         """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
         if not self._cancelled and not self._asked:
-            self._cancelled = isinstance(self._context.hear(0.0), CancelStream)
+            self._cancelled = isinstance(self._context.receive(0.0), CancelStream)
         return self._cancelled
 
     def _put(self, finished: FinishedBlock) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole
 from patchpar.stream.plan import StreamPlan, plans
 
 
@@ -40,8 +41,8 @@ class StreamCosts:
     def __post_init__(self) -> None:
         if min(self.step, self.decode, self.link, self.source, self.jitter) < 0 or self.step + self.decode == 0:
             raise PlanError(f"{self}: costs must be at least 0, and step or decode above 0")
-        if self.frames < 1:
-            raise PlanError(f"frames={self.frames}: it must be at least 1")
+        if not is_whole(self.frames):
+            raise PlanError(f"frames={self.frames!r}: it must be a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

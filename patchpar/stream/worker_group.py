@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from patchpar.errors import LaunchError, PlanError, WorkerError
-from patchpar.launch.executor import OnEvent, OnStart, Tell
+from patchpar.launch.executor import OnEvent, OnStart, SendToRank
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.base_session import BaseSession, Closing
@@ -105,7 +105,7 @@ class WorkerGroup:
         """Messages to ranks beyond the plan, which may have become smaller, are dropped."""
         count = self.plan.ranks
 
-        def begun(tell: Tell) -> None:
+        def begun(tell: SendToRank) -> None:
             on_start(lambda rank, value: tell(rank, value) if rank < count else None)
 
         return begun

@@ -24,7 +24,7 @@ class Listener:
         self._context.emit("there")
         heard: list[Any] = []
         while not heard or heard[-1] not in ("end", None):
-            heard.append(self._context.hear(timeout))
+            heard.append(self._context.receive(timeout))
         return heard
 
 

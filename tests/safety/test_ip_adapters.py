@@ -13,7 +13,7 @@ from diffusers.loaders import FluxIPAdapterMixin, IPAdapterMixin, SD3IPAdapterMi
 from safetensors.torch import save_file
 
 from patchpar import ParallelPipeline, PlanError
-from patchpar.models.ip_adapters import looked_at
+from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.messages import CallbackChange
 from patchpar.pipeline.pipeline_call import carry_out
 from tests import tiny
@@ -89,7 +89,7 @@ def test_an_encoder_in_a_folder_is_no_pickle(pickled: Path) -> None:
         (SD3Pipe().load_ip_adapter, ["org/sd3", "ip.safetensors", str(pickled / "sdxl")], {}),
     ):
         with pytest.raises(PlanError, match=PICKLE):
-            looked_at(method, args, kwargs)
+            with_checked_sources(method, args, kwargs)
 
 
 def test_of_the_hub_neither(pickled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +106,11 @@ def test_of_the_hub_neither(pickled: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("patchpar.models.ip_adapters.snapshot_download", fetch)
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, name: names)
     with pytest.raises(PlanError, match=f"org/adapters/sdxl/{PICKLE}"):
-        looked_at(Pipe().load_ip_adapter, ["org/adapters"], {**ADAPTER, "revision": "v2", "token": "t"})
+        with_checked_sources(Pipe().load_ip_adapter, ["org/adapters"], {**ADAPTER, "revision": "v2", "token": "t"})
     inside = "sdxl/image_encoder"
     assert wanted == [("org/adapters", [f"{inside}/*.json", f"{inside}/*.safetensors"], {})]
     with pytest.raises(PlanError, match=r"org/encoder has no model\.safetensors, and so no image encoder"):
-        looked_at(FluxPipe().load_ip_adapter, ["org/flux", "a.safetensors", "", "org/encoder"], {})
+        with_checked_sources(FluxPipe().load_ip_adapter, ["org/flux", "a.safetensors", "", "org/encoder"], {})
     assert wanted[-1][:2] == ("org/encoder", ["*.json", "*.safetensors"])
 
 
@@ -118,9 +118,9 @@ def test_of_the_hub_s_cache_neither(pickled: Path, tmp_path: Path) -> None:
     """Somebody else may have fetched it."""
     options = cached(pickled, tmp_path / "cache")
     with pytest.raises(PlanError, match=PICKLE):
-        looked_at(Pipe().load_ip_adapter, ["org/adapters"], {**ADAPTER, **options})
+        with_checked_sources(Pipe().load_ip_adapter, ["org/adapters"], {**ADAPTER, **options})
     with pytest.raises(PlanError, match=r"'org/nothing' could not be downloaded from the hub"):
-        looked_at(Pipe().load_ip_adapter, ["org/nothing"], {**ADAPTER, **options})
+        with_checked_sources(Pipe().load_ip_adapter, ["org/nothing"], {**ADAPTER, **options})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_of_the_hub_s_cache_neither(pickled: Path, tmp_path: Path) -> None:
 def test_an_encoder_leads_nowhere_else(folder: Path, file: str, facts: dict[str, Any], said: str) -> None:
     (folder / "sdxl" / "image_encoder" / file).write_text(json.dumps(facts))
     with pytest.raises(PlanError, match=said):
-        looked_at(Pipe().load_ip_adapter, [folder], ADAPTER)
+        with_checked_sources(Pipe().load_ip_adapter, [folder], ADAPTER)
 
 
 @pytest.mark.parametrize("source", ["folder", "hub"])
@@ -166,12 +166,12 @@ def test_pickles_are_refused_by_the_pipeline_and_in_its_callbacks(pickled: Path)
 def test_encoders_that_nobody_loads_are_not_looked_at(pickled: Path) -> None:
     """The pipeline has one, or takes none."""
     given = {**ADAPTER, "image_encoder_folder": None}
-    assert looked_at(Pipe().load_ip_adapter, [pickled], given)[0][0] == pickled
+    assert with_checked_sources(Pipe().load_ip_adapter, [pickled], given)[0][0] == pickled
     has_one = Pipe()
     has_one.image_encoder = object()  # type: ignore[assignment]
-    assert looked_at(has_one.load_ip_adapter, [pickled], ADAPTER)[0][0] == pickled
+    assert with_checked_sources(has_one.load_ip_adapter, [pickled], ADAPTER)[0][0] == pickled
     told = ["org/flux", "ip.safetensors", "", None]
-    assert list(looked_at(FluxPipe().load_ip_adapter, told, {})[0][:4]) == told
+    assert list(with_checked_sources(FluxPipe().load_ip_adapter, told, {})[0][:4]) == told
 
 
 @pytest.mark.parametrize("names", ["a.bin", ["a.safetensors", "a.bin"]])
@@ -182,12 +182,12 @@ def test_an_adapter_is_no_pickle(names: Any) -> None:
         (FluxPipe().load_ip_adapter, ["org/adapters", names]),
     ):
         with pytest.raises(PlanError, match=r"a\.bin is no safetensors file"):
-            looked_at(method, args, {})
+            with_checked_sources(method, args, {})
     with pytest.raises(PlanError, match="reads no pickle"):
-        looked_at(Pipe().load_ip_adapter, ["org/adapters", "", "a.safetensors"], {"use_safetensors": False})
+        with_checked_sources(Pipe().load_ip_adapter, ["org/adapters", "", "a.safetensors"], {"use_safetensors": False})
 
 
 def test_an_encoder_that_is_nowhere_is_a_sentence() -> None:
     for place in ("./nowhere", "nowhere", __file__):
         with pytest.raises(PlanError, match="is no folder here and no hub name, so no image encoder"):
-            looked_at(FluxPipe().load_ip_adapter, ["org/flux", "a.safetensors", "", place], {})
+            with_checked_sources(FluxPipe().load_ip_adapter, ["org/flux", "a.safetensors", "", place], {})

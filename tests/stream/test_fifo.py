@@ -131,8 +131,8 @@ class Deaf(StageNeighbours):
         for name, value in vars(other).items():
             setattr(self, name, value)
 
-    def hear(self) -> Tensor | None:
-        heard = super().hear()
+    def receive(self) -> Tensor | None:
+        heard = super().receive()
         return None if heard is None else torch.zeros_like(heard)
 
 

@@ -25,6 +25,7 @@ from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.pcpp import PartiallyConditioned
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
 from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.plan import StreamPlan
 from tests.tiny import build
@@ -132,6 +133,8 @@ def test_true_is_no_count_of_structure_guidance(option: str) -> None:
         *((partial(ImageStreamOptions, ranks=1), name, 1.5) for name in ("lead", "seed")),
         (partial(StreamPlan, sizes=(1,)), "inner", True),
         (StreamPlan, "sizes", (1, 1.5)),
+        *((FifoOptions, name, wrong) for name in ("window", "partitions", "first_steps") for wrong in (True, 4.5)),
+        *((FifoConfig, name, wrong) for name in ("height", "text_tokens", "fps") for wrong in (True, "9")),
     ],
 )
 def test_options_of_streams(options: Any, name: str, wrong: Any) -> None:

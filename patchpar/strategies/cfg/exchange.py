@@ -66,42 +66,42 @@ class PredictionExchange:
         self._messages: list[AsyncMessage] = []
         self._deferred: list[Tensor] = []
 
-    def exchange(self, output: Any, moment: PredictionTime) -> list[Any]:
+    def exchange(self, output: Any, when: PredictionTime) -> list[Any]:
         """All-gather outputs of the same form: return them by group rank. Raises ExchangeError, UnsupportedModel."""
         form = OutputForm.of(output)
         if form is None:
             raise UnsupportedModel(
-                f"{moment}: the denoiser's {type(output).__name__} holds more than tensors and numbers, which cannot "
+                f"{when}: the denoiser's {type(output).__name__} holds more than tensors and numbers, which cannot "
                 "be joined from parts of the batch: use cfg=1"
             )
-        stamp = self._stamp(moment, form)
+        stamp = self._stamp(when, form)
         own = [stamp, *(x.contiguous() for x in tensors_in(output))]
         specs = [TensorSpec.of(x) for x in own]
-        received = AllGather(self._comm, self._axis, KIND, str(moment)).start(own, lambda _: specs).wait()
+        received = AllGather(self._comm, self._axis, KIND, str(when)).start(own, lambda _: specs).wait()
         for group_rank in self._axis.others:
-            self.check(received[group_rank][0], stamp, moment, group_rank)
+            self.check(received[group_rank][0], stamp, when, group_rank)
         return [with_tensors(output, tensors[1:]) for tensors in received]
 
-    def shapes_of_all(self, own: Sequence[Tensor], moment: PredictionTime) -> list[tuple[tuple[int, ...], ...]]:
+    def shapes_of_all(self, own: Sequence[Tensor], when: PredictionTime) -> list[tuple[tuple[int, ...], ...]]:
         """Return the shapes of each of our tensors, of any shape, on all ranks, by group rank. Raises ExchangeError."""
         own_sizes = torch.tensor([size for x in own for size in x.shape], device=self._comm.transport.device)
-        of_all = [x.tolist() for x in AllGather(self._comm, self._axis, KIND, f"{moment}: shapes").same(own_sizes)]
+        of_all = [x.tolist() for x in AllGather(self._comm, self._axis, KIND, f"{when}: shapes").same(own_sizes)]
         ends = list(accumulate(x.ndim for x in own))
         return [tuple(tuple(sizes[end - x.ndim : end]) for sizes in of_all) for x, end in zip(own, ends, strict=True)]
 
-    def send(self, output: Any, form: OutputForm, moment: PredictionTime) -> None:
+    def send(self, output: Any, form: OutputForm, when: PredictionTime) -> None:
         """Start to send a prediction to all others, and to receive the messages expected from earlier calls."""
-        tensors = (self._stamp(moment, form), *(x.contiguous() for x in tensors_in(output)))
+        tensors = (self._stamp(when, form), *(x.contiguous() for x in tensors_in(output)))
         peers = tuple(self._axis.ranks[group_rank] for group_rank in self._axis.others)
-        self._sent.append(self._send_recv([Outgoing(peers, tensors)], moment))
+        self._sent.append(self._send_recv([Outgoing(peers, tensors)], when))
 
-    def expect(self, group_rank: int, form: OutputForm, moment: PredictionTime, *, at_once: bool) -> list[Tensor]:
+    def expect(self, group_rank: int, form: OutputForm, when: PredictionTime, *, at_once: bool) -> list[Tensor]:
         """Return async tensors of any shape, that of `form`, for the prediction that `group_rank` makes.
 
         `at_once`: post the receive now. Not if this rank computes something first: a receive that waits on a GPU's
         stream would delay the exchange of that computation on another axis.
         """
-        parcel = _ExpectedMessage(self, group_rank, form, moment)
+        parcel = _ExpectedMessage(self, group_rank, form, when)
         self._parcels.append(parcel)
         if at_once:
             self.wait()
@@ -111,7 +111,7 @@ class PredictionExchange:
     def wait(self) -> None:
         """Start to receive all expected messages."""
         if any(parcel.arriving is None for parcel in self._parcels):
-            self._send_recv([], self._parcels[-1].moment)
+            self._send_recv([], self._parcels[-1].when)
 
     def settle(self) -> None:
         """Wait for all messages that are sent or expected. Raises ExchangeError."""
@@ -132,24 +132,24 @@ class PredictionExchange:
                 f"axis '{self._axis.name}' are out of step, and this result is wrong: run the call again"
             )
 
-    def check(self, stamp: Tensor, expected: Tensor, moment: PredictionTime, group_rank: int) -> None:
+    def check(self, stamp: Tensor, expected: Tensor, when: PredictionTime, group_rank: int) -> None:
         """Compare the stamp [3] of a message from `group_rank` with the `expected` one, on a GPU later in `audit`."""
         if stamp.device.type != "cpu":
             self._deferred.append((stamp != expected).any())
         elif not torch.equal(stamp, expected):
             step, call, _ = stamp.tolist()
             raise ExchangeError(
-                f"rank {self._axis.ranks[self._axis.rank]} is at {moment}, rank {self._axis.ranks[group_rank]} at step "
+                f"rank {self._axis.ranks[self._axis.rank]} is at {when}, rank {self._axis.ranks[group_rank]} at step "
                 f"{step}, call {call}, or their predictions differ in shape: the ranks of axis '{self._axis.name}' "
                 "are out of step: make the same calls on all of them"
             )
 
-    def _stamp(self, moment: PredictionTime, form: OutputForm) -> Tensor:
-        return moment.stamp(form.specs, self._comm.transport.device)
+    def _stamp(self, when: PredictionTime, form: OutputForm) -> Tensor:
+        return when.stamp(form.specs, self._comm.transport.device)
 
-    def _send_recv(self, outgoing: list[Outgoing], moment: PredictionTime) -> Work[Messages]:
+    def _send_recv(self, outgoing: list[Outgoing], when: PredictionTime) -> Work[Messages]:
         due = [parcel for parcel in self._parcels if parcel.arriving is None]
-        arriving = self._comm.send_recv(KIND, str(moment), outgoing, [parcel.incoming() for parcel in due])
+        arriving = self._comm.send_recv(KIND, str(when), outgoing, [parcel.incoming() for parcel in due])
         for index, parcel in enumerate(due):
             parcel.arriving, parcel.index = arriving, index
         return arriving
@@ -158,14 +158,14 @@ class PredictionExchange:
 class _ExpectedMessage:
     """One message that another rank sends to this one."""
 
-    def __init__(self, post: PredictionExchange, group_rank: int, form: OutputForm, moment: PredictionTime) -> None:
-        self.post, self.group_rank, self.form, self.moment = post, group_rank, form, moment
+    def __init__(self, post: PredictionExchange, group_rank: int, form: OutputForm, when: PredictionTime) -> None:
+        self.post, self.group_rank, self.form, self.when = post, group_rank, form, when
         self.arriving: Work[Messages] | None = None
         self.index = 0
 
     def incoming(self) -> Incoming:
         """Return the specs to receive: of the stamp, then of the tensors."""
-        stamp = self.post._stamp(self.moment, self.form)
+        stamp = self.post._stamp(self.when, self.form)
         return Incoming(self.post._axis.ranks[self.group_rank], (TensorSpec.of(stamp), *self.form.specs))
 
     def fetch(self) -> list[Tensor]:
@@ -174,5 +174,5 @@ class _ExpectedMessage:
             self.post.wait()
         assert self.arriving is not None
         stamp, *tensors = self.arriving.wait_for(self.index)
-        self.post.check(stamp, self.post._stamp(self.moment, self.form), self.moment, self.group_rank)
+        self.post.check(stamp, self.post._stamp(self.when, self.form), self.when, self.group_rank)
         return tensors

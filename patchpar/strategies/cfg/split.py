@@ -151,7 +151,7 @@ class GuidanceSplit:
         Each rank computes its part of the batch. The outputs are async tensors of the whole: `denoise` uses our part of
         them and nothing is sent; any other use fetches the rest, on all ranks.
         """
-        axis, moment = self._axis, self._moment
+        axis, when = self._axis, self._now
         sample = sample_of(args, kwargs)
         batch = Batch.of(sample, self.carriers)
         if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
@@ -159,22 +159,22 @@ class GuidanceSplit:
         own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
         output = forward(*own_args, **own_kwargs)
         own = [x.contiguous() for x in tensors_in(output)]
-        shapes = self._part_shapes(own, (args, kwargs), moment) if batch.by_item else [(x.shape,) for x in own]
+        shapes = self._part_shapes(own, (args, kwargs), when) if batch.by_item else [(x.shape,) for x in own]
         largest = [largest_of(each) for each in shapes]
         specs = [((axis.size * shape[0], *shape[1:]), x.dtype) for x, shape in zip(own, largest, strict=True)]
 
         def fetch() -> list[Tensor]:
             filled = with_tensors(output, [filled_up(x, shape) for x, shape in zip(own, largest, strict=True)])
-            return tensors_in(batch.join(self._post.exchange(filled, moment)))
+            return tensors_in(batch.join(self._post.exchange(filled, when)))
 
         differ = shapes if batch.by_item else ()
         return with_tensors(output, AsyncMessage(specs, own[0].device, fetch, own, differ).tensors)
 
-    def _part_shapes(self, own: Sequence[Tensor], call: Any, moment: PredictionTime) -> Shapes:
+    def _part_shapes(self, own: Sequence[Tensor], call: Any, when: PredictionTime) -> Shapes:
         """Return for each of our tensors its shape on every rank, exchanged once for each form of the whole call."""
         form = tuple(TensorSpec.of(x) for x in tensors_in(call))
         if form not in self._shapes:
-            self._shapes[form] = self._post.shapes_of_all(own, moment)
+            self._shapes[form] = self._post.shapes_of_all(own, when)
         return self._shapes[form]
 
     def _branches(self, sample: Any) -> int:
@@ -200,21 +200,21 @@ class GuidanceSplit:
             output = forward(*own_args, **own_kwargs)
         own_call = (own_args, own_kwargs)
         if batch.by_item or not gives_back(output, own_call):
-            return batch.join(self._post.exchange(output, self._moment))
-        joined = batch.join(self._post.exchange(without_given(output, own_call), self._moment))
+            return batch.join(self._post.exchange(output, self._now))
+        joined = batch.join(self._post.exchange(without_given(output, own_call), self._now))
         return with_given(joined, output, own_call, (args, kwargs))
 
     def _own_call_or_async_tensor(
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        moment, axis = self._moment, self._axis
+        when, axis = self._now, self._axis
         specs = tuple(TensorSpec.of(x) for x in tensors_in(sample))
         flags = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
-        key = (moment.call, len(args), flags, specs)
+        key = (when.call, len(args), flags, specs)
         form = self._forms.get(key)
-        owner = moment.call % axis.size
+        owner = when.call % axis.size
         if form is not None and owner != axis.rank:
-            async_tensors = self._post.expect(owner, form, moment, at_once=moment.call > axis.rank)
+            async_tensors = self._post.expect(owner, form, when, at_once=when.call > axis.rank)
             return with_tensors(form.tree, async_tensors)
         before = held_by(kwargs)
         output = forward(*args, **kwargs)
@@ -225,14 +225,14 @@ class GuidanceSplit:
         found = OutputForm.of(output)
         if found is None or found.specs != form.specs:
             raise UnsupportedModel(
-                f"{moment}: the denoiser returned {found and found.specs}, but {form.specs} for the same sample "
+                f"{when}: the denoiser returned {found and found.specs}, but {form.specs} for the same sample "
                 f"before, so that other ranks cannot know the shapes to receive: {WITHOUT}"
             )
-        self._post.send(output, form, moment)
+        self._post.send(output, form, when)
         return output
 
     @property
-    def _moment(self) -> PredictionTime:
+    def _now(self) -> PredictionTime:
         return PredictionTime(self._clock.evaluation, self._clock.call)
 
     def _no_guidance(self) -> str:

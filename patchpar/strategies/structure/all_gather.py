@@ -17,7 +17,7 @@ Expected = Callable[[int], Sequence[TensorSpec]]
 PREDICTION, ANCHOR, MASK, LATENTS = "prediction", "anchor", "mask", "latents"
 
 
-def from_everyone(
+def all_to_all(
     mesh: tuple[Communicator, Axis],
     where: str,
     own: Mapping[str, Sent],

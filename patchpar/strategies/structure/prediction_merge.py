@@ -24,7 +24,7 @@ from patchpar.strategies.structure.all_gather import (
     PREDICTION,
     Sent,
     UnitAssignment,
-    from_everyone,
+    all_to_all,
     stack_spec,
     stacked,
     to_all,
@@ -88,7 +88,7 @@ class PredictionMerge:
         def spec(group_rank: int) -> list[TensorSpec]:
             return [TensorSpec((*own_BCHW.shape[:-2], bands.size(group_rank), own_BCHW.shape[-1]), own_BCHW.dtype)]
 
-        found = from_everyone(self.mesh, self.where, {LATENTS: to_all([band])}, {LATENTS: spec})
+        found = all_to_all(self.mesh, self.where, {LATENTS: to_all([band])}, {LATENTS: spec})
         return torch.cat([tensors[LATENTS][0] for tensors in found], -2)
 
     def _merged(
@@ -118,7 +118,7 @@ class PredictionMerge:
             ANCHOR: lambda group_rank: sheets.guide_spec(guides[group_rank]),
             MASK: partial_prediction.mask_spec,
         }
-        found = from_everyone(self.mesh, self.where, sent, expected, silent=self.silent)
+        found = all_to_all(self.mesh, self.where, sent, expected, silent=self.silent)
         masks = [x for tensors in found for x in tensors[MASK]]
         of_guide = [sheets.guides(group_rank, each[ANCHOR]) for group_rank, each in enumerate(found)]
         return WholePrediction(

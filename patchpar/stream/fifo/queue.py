@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_number, is_whole, make_plain
 from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.json_fields import whole
 from patchpar.stream.keyed_noise import keyed_noise
 
 Velocity = Callable[[Tensor, Sequence[float]], Tensor]
@@ -45,12 +47,13 @@ class FifoOptions:
     shift: float = 3.0
 
     def __post_init__(self) -> None:
-        if self.window < 4 or self.window % 2:
-            raise PlanError(f"window={self.window}: it must be an even number of latent frames, at least 4")
-        if self.partitions < 1 or self.first_steps < 1:
-            raise PlanError(f"partitions={self.partitions}, first_steps={self.first_steps}: at least 1 of each")
-        if self.shift <= 0:
-            raise PlanError(f"shift={self.shift}: it must be above 0; 1 leaves the levels even")
+        make_plain(self)
+        if not is_whole(self.window, 4) or self.window % 2:
+            raise PlanError(f"window={self.window!r}: it must be an even number of latent frames, at least 4")
+        if not is_whole(self.partitions) or not is_whole(self.first_steps):
+            raise PlanError(f"partitions={self.partitions!r}, first_steps={self.first_steps!r}: at least 1 of each")
+        if not is_number(self.shift, 0) or not self.shift:
+            raise PlanError(f"shift={self.shift!r}: it must be above 0; 1 leaves the levels even")
 
     @property
     def half(self) -> int:
@@ -180,6 +183,8 @@ class FifoConfig:
     text_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("fps", "height", "width", "text_tokens"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"{name}={getattr(self, name)}: it must be above 0")
+        make_plain(self)
+        if not is_number(self.fps) or self.fps <= 0:
+            raise PlanError(f"fps={self.fps!r}: it must be a number above 0")
+        for name in ("height", "width", "text_tokens"):
+            whole(name, getattr(self, name), 1, 2**16)

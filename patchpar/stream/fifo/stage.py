@@ -79,12 +79,12 @@ class StageNeighbours:
         self._spec = TensorSpec((batch, channels, half - 1, *size), frame.dtype)
         self._leaving = OutgoingMessages()
 
-    def tell(self, last: Tensor) -> None:
+    def send(self, last: Tensor) -> None:
         """Send this rank's last frames, [1, C, half - 1, H, W], to the noisier rank. Raises ExchangeError."""
         if self._comm is not None and self._noisier is not None:
             self._leaving.add(self._comm.send("context", "queue", [self._noisier], [last.contiguous()]))
 
-    def hear(self) -> Tensor | None:
+    def receive(self) -> Tensor | None:
         """Receive the cleaner rank's last frames, [1, C, half - 1, H, W]; None without one. Raises ExchangeError."""
         if self._comm is None or self._cleaner is None:
             return None
@@ -181,17 +181,17 @@ class FifoStage(Stage):
         queue = self._queue
         assert queue is not None, "a stream begins with its first frame"
         if is_tick:
-            queue.shift(entering, self._neighbours.hear())
+            queue.shift(entering, self._neighbours.receive())
             if not self._stage_io.is_cancelled():
                 self._model.advance(queue)
         if is_first or is_tick:
-            self._neighbours.tell(queue.last())
+            self._neighbours.send(queue.last())
 
     def _settle(self) -> None:
         if self._exit is not None:
             self._exit.finish()
         if self._queue is not None:
-            self._neighbours.hear()  # receive the last message, which is not used
+            self._neighbours.receive()  # receive the last message, which is not used
         self._neighbours.settle()
         if self._out is not None:
             self._out.settle()

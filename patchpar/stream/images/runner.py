@@ -31,7 +31,7 @@ class ImageRunner(RankRunner):
         return stage.run(self._take, self._put)
 
     def _take(self, patience: float) -> ImageRequest | EndStream | None:
-        heard = self._context.hear(min(patience, self._context.deadline / 4))
+        heard = self._context.receive(min(patience, self._context.deadline / 4))
         self._context.beat("stream")
         return heard if isinstance(heard, ImageRequest | EndStream) else None
 

@@ -42,7 +42,7 @@ def discover_tokens(
     watched = partial(watch, denoiser, forward)
     seen, moved = watched(arguments), watched(with_other_latent(arguments, latent))
     size = latent_size(arguments, latent)
-    found, whole, others = _looked_at(seen, moved, size, known)
+    found, whole, others = _block_plans(seen, moved, size, known)
     if not found and known is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "none of its blocks has tokens"
         raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
@@ -58,7 +58,7 @@ def discover_tokens(
     return new if known is None else known.joined(new)
 
 
-def _looked_at(
+def _block_plans(
     seen: CapturedRun, moved: CapturedRun, size: int, known: TokenPlan | None
 ) -> tuple[dict[Kind, BlockPlan], dict[str, str], frozenset[tuple[str, tuple[str, ...]]]]:
     """Return the plans of all kinds of blocks that are not known, the reasons of those not split, and their paths."""
