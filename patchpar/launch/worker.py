@@ -23,7 +23,7 @@ from typing import Any
 
 from patchpar.errors import LaunchError
 from patchpar.launch.accelerators import default_backend, kind_of, select_device
-from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind, inherited
 from patchpar.launch.default_group import GroupRank, form_group
 from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
 from patchpar.launch.handshake import WorkerConfig, versions

@@ -18,8 +18,8 @@ from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose, without
 from patchpar.plan.mesh import Axis
-from patchpar.strategies.structure.memory_estimate import COPIES, GIB, MemoryEstimate, check_room
-from patchpar.strategies.structure.supported_pipelines import TESTED, why_native_only
+from patchpar.strategies.structure.native_size import TESTED, why_native_only
+from patchpar.strategies.structure.sizing import COPIES, GIB, MemoryEstimate, check_room
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
