@@ -55,7 +55,7 @@ NAMES_OF_ACCELERATORS = {"cuda", "xpu", "npu", "mps"}
 # Everything else asks launch.accelerators, so that a device of another type is no special case.
 MAY_NAME_ACCELERATORS = {
     "launch.accelerators": "the facts by type",
-    "pipeline.attributes": "a method of networks",
+    "pipeline.component_proxy": "a method of networks",
     "shard.kernels.fused_op": "Triton's kernels",
     "shard.attention.lse_kernels": "kernels that return the log-sum-exp",
     "comm.transport.torch_p2p": "NCCL",
