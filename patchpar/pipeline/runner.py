@@ -244,6 +244,8 @@ class PipelineRunner:
             output = call.run(self._arguments)
         recorder.end_image()
         installed.finish()
+        if self._transport is not None:
+            self._transport.settle("end of the call")
         return output, recorder.figures(self.context.rank, self.context.device)
 
     def _own_part(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:

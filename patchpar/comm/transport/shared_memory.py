@@ -145,10 +145,12 @@ class SharedMemoryTransport(Poisonable):
         except ExchangeError as error:
             raise ExchangeError(f"{error}; expected from it: {_shapes(message)}") from error.__cause__
         if num_bytes != message.num_bytes:
-            raise ExchangeError(
+            text = (
                 f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {message.num_bytes} were expected "
                 f"for {_shapes(message)}: the ranks do not run the same exchanges"
             )
+            self.poison(text)
+            raise ExchangeError(text)
         received = []
         for index, spec in enumerate(message.specs):
             view = line.mapped[segment][offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)

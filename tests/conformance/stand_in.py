@@ -1,0 +1,198 @@
+"""A stand-in for torch.distributed over NCCL, between ranks that are threads of this process, on tensors of the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from tests.conformance.buffers import BufferGuard, Region
+from tests.conformance.nccl import MESSAGES, Buffer, Group, Operation, SimulatedCommunicator
+from tests.conformance.turns import Turns
+
+
+class SimulatedRank(threading.local):
+    """The rank of the current thread."""
+
+    number = -1
+    where = ""
+    num_groups = 0
+    guard: BufferGuard
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group as one rank has it."""
+
+    communicator: SimulatedCommunicator
+
+    def abort(self) -> None: ...
+
+
+class SimulatedWork:
+    """The handle of a group: `wait` makes the current stream wait."""
+
+    def __init__(self, stand_in: StandIn, group: Group, regions: Sequence[Region]) -> None:
+        self._stand_in, self._group, self._regions = stand_in, group, regions
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let other ranks run until the operations are over: what follows on the stream comes after them."""
+        if timeout is not None:
+            self._stand_in.faults.append(f"{self._group}: the process waits, not the stream")
+        rank = self._stand_in.rank
+        if rank.guard.stream != self._group.stream:
+            self._stand_in.faults.append(
+                f"{self._group}: started on stream {self._group.stream}, awaited on {rank.guard.stream}, so that its "
+                "buffers may be freed too early"
+            )
+        self._stand_in.turns.wait(rank.number, lambda: self._group.is_over)
+        rank.guard.waited(self._regions)
+        self._stand_in.unawaited.discard(self._group)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._group.is_over
+
+
+class StandIn:
+    """What replaces torch.distributed's functions while `patched`."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.faults = world, []
+        self.rank = SimulatedRank()
+        self.communicators: list[SimulatedCommunicator] = []
+        self.unawaited: set[Group] = set()
+        self.turns = Turns(world, lambda: "; ".join(self.left()) or "a rank waits for nothing")
+        self.faults: list[str]
+
+    def left(self) -> list[str]:
+        """Operations that have not been carried out."""
+        return [each for communicator in self.communicators for each in communicator.left()]
+
+    def run(self, function: Callable[[TorchTransport], Any]) -> list[Any]:
+        """What `function` returns or raises on each rank."""
+
+        def live(rank: int) -> Any:
+            self.rank.number, self.rank.guard = rank, BufferGuard(self.faults)
+            transport = TorchTransport(torch.device("cpu"), 60.0)
+            try:
+                with self.rank.guard, torch.no_grad():
+                    return function(transport)
+            finally:
+                transport.close()
+
+        with self.patched():
+            found = self.turns.run(live)
+        self.faults += [f"not carried out at the end: {each}" for each in self.left()]
+        self.faults += [f"never awaited: {group}" for group in self.unawaited]
+        return found
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Put this in the place of torch.distributed and CUDA."""
+        stand_ins = {
+            "get_rank": lambda *_: self.rank.number,
+            "get_world_size": lambda *_: self.world,
+            "get_backend_config": lambda *_: "cpu:nccl",
+            "is_initialized": lambda: True,
+            "new_group": self._new_group,
+            "destroy_process_group": lambda *_: None,
+            "barrier": lambda *_, **__: None,
+            "isend": "send",
+            "irecv": "receive",
+            "P2POp": lambda what, x, peer, group: (what, x, peer, group),
+            "batch_isend_irecv": self._batch,
+            "all_gather_single": self._all_gather,
+            "all_gather_into_tensor": self._all_gather,
+            "all_to_all_single": self._all_to_all,
+        }
+        start = TorchTransport._start
+
+        def noted(transport: TorchTransport, begin: Any, buffers: Any, incoming: Any, where: str) -> Any:
+            self.rank.where = where
+            return start(transport, begin, buffers, incoming, where)
+
+        with ExitStack() as stack:
+            for name, found in stand_ins.items():
+                stack.enter_context(mock.patch.object(dist, name, found, create=True))
+            stack.enter_context(mock.patch.object(TorchTransport, "_start", noted))
+            stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
+            stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
+            yield
+
+    def _new_group(self, ranks: Sequence[int], **_: Any) -> RankGroup:
+        """All ranks make the same groups in the same order."""
+        number = self.rank.num_groups
+        self.rank.num_groups += 1
+        if number == len(self.communicators):
+            self.communicators.append(SimulatedCommunicator(f"group {number}", tuple(ranks), self.faults))
+        if self.communicators[number].ranks != tuple(ranks):
+            self.faults.append(f"group {number} has ranks {self.communicators[number].ranks}, and also {ranks}")
+        return RankGroup(self.communicators[number])
+
+    def _batch(self, operations: Sequence[Any]) -> list[SimulatedWork]:
+        (group,) = {group for *_, group in operations}
+        found = [Operation(what == "send", peer, Buffer(x)) for what, x, peer, _ in operations]
+        return [self._posted(group, MESSAGES, found)]
+
+    def _all_gather(self, out: Tensor, own: Tensor, group: RankGroup, async_op: bool) -> SimulatedWork:
+        assert async_op
+        ranks, whole, share = group.communicator.ranks, Buffer(out), Buffer(own)
+        if whole.num_bytes != len(ranks) * share.num_bytes:
+            self.faults.append(f"all-gather of {share.num_bytes} bytes of {len(ranks)} ranks into {whole.num_bytes}")
+        sends = [Operation(True, rank, share) for rank in ranks]
+        parts = [Operation(False, r, whole.part(i * share.num_bytes, share.num_bytes)) for i, r in enumerate(ranks)]
+        return self._posted(group, "all-gather", sends + parts)
+
+    def _all_to_all(
+        self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], group: RankGroup, async_op: bool
+    ) -> SimulatedWork:
+        assert async_op
+        found: list[Operation] = []
+        for is_send, x, sizes in ((True, own, sent), (False, out, received)):
+            assert x.is_contiguous()
+            assert sum(sizes) == x.numel()
+            starts = [sum(sizes[:index]) * x.itemsize for index in range(len(sizes))]
+            found += [
+                Operation(is_send, rank, Buffer(x).part(start, size * x.itemsize))
+                for rank, start, size in zip(group.communicator.ranks, starts, sizes, strict=True)
+            ]
+        return self._posted(group, "all-to-all", found)
+
+    def _posted(self, group: RankGroup, kind: str, operations: Sequence[Operation]) -> SimulatedWork:
+        rank = self.rank
+        posted = Group(rank.number, kind, rank.where, operations, rank.guard.stream)
+        regions = [
+            region
+            for received in (False, True)
+            for region in rank.guard.started(
+                [op.buffer for op in operations if op.is_send != received], received=received
+            )
+        ]
+        self.unawaited.add(posted)
+        group.communicator.post(posted, threading.get_ident())
+        return SimulatedWork(self, posted, regions)
+
+
+class _Event:
+    """An event of a stream that is always over."""
+
+    def __init__(self, *, enable_timing: bool) -> None: ...
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 0.0

@@ -1,0 +1,104 @@
+"""Every strategy keeps NCCL's rules, with two to five ranks and uneven bands, and predicts what it does elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Transport
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.step_clock import StepClock
+from tests.breadth import first_of
+from tests.conformance.stand_in import StandIn
+from tests.stale.on_ranks import patched, picture
+from tests.stale.runs import Run, errors, sites_of
+from tests.unit.threads import on_threads
+
+STRATEGIES = (
+    "exact",
+    "exact:attention=ring",
+    "exact:attention=two-way-ring",
+    "exact:attention=token-ring",
+    "exact:ulysses=2",
+    "displaced",
+    "displaced:preset=paper",
+    "displaced:group_norm=sync",
+    "pcpp",
+    "pcpp:context=paper",
+    "fresh-edges",
+    "fresh-edges:context=pooled",
+    "fresh-edges:context=partials",
+    "fresh-edges:context=pooled,bits=4",
+    "fresh-edges:correction=linear",
+    "fresh-edges:quality=1",
+)
+OFTEN = (("exact", 4), ("displaced:preset=paper", 3), ("fresh-edges", 3), ("fresh-edges:context=pooled,bits=4", 2))
+ROUNDING = 1e-5  # partial attentions are merged as they arrive
+WORLDS = {"exact:ulysses=2": (2, 4)}  # 2 divides the number of ranks
+BUILDING = threading.Lock()
+EXACT_AT_FIRST = ("displaced", "pcpp", "fresh-edges")
+
+
+@dataclass(frozen=True)
+class ThreadPlace:
+    """What `tests.stale.on_ranks` wants to know of a rank."""
+
+    transport: Transport
+    world: int
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    def comm(self) -> Communicator:
+        return Communicator(self.transport)
+
+    def mesh(self, **degrees: int) -> Mesh:
+        return Mesh(self.rank, range(self.world), **degrees)
+
+
+def run_of(strategy: str) -> Run:
+    """Some evaluations, of which the first is exact; 27 rows, so that no number of bands up to five is even."""
+    if strategy.startswith(EXACT_AT_FIRST):
+        strategy += ("," if ":" in strategy else ":") + "warmup_steps=1"
+        return Run(strategy=strategy, evaluations=3)
+    return Run(strategy=strategy, evaluations=1)
+
+
+def predicted(transport: Transport, run: Run, world: int) -> list[list[Tensor]]:
+    """Predictions of two pictures."""
+    clock = StepClock()
+    with BUILDING:  # weights are drawn from the generator that all threads share
+        bands = patched(ThreadPlace(transport, world), run, clock)  # type: ignore[arg-type]
+    return [picture(bands, clock, run) for _ in range(2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed_once() -> None:
+    sites_of("sd")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    first_of([(strategy, world) for strategy in STRATEGIES for world in WORLDS.get(strategy, (2, 3, 4, 5))], *OFTEN),
+)
+def test_a_strategy_keeps_the_rules(strategy: str, world: int) -> None:
+    run, stand_in = run_of(strategy), StandIn(world)
+    found = stand_in.run(lambda transport: predicted(transport, run, world))
+    assert [each for each in found if isinstance(each, BaseException)] == []
+    assert stand_in.faults == []
+    wanted = on_threads(world, torch.no_grad()(predicted), run, world)
+    for got, want in zip(found, wanted, strict=True):
+        assert_same(got, want)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert max(errors(one, other)) <= ROUNDING
