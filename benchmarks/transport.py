@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks.page import write_page
 
 if TYPE_CHECKING:
-    from tests.ranks import Place
+    from tests.ranks import PoolRank
 
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 TRANSPORTS = ("shared_memory", "torch")
@@ -28,14 +28,14 @@ DEADLINE = 60.0
 Found = dict[str, dict[int, tuple[float, float]]]
 
 
-def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
+def measured(this: PoolRank, sizes: Sequence[int], rounds: int) -> Found:
     """On a rank: median and mean seconds of one swap by transport and message size in bytes."""
     import torch
 
     from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect
 
-    rank = place.rank
-    lines = {name: connect(place.context, through=name) for name in TRANSPORTS}
+    rank = this.rank
+    lines = {name: connect(this.context, through=name) for name in TRANSPORTS}
     if rank > 1:
         return {}
 

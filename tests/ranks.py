@@ -1,7 +1,7 @@
 """What runs on the ranks of the tests' worker pool: any test function, on the first so many ranks.
 
 A test writes `ranks.run("tests.guidance.on_ranks:prediction", 2, "sdxl")`; each of ranks 0 and 1 then calls
-`prediction(place, "sdxl")`, where `place` says who it is and opens the way to the others.
+`prediction(this, "sdxl")`, where `this` says who it is and opens the way to the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEADLINE = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PoolRank:
     """One rank of the `world` ranks that take part in a test."""
 
     rank: int
@@ -63,8 +63,8 @@ class Ranks:
         try:
             if self._context.rank >= world:
                 return None
-            place = Place(rank=self._context.rank, world=world, context=self._context, transport=transport)
-            return _resolve(function)(place, *args)
+            this = PoolRank(rank=self._context.rank, world=world, context=self._context, transport=transport)
+            return _resolve(function)(this, *args)
         finally:
             transport.close()
 

@@ -116,10 +116,10 @@ def small(draw: Any) -> Any:
     """A call of diffusers' own pipelines, of a small picture in few steps whatever the page asks for."""
 
     @wraps(draw)
-    def drawn(self: Any, *args: Any, **arguments: Any) -> Any:
+    def generated(self: Any, *args: Any, **arguments: Any) -> Any:
         return draw(self, *args, **(arguments | SMALL))
 
-    return drawn
+    return generated
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import AllGather
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 
-def gathered(place: Place, scale: float) -> list[float]:
-    axis = place.mesh(patch=place.world)["patch"]
-    own = torch.tensor([scale * place.rank])
-    return [float(x) for x in AllGather(place.comm(), axis, "test", "here").same(own)]
+def gathered(this: PoolRank, scale: float) -> list[float]:
+    axis = this.mesh(patch=this.world)["patch"]
+    own = torch.tensor([scale * this.rank])
+    return [float(x) for x in AllGather(this.comm(), axis, "test", "here").same(own)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -47,8 +47,8 @@ def _result(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
     return sample if isinstance(sample, list) else [sample]
 
 
-def _index(layout: str, place: int) -> tuple[slice | int, ...]:
-    return tuple(slice(None) if dim in "BC" else place for dim in layout)
+def _index(layout: str, group_rank: int) -> tuple[slice | int, ...]:
+    return tuple(slice(None) if dim in "BC" else group_rank for dim in layout)
 
 
 def _first(tiny: Tiny, result: Tensor, call: dict[str, Any]) -> Tensor:

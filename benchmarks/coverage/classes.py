@@ -11,7 +11,7 @@ from queue import SimpleQueue
 import diffusers
 
 from patchpar.launch.local import LocalExecutor
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 from .report import Report, examine
 from .subjects import Subject, subjects
@@ -48,7 +48,7 @@ def class_reports(chosen: Sequence[Subject], ranks: Sequence[int]) -> Iterator[C
         yield lambda: [each.result() for each in under_way]
 
 
-def examined(place: Place, name: str, family: str, ranks: Sequence[int]) -> Report:
+def examined(this: PoolRank, name: str, family: str, ranks: Sequence[int]) -> Report:
     """Every mode of one subject, in the worker."""
     diffusers.logging.set_verbosity_error()
     (subject,) = [each for each in subjects() if (each.name, each.family) == (name, family)]

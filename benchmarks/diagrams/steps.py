@@ -106,6 +106,6 @@ def _panel(left: float, name: str, how: str, selection: KVSelection) -> list[str
                 for column in range(0, across.columns, piece.pool):
                     at = Rect(left + column * cell + 1, y + start * cell + 1, piece.pool * cell - 2, height - 2)
                     parts.append(box(at, place(sender), faint=piece.pool > 1))
-    share = seen / (3 * rows * across.num_tokens)
-    parts.append(text(left, top + 4 * (rows * cell + 6) + 14, f"{share:.0%} of the others' keys"))
+    part = seen / (3 * rows * across.num_tokens)
+    parts.append(text(left, top + 4 * (rows * cell + 6) + 14, f"{part:.0%} of the others' keys"))
     return parts

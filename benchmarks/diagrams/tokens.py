@@ -57,8 +57,8 @@ def _panel(left: float, name: str, how: str, rounds: Rounds) -> list[str]:
         y = top + number * (height + 8)
         for rank in range(RANKS):
             owners = whose(rank)
-            share = height / len(owners)
+            part = height / len(owners)
             for row, owner in enumerate(owners):
-                at = Rect(left + rank * (width + 4), y + row * share, width, share - (1 if len(owners) > 1 else 0))
+                at = Rect(left + rank * (width + 4), y + row * part, width, part - (1 if len(owners) > 1 else 0))
                 parts.append(box(at, place(owner), str(owner), 11))
     return parts

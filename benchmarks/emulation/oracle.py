@@ -170,22 +170,23 @@ class Emulation:
         if self.synchronous:
             return original(x)
         normalised = [
-            normalise(norm, piece, *self._moments(place, now, then, shown)) for place, piece in enumerate(pieces)
+            normalise(norm, piece, *self._moments(group_rank, now, then, shown))
+            for group_rank, piece in enumerate(pieces)
         ]
         return torch.cat(normalised, self._dim).view(x.shape)
 
     def _moments(
-        self, place: int, now: Sequence[Moments], then: Sequence[Moments] | None, shown: Sequence[Moments]
+        self, group_rank: int, now: Sequence[Moments], then: Sequence[Moments] | None, shown: Sequence[Moments]
     ) -> tuple[Tensor, Tensor]:
-        """Mean and variance that `place` normalises with. Everyone's moments of this step, of the last, as shown."""
-        others = [each for other, each in enumerate(shown) if other != place]
+        """Mean and variance that `group_rank` normalises with, from moments of this step, of the last, as shown."""
+        others = [each for other, each in enumerate(shown) if other != group_rank]
         if self.policy.moments in LEAST:
-            mean, variance = corrected(merged(then), then[place], now[place], LEAST[self.policy.moments])
+            mean, variance = corrected(merged(then), then[group_rank], now[group_rank], LEAST[self.policy.moments])
         else:
-            seen = now[place] if self.policy.moments == "separate" else merged([now[place], *others])
+            seen = now[group_rank] if self.policy.moments == "separate" else merged([now[group_rank], *others])
             mean, variance = seen.mean_BG, seen.variance_BG
         if self.policy.published and self.policy.moments not in ("fresh", "separate"):
-            count = now[place].count
+            count = now[group_rank].count
             variance = variance * (count / (count - 1))
         return mean, variance
 
@@ -235,18 +236,18 @@ class Emulation:
             )
         query = call.query.mT.unflatten(-1, grid)
         queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
-        remote = [list(context_of(place, shown, spans, dim, self.policy)) for place in range(self.places)]
+        remote = [list(context_of(group_rank, shown, spans, dim, self.policy)) for group_rank in range(self.places)]
         cached = self.policy.context == "partials"
         if cached and self._refreshes(number):
             self.partials[path] = [attend(*each, scale) for each in zip(queries, remote, strict=True)]
         if self.synchronous:
             return call.run()
         outputs = []
-        for place, span in enumerate(spans):
+        for group_rank, span in enumerate(spans):
             own = as_tokens(now.piece(dim, span))
             if cached:
-                out = merge(attend(queries[place], [own], scale), self.partials[path][place])
+                out = merge(attend(queries[group_rank], [own], scale), self.partials[path][group_rank])
             else:
-                out = attend(queries[place], [own, *remote[place]], scale).out
+                out = attend(queries[group_rank], [own, *remote[group_rank]], scale).out
             outputs.append(out.mT.unflatten(-1, narrow(query, dim, span).shape[-2:]))
         return torch.cat(outputs, dim).flatten(-2).mT.to(call.query.dtype)

@@ -206,21 +206,21 @@ def _window_sums(x: Tensor, side: int) -> Tensor:
 
 
 def context_of(
-    place: int, shown: KeyValues, spans: Sequence[Span], dim: int, policy: EmulatedPolicy
+    group_rank: int, shown: KeyValues, spans: Sequence[Span], dim: int, policy: EmulatedPolicy
 ) -> Iterator[Tokens]:
-    """What `place` attends to beside its own tokens."""
+    """What `group_rank` attends to beside its own tokens."""
     for other, (start, stop) in enumerate(spans):
-        if other == place or policy.context == "none":
+        if other == group_rank or policy.context == "none":
             continue
         if policy.context in ("fresh", "all", "partials"):
             yield as_tokens(shown.piece(dim, (start, stop)))
-        elif abs(other - place) > 1:
+        elif abs(other - group_rank) > 1:
             if policy.context == "pooled":
                 yield pooled_tokens(shown.piece(dim, (start, stop)), policy.pool)
         else:
             share = policy.band if policy.context == "pooled" else policy.fraction
             rows = max(1, round(share * (stop - start)))
-            near, rest = _nearest(start, stop, rows, at_end=other < place)
+            near, rest = _nearest(start, stop, rows, at_end=other < group_rank)
             yield as_tokens(shown.piece(dim, near))
             if policy.context == "pooled" and rest[0] < rest[1]:
                 yield pooled_tokens(shown.piece(dim, rest), policy.pool)

@@ -47,10 +47,10 @@ def forecast(scale: int, ranks: int, *, native: int = NATIVE, patches: int, bran
     blend = BlendPlan.of(windows, merged(assign_units(patches, branches, ranks)), 1)
     return [
         Sent(
-            pieces=_pieces(blend, place, ranks) / side**2,
-            rest=(ranks - 1) * blend.bands.size(place) * native / side**2,
+            pieces=_pieces(blend, group_rank, ranks) / side**2,
+            rest=(ranks - 1) * blend.bands.size(group_rank) * native / side**2,
         )
-        for place in range(ranks)
+        for group_rank in range(ranks)
     ]
 
 
@@ -73,30 +73,32 @@ def with_windows(
     latent = size[0] * size[1]
     return [
         Sent(
-            pieces=_pieces(blend, place, ranks) / latent,
-            rest=(needed[place][0] + has_guide[place] * needed[place][1]) / latent,
-            latents=(ranks - 1) * blend.bands.size(place) / size[0] if to == "last" else 0.0,
+            pieces=_pieces(blend, group_rank, ranks) / latent,
+            rest=(needed[group_rank][0] + has_guide[group_rank] * needed[group_rank][1]) / latent,
+            latents=(ranks - 1) * blend.bands.size(group_rank) / size[0] if to == "last" else 0.0,
         )
-        for place in range(ranks)
+        for group_rank in range(ranks)
     ]
 
 
 def _needed(regions: NeededRegions, ranks: int) -> list[tuple[int, int]]:
     """By place: what the others need of its band, and of the guide were it there."""
-    others = [[other for other in range(ranks) if other != place] for place in range(ranks)]
+    others = [[other for other in range(ranks) if other != group_rank] for group_rank in range(ranks)]
     return [
-        (sum(len(regions.parts[other][place]) for other in each), sum(len(regions.cells[other]) for other in each))
-        for place, each in enumerate(others)
+        (sum(len(regions.parts[other][group_rank]) for other in each), sum(len(regions.cells[other]) for other in each))
+        for group_rank, each in enumerate(others)
     ]
 
 
 def _everything(ranks: int, blend: BlendPlan, native: int) -> list[tuple[int, int]]:
     width = blend.windows.size[1]
-    return [((ranks - 1) * blend.bands.size(place) * width, (ranks - 1) * native**2) for place in range(ranks)]
+    return [
+        ((ranks - 1) * blend.bands.size(group_rank) * width, (ranks - 1) * native**2) for group_rank in range(ranks)
+    ]
 
 
-def _pieces(blend: BlendPlan, place: int, ranks: int) -> int:
-    pieces = [piece for owner in range(ranks) if owner != place for piece in blend.pieces(place, owner)]
+def _pieces(blend: BlendPlan, group_rank: int, ranks: int) -> int:
+    pieces = [piece for owner in range(ranks) if owner != group_rank for piece in blend.pieces(group_rank, owner)]
     return sum((p.rows.stop - p.rows.start) * (p.columns.stop - p.columns.start) for p in pieces)
 
 

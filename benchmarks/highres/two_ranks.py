@@ -30,7 +30,7 @@ def rows(strategies: dict[str, StructureGuidance], *, scale: int, steps: int) ->
                 pipe.plan = Plan(patch=world, strategy=strategy)
                 _timed(pipe, scale, 2)  # what a first use verifies is no part of an image
             turns = [[_timed(pipe, scale, steps) for pipe in pipes] for _ in range(TURNS)]
-            one, two = (median(sum(turn[place]) for turn in turns) for place in range(2))
+            one, two = (median(sum(turn[group_rank]) for turn in turns) for group_rank in range(2))
             png = median(turn[1][1] for turn in turns)
             yield f"| {name} | {one:.1f} s | {two:.1f} s | {one / two:.2f}x | {png:.2f} s |"
 

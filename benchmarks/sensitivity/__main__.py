@@ -84,14 +84,14 @@ class Cut:
             return None
         if whole.shape[self.dim] % self.strips:
             raise ValueError(f"{whole.shape[self.dim]} rows or tokens do not make {self.strips} strips: use fewer")
-        shares = whole.chunk(self.strips, self.dim)
+        parts = whole.chunk(self.strips, self.dim)
         if not self.stale:
-            return torch.cat(module.forward(torch.cat(shares), *inputs[1:], **kwargs).chunk(self.strips), self.dim)
-        return torch.cat([self._beside_old(module, rank, shares, before) for rank in range(self.strips)], self.dim)
+            return torch.cat(module.forward(torch.cat(parts), *inputs[1:], **kwargs).chunk(self.strips), self.dim)
+        return torch.cat([self._beside_old(module, rank, parts, before) for rank in range(self.strips)], self.dim)
 
-    def _beside_old(self, module: nn.Module, rank: int, shares: Sequence[Tensor], before: Tensor) -> Tensor:
+    def _beside_old(self, module: nn.Module, rank: int, parts: Sequence[Tensor], before: Tensor) -> Tensor:
         mixed = list(before.chunk(self.strips, self.dim))
-        mixed[rank] = shares[rank]
+        mixed[rank] = parts[rank]
         return module.forward(torch.cat(mixed, self.dim)).chunk(self.strips, self.dim)[rank]
 
 

@@ -73,7 +73,7 @@ class Sleeper:
         return torch.zeros(FRAMES, 1, 1, 3, dtype=torch.uint8)
 
 
-def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
+def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
     """When this rank began, and when blocks came out, by time.time."""
     out: list[float] = []
 
@@ -84,13 +84,13 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
         out.append(time.time())
 
     around = StageIO(order=order, put=put, is_cancelled=lambda: False)
-    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Communicator(place.transport), around)
+    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around)
     start = time.time()
     loop.run()
     return start, out
 
 
-def images_on_rank(place: Any, count: int, seconds: float) -> list[float]:
+def images_on_rank(this: Any, count: int, seconds: float) -> list[float]:
     """When images came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
     from patchpar.stream.images.stage import ImageStage  # with diffusers, which sleeping stages can do without
     from tests.tiny import image_pipelines
@@ -101,7 +101,7 @@ def images_on_rank(place: Any, count: int, seconds: float) -> list[float]:
     arguments |= {"num_inference_steps": IMAGE_STEPS, "strength": 1.0, "output_type": "latent"}
     orders = iter([ImageRequest(number=n, arguments=arguments, seed=n) for n in range(count)])
     out: list[float] = []
-    stage = ImageStage(pipe, place.rank, place.world, Communicator(place.transport), lambda where: None)
+    stage = ImageStage(pipe, this.rank, this.world, Communicator(this.transport), lambda where: None)
     stage.run(lambda patience: next(orders, EndStream()), lambda number, result: out.append(time.time()))
     return out
 

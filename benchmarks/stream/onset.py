@@ -68,7 +68,7 @@ class Found:
         return budget.fill, budget.steps, budget.decode, budget.buffer, budget.seconds
 
 
-def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
+def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
     """When the audio began and when blocks came out, by time.time; block b has its audio (b + 1) costs.source later."""
     out: list[float] = []
     begin = time.time() + HEAD_START
@@ -83,7 +83,7 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
         out.append(time.time())
 
     around = StageIO(order=order, put=put, is_cancelled=lambda: False)
-    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Communicator(place.transport), around).run()
+    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around).run()
     return begin, out
 
 
@@ -173,10 +173,10 @@ def _shown(chunks: Iterable[Chunk], slow: float, fps: float) -> Iterator[tuple[f
 def _speak(session: Any, samples: torch.Tensor, rate: int, slow: float, stop: threading.Event) -> None:
     """Push the audio as a microphone would."""
     piece, began = round(PIECE * rate), time.monotonic()
-    for number, place in enumerate(range(0, len(samples), piece), 1):
+    for number, start in enumerate(range(0, len(samples), piece), 1):
         if stop.wait(max(0.0, began + number * slow * PIECE - time.monotonic())):
             return
-        session.push_audio(samples[place : place + piece], rate)
+        session.push_audio(samples[start : start + piece], rate)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:

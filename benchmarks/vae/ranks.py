@@ -15,7 +15,7 @@ from torch import Tensor
 from patchpar.plan.mesh import Axis
 from patchpar.shard.vae.outputs import tensors_of
 from patchpar.shard.vae.split import SplitMethod, VaeCall
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.tensors import psnr_db
 from tests.vae.allocations import Allocations
 from tests.vae.autoencoders import build, given, structured
@@ -42,11 +42,11 @@ class Times:
     waited: list[float]
 
 
-def accuracy(place: Place, name: str, method: str, size: tuple[int, int]) -> Accuracy:
+def accuracy(this: PoolRank, name: str, method: str, size: tuple[int, int]) -> Accuracy:
     """Of one class of VAE, on a latent of that size or the image of one."""
     vae, (x, kwargs) = build(name), given(name, method, *size)
     call = VaeCall(getattr(vae, method), x, (), kwargs)
-    split = _split(place, vae, method)
+    split = _split(this, vae, method)
     with torch.no_grad():
         split.takes(call)
         want = tensors_of(call.on(x))[0]
@@ -104,13 +104,13 @@ PEAKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
 three channels as lets those not count."""
 
 
-def peak(place: Place, name: str, method: str, size: tuple[int, int]) -> tuple[int, int]:
+def peak(this: PoolRank, name: str, method: str, size: tuple[int, int]) -> tuple[int, int]:
     """Bytes that the plain method allocates at most, and this rank in bands."""
     make, latent, image = PEAKS[name]
     vae: Any = make().eval()
     height, width = size
     x = structured(*latent, height, width) if method == "decode" else structured(*image, 8 * height, 8 * width)
-    call, split = VaeCall(getattr(vae, method), x, (), {}), _split(place, vae, method)
+    call, split = VaeCall(getattr(vae, method), x, (), {}), _split(this, vae, method)
     with torch.no_grad():
         split.takes(call)
         with Allocations() as plain:
@@ -120,19 +120,19 @@ def peak(place: Place, name: str, method: str, size: tuple[int, int]) -> tuple[i
     return plain.peak, own.peak
 
 
-def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns: int) -> Times:
+def times(this: PoolRank, widths: tuple[int, ...], method: str, pixels: int, turns: int) -> Times:
     """Of SDXL's VAE with other widths: plain on rank 0 alone, then in bands on all, in turns."""
     torch.manual_seed(0)
     vae: Any = _sdxl(*widths).eval()
     x = structured(1, 4, pixels // 8, pixels // 8) if method == "decode" else structured(1, 3, pixels, pixels)
-    call, split = VaeCall(getattr(vae, method), x, (), {}), _split(place, vae, method)
+    call, split = VaeCall(getattr(vae, method), x, (), {}), _split(this, vae, method)
     found = Times(plain=[], split=[], plain_processor=[], split_processor=[], waited=[])
     with torch.no_grad():
         split.takes(call)
         for turn in range(turns + 1):
-            plain = _timed(lambda: call.on(x)) if place.rank == 0 else (0.0, 0.0)
+            plain = _timed(lambda: call.on(x)) if this.rank == 0 else (0.0, 0.0)
             split.comm.transport.deadline = 600.0
-            together(place, split)
+            together(this, split)
             split.comm.traffic.clear()
             own = _timed(lambda: split(call, everywhere=False))
             if turn:  # the first warms up
@@ -144,16 +144,16 @@ def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns
     return found
 
 
-def together(place: Place, split: SplitMethod) -> None:
+def together(this: PoolRank, split: SplitMethod) -> None:
     """Wait until all are here."""
     from patchpar.comm.collectives import AllGather
 
     AllGather(split.comm, split.axis, "begin", "begin").same(torch.zeros(1))
 
 
-def _split(place: Place, vae: Any, method: str) -> SplitMethod:
-    axis = Axis("image", place.rank, place.world, tuple(range(place.world)))
-    return SplitMethod(vae, method, (place.comm(), axis), None)
+def _split(this: PoolRank, vae: Any, method: str) -> SplitMethod:
+    axis = Axis("image", this.rank, this.world, tuple(range(this.world)))
+    return SplitMethod(vae, method, (this.comm(), axis), None)
 
 
 def _timed(function: Any) -> tuple[float, float]:

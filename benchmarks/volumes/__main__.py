@@ -59,7 +59,7 @@ class Received:
         return sum(self.by_kind[kind] for kind in EXCHANGE_POINTS)
 
 
-def received(shapes: Shapes, world: int, strategy: str, place: int, *, itemsize: int = 2) -> Received:
+def received(shapes: Shapes, world: int, strategy: str, group_rank: int, *, itemsize: int = 2) -> Received:
     """What comes to one place of a UNet whose bands begin at multiples of 4 rows, as those of SDXL do."""
     volumes = Volumes(
         shapes=shapes,
@@ -67,8 +67,8 @@ def received(shapes: Shapes, world: int, strategy: str, place: int, *, itemsize:
         policy=parse_strategy(strategy).policy,
         itemsize=itemsize,
     )
-    by_kind = {kind: count / 1e6 for kind, count in volumes.received_per_step(place).items()}
-    return Received(by_kind, (sum(volumes.held(place).values()) + volumes.arriving(place)) / 1e6)
+    by_kind = {kind: count / 1e6 for kind, count in volumes.received_per_step(group_rank).items()}
+    return Received(by_kind, (sum(volumes.held(group_rank).values()) + volumes.arriving(group_rank)) / 1e6)
 
 
 def inner(world: int) -> int:
@@ -94,7 +94,7 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     for pixels in PIXELS:
         whole = received(shapes[pixels], MOST, PUBLISHED, inner(MOST)).points
         for strategy in STRATEGIES:
-            own, first = (received(shapes[pixels], MOST, strategy, place) for place in (inner(MOST), 0))
+            own, first = (received(shapes[pixels], MOST, strategy, group_rank) for group_rank in (inner(MOST), 0))
             parts = " | ".join(
                 f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(EXCHANGE_POINTS, (1, 1, 3, 1), strict=True)
             )

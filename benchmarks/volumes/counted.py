@@ -25,7 +25,7 @@ Figures = dict[str, Any]
 
 @torch.no_grad()
 def counted(
-    place: Any, strategies: Sequence[str], name: str, size: tuple[int, int], dtype: torch.dtype = torch.float32
+    this: Any, strategies: Sequence[str], name: str, size: tuple[int, int], dtype: torch.dtype = torch.float32
 ) -> dict[str, Figures]:
     """For every strategy {"counted": Figures, "formula": Figures, "rounds": of the last step}, after the exact ones."""
     from tests.exact import denoisers
@@ -37,18 +37,18 @@ def counted(
     for text in strategies:
         method = parse_strategy(text)
         method = replace(method, warmup_steps=1) if method.policy.remembers else method
-        comm = place.comm()
-        bands = method.install(denoiser, comm, place.mesh(patch=place.world)["patch"], clock=StepClock(), split="rows")
+        comm = this.comm()
+        bands = method.install(denoiser, comm, this.mesh(patch=this.world)["patch"], clock=StepClock(), split="rows")
         bands.sites = sites  # found once for all strategies
         volumes = Volumes(
             shapes=shapes,
-            bands=split_bands(size[0], place.world, sites.total_stride),
+            bands=split_bands(size[0], this.world, sites.total_stride),
             policy=method.policy,
             itemsize=dtype.itemsize,
         )
         found[text] = {
             "counted": measured(bands, denoiser, call),
-            "formula": expected(volumes, place.rank),
+            "formula": expected(volumes, this.rank),
             "rounds": dict(comm.traffic.rounds),
         }
     return found
@@ -86,13 +86,13 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
     }
 
 
-def expected(volumes: Volumes, place: int) -> Figures:
+def expected(volumes: Volumes, group_rank: int) -> Figures:
     """What the formula says of the measured steps."""
     first = first_stale(volumes.policy)
     evaluations = range(first, first + num_steps(volumes.policy))
     return {
-        "sent": [dict(volumes.sent(place, evaluation)) for evaluation in evaluations],
-        "received": [dict(volumes.received(place, evaluation)) for evaluation in evaluations],
-        "held": sum(volumes.held(place).values()),
-        "arriving": volumes.arriving(place),
+        "sent": [dict(volumes.sent(group_rank, evaluation)) for evaluation in evaluations],
+        "received": [dict(volumes.received(group_rank, evaluation)) for evaluation in evaluations],
+        "held": sum(volumes.held(group_rank).values()),
+        "arriving": volumes.arriving(group_rank),
     }

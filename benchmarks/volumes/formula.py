@@ -57,47 +57,47 @@ class Volumes:
     policy: ExchangePolicy
     itemsize: int
 
-    def sent(self, place: int, evaluation: int = 0) -> Counter[str]:
-        """Bytes that leave `place` in that evaluation, by kind, once for each receiver."""
-        return _sum(self._between(place, other, evaluation) for other in self._others(place))
+    def sent(self, group_rank: int, evaluation: int = 0) -> Counter[str]:
+        """Bytes that leave `group_rank` in that evaluation, by kind, once for each receiver."""
+        return _sum(self._between(group_rank, other, evaluation) for other in self._others(group_rank))
 
-    def received(self, place: int, evaluation: int = 0) -> Counter[str]:
-        """Bytes that come to `place`."""
-        return _sum(self._between(other, place, evaluation) for other in self._others(place))
+    def received(self, group_rank: int, evaluation: int = 0) -> Counter[str]:
+        """Bytes that come to `group_rank`."""
+        return _sum(self._between(other, group_rank, evaluation) for other in self._others(group_rank))
 
-    def received_per_step(self, place: int) -> dict[str, float]:
-        """Bytes that come to `place` in a step, on average over the steps after which they repeat."""
+    def received_per_step(self, group_rank: int) -> dict[str, float]:
+        """Bytes that come to `group_rank` in a step, on average over the steps after which they repeat."""
         cycle = cycle_of(self.policy)
-        total = _sum(self.received(place, evaluation) for evaluation in range(cycle))
+        total = _sum(self.received(group_rank, evaluation) for evaluation in range(cycle))
         return {kind: count / cycle for kind, count in total.items()}
 
-    def held(self, place: int) -> Counter[str]:
-        """Bytes that `place` keeps for the next step, by kind, beside what is on its way."""
+    def held(self, group_rank: int) -> Counter[str]:
+        """Bytes that `group_rank` keeps for the next step, by kind, beside what is on its way."""
         policy, places = self.policy, len(self.bands)
         kept = Counter(dict.fromkeys(KINDS[:3], 0))
         if not policy.remembers:
             return kept
         layers = self.shapes.attentions
-        kept["kv"] = sum(self._kept_tokens(layer, place) for layer in layers)
+        kept["kv"] = sum(self._kept_tokens(layer, group_rank) for layer in layers)
         if self._is_derived:
-            kept["kv"] += max(self._attended(layer, place) * self._token_size(layer) for layer in layers)
+            kept["kv"] += max(self._attended(layer, group_rank) * self._token_size(layer) for layer in layers)
         if policy.halo == "stale":
-            neighbours = sum(abs(other - place) == 1 for other in self._others(place))
-            read = sum(self._read_rows(place, other) for other in self._others(place))
+            neighbours = sum(abs(other - group_rank) == 1 for other in self._others(group_rank))
+            read = sum(self._read_rows(group_rank, other) for other in self._others(group_rank))
             kept["halo"] = neighbours * self._both_rows() // 2 if policy.published else read
         if policy.moments in ("stale", "corrected", "guarded"):
             kept["moments"] = places * self._moments()
         return kept
 
-    def arriving(self, place: int) -> int:
+    def arriving(self, group_rank: int) -> int:
         """Bytes into which the next keys and values come, where attention does not read these."""
         context = self.policy.context
         if not self._is_derived or not isinstance(context, StaleKV) or context.bits < 16:
             return 0
         sums = 0
         for layer in self.shapes.attentions:
-            own = 0 if self._selects else math.prod(self._grid(layer, place))
-            sums += (own + self._came(layer, place)) * self._token_size(layer)
+            own = 0 if self._selects else math.prod(self._grid(layer, group_rank))
+            sums += (own + self._came(layer, group_rank)) * self._token_size(layer)
         return sums
 
     @property
@@ -114,18 +114,18 @@ class Volumes:
         joins = self.policy.published or context.narrow_to is not None
         return joins or context.extrapolated or context.correction != "none"
 
-    def _came(self, layer: Attended, place: int) -> int:
-        return sum(self._tokens(layer, other, place) for other in self._others(place))
+    def _came(self, layer: Attended, group_rank: int) -> int:
+        return sum(self._tokens(layer, other, group_rank) for other in self._others(group_rank))
 
-    def _attended(self, layer: Attended, place: int) -> int:
-        return math.prod(self._grid(layer, place)) + self._came(layer, place)
+    def _attended(self, layer: Attended, group_rank: int) -> int:
+        return math.prod(self._grid(layer, group_rank)) + self._came(layer, group_rank)
 
     def _token_size(self, layer: Attended) -> int:
         """Bytes of the key and the value of one token of every sample, as they are kept."""
         return 2 * layer.batch * layer.heads * layer.width * self.itemsize
 
-    def _others(self, place: int) -> list[int]:
-        return [other for other in range(len(self.bands)) if other != place]
+    def _others(self, group_rank: int) -> list[int]:
+        return [other for other in range(len(self.bands)) if other != group_rank]
 
     def _between(self, sender: int, receiver: int, evaluation: int) -> Counter[str]:
         policy, shapes = self.policy, self.shapes
@@ -195,31 +195,31 @@ class Volumes:
             return near * across + math.ceil((rows - near) / selection.pool) * math.ceil(across / selection.pool)
         return rows * across
 
-    def _grid(self, layer: Attended, place: int) -> tuple[int, int]:
+    def _grid(self, layer: Attended, group_rank: int) -> tuple[int, int]:
         """Rows and columns of a place's tokens: the latent's, halved some times, rounding up."""
         rows, columns = self.shapes.prediction[-2:]
         stride = 1
         while math.ceil(rows / stride) * math.ceil(columns / stride) != layer.tokens:
             stride *= 2
-        first, last = (math.ceil(self.bands.starts[i] / stride) for i in (place, place + 1))
+        first, last = (math.ceil(self.bands.starts[i] / stride) for i in (group_rank, group_rank + 1))
         return last - first, math.ceil(columns / stride)
 
-    def _kept_tokens(self, layer: Attended, place: int) -> int:
+    def _kept_tokens(self, layer: Attended, group_rank: int) -> int:
         """Bytes that attention keeps at one layer."""
-        own, heads = math.prod(self._grid(layer, place)), layer.batch * layer.heads
+        own, heads = math.prod(self._grid(layer, group_rank)), layer.batch * layer.heads
         drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.policy.resync else 0
         if isinstance(self.policy.context, CachedPartials):
             return heads * own * (layer.width * self.itemsize + FLOAT_BYTES) + drift
-        came, attended = self._came(layer, place), self._attended(layer, place)
-        bias = self.itemsize * attended if self._stand_for_several(layer, place) else 0
+        came, attended = self._came(layer, group_rank), self._attended(layer, group_rank)
+        bias = self.itemsize * attended if self._stand_for_several(layer, group_rank) else 0
         tokens = came * self._kept_apart() if self._is_derived else attended
-        copies = self._copied_tokens(layer, place)
-        remembered = self._own_steps() * (self.itemsize * self._sampled(layer, place) + FLOAT_BYTES)
+        copies = self._copied_tokens(layer, group_rank)
+        remembered = self._own_steps() * (self.itemsize * self._sampled(layer, group_rank) + FLOAT_BYTES)
         return 2 * heads * layer.width * (self.itemsize * (tokens + copies) + remembered) + bias + drift
 
-    def _sampled(self, layer: Attended, place: int) -> int:
+    def _sampled(self, layer: Attended, group_rank: int) -> int:
         """How many of our tokens a fit is made of."""
-        own = math.prod(self._grid(layer, place))
+        own = math.prod(self._grid(layer, group_rank))
         apart = 1 if own < 512 or self._tells_matrices(layer, own) else own // 256
         return math.ceil(own / (apart + 1 if apart % 2 == 0 else apart))
 
@@ -238,32 +238,32 @@ class Volumes:
         context = self.policy.context
         return isinstance(context, StaleKV) and context.extrapolated + (context.bits < 16)
 
-    def _copied_tokens(self, layer: Attended, place: int) -> int:
+    def _copied_tokens(self, layer: Attended, group_rank: int) -> int:
         """Tokens of ours that others hold and differences are taken to, once for all that get the same."""
         context = self.policy.context
         if not isinstance(context, StaleKV) or context.bits == 16:
             return 0
-        others = self._others(place)
-        return sum({self._which(layer, place, to): self._tokens(layer, place, to) for to in others}.values())
+        others = self._others(group_rank)
+        return sum({self._which(layer, group_rank, to): self._tokens(layer, group_rank, to) for to in others}.values())
 
-    def _which(self, layer: Attended, place: int, receiver: int) -> str:
+    def _which(self, layer: Attended, group_rank: int, receiver: int) -> str:
         """Which rows of a place reach a receiver as they are."""
         selection = self._selection
         if not isinstance(selection, (NearRows, NearRowsAndPooled)):
             return "all"
-        if abs(place - receiver) != 1:
+        if abs(group_rank - receiver) != 1:
             return "none"
-        if self._near(self._grid(layer, place)[0]) == self._grid(layer, place)[0]:
+        if self._near(self._grid(layer, group_rank)[0]) == self._grid(layer, group_rank)[0]:
             return "all"
-        return "last" if place < receiver else "first"
+        return "last" if group_rank < receiver else "first"
 
-    def _stand_for_several(self, layer: Attended, place: int) -> bool:
+    def _stand_for_several(self, layer: Attended, group_rank: int) -> bool:
         """Whether any token that the place attends to is an average of several."""
         if not isinstance(self._selection, NearRowsAndPooled) or self._selection.pool == 1:
             return False
-        for other in self._others(place):
+        for other in self._others(group_rank):
             rows, across = self._grid(layer, other)
-            averaged = rows - self._near(rows) if abs(other - place) == 1 else rows
+            averaged = rows - self._near(rows) if abs(other - group_rank) == 1 else rows
             if averaged and max(averaged, across) > 1:
                 return True
         return False
@@ -276,8 +276,8 @@ class Volumes:
     def _near(self, rows: int) -> int:
         """How many of a neighbour's rows are near."""
         selection = self._selection
-        share = selection.fraction if isinstance(selection, NearRows) else getattr(selection, "band", 1.0)
-        return min(rows, max(1, round(share * rows)))
+        part = selection.fraction if isinstance(selection, NearRows) else getattr(selection, "band", 1.0)
+        return min(rows, max(1, round(part * rows)))
 
 
 def cycle_of(policy: ExchangePolicy) -> int:

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from benchmarks.overlap.ranks import Steps
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 STEPS = 2
 
 
-def waited(place: Place, strategy: str, latency: float, load: float) -> dict[str, Any]:
+def waited(this: PoolRank, strategy: str, latency: float, load: float) -> dict[str, Any]:
     """Seconds that a step's seams waited on a link of `latency` that is busy for `load` of the step; its exchanges."""
-    steps = Steps(place.transport)
+    steps = Steps(this.transport)
     steps.prepare(strategy, "sleeping")
     seen = steps.record()
     rate = sum(num_bytes for *_, num_bytes, _ in seen["messages"]) / (load * seen["seconds"]) if load else math.inf

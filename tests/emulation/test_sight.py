@@ -102,10 +102,10 @@ def test_merged_partials_are_attention_over_all() -> None:
 BANDS = [(0, 8), (8, 16), (16, 24), (24, 28)]  # rows of four places
 
 
-def rows_seen(place: int, policy: EmulatedPolicy) -> list[tuple[list[float], list[float]]]:
+def rows_seen(group_rank: int, policy: EmulatedPolicy) -> list[tuple[list[float], list[float]]]:
     """Keys that say which row they are of, and how many tokens each stands for: by piece."""
     keys = torch.arange(28.0, dtype=torch.float64).view(1, 1, 1, 28, 1)
-    pieces = context_of(place, KeyValues(keys, keys), BANDS, -2, policy)
+    pieces = context_of(group_rank, KeyValues(keys, keys), BANDS, -2, policy)
     return [(part.key.flatten().tolist(), part.bias.exp().flatten().round().tolist()) for part in pieces]
 
 

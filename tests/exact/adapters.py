@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from tests.exact import denoisers, on_ranks
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 TARGETS = ["to_q", "to_k", "to_v", "conv1", "conv2", "conv_shortcut", "conv_in", "proj_in", "time_emb_proj"]
 
 
 @torch.no_grad()
-def with_peft(place: Place, name: str) -> dict[str, float]:
+def with_peft(this: PoolRank, name: str) -> dict[str, float]:
     """The adapter is added before, and again its scale is changed and it is taken out while the seams are in."""
     from peft import LoraConfig
 
@@ -22,7 +22,7 @@ def with_peft(place: Place, name: str) -> dict[str, float]:
     alone = on_ranks.first(denoiser(**call))
     denoiser.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS, init_lora_weights=False))
     _same_everywhere(denoiser)
-    bands = on_ranks.patched(place, denoiser)
+    bands = on_ranks.patched(this, denoiser)
 
     def split() -> torch.Tensor:
         return on_ranks.first(bands.denoise(denoiser.forward, **call))
@@ -59,7 +59,7 @@ class LowRank(nn.Module):
 
 
 @torch.no_grad()
-def by_hand(place: Place, name: str) -> dict[str, float]:
+def by_hand(this: PoolRank, name: str) -> dict[str, float]:
     denoiser, call = denoisers.build(name), denoisers.call(name, 20, 8)
     alone = on_ranks.first(denoiser(**call))
     for path, module in list(denoiser.named_modules()):
@@ -67,7 +67,7 @@ def by_hand(place: Place, name: str) -> dict[str, float]:
         if last in ("to_q", "to_v", "conv1", "conv_in", "conv"):
             setattr(denoiser.get_submodule(path.rpartition(".")[0]), last, LowRank(module))
     _same_everywhere(denoiser)
-    bands = on_ranks.patched(place, denoiser)
+    bands = on_ranks.patched(this, denoiser)
     got = on_ranks.first(bands.denoise(denoiser.forward, **call))
     bands.restore()
     return {

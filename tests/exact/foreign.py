@@ -20,7 +20,7 @@ from patchpar.shard.unsupported_model import refused_in_words
 from patchpar.shard.verification_cache import VerificationCache
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.tensors import relative
 
 SIZE = (16, 8)
@@ -161,21 +161,21 @@ def planted(unet: Any, kind: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def found(place: Place, kind: str, when: str, folder: str) -> dict[str, Any]:
+def found(this: PoolRank, kind: str, when: str, folder: str) -> dict[str, Any]:
     """What is said of a denoiser with something put into it before or after a first verified call, or its error."""
     unet, call = denoisers.build("sd"), denoisers.call("sd", *LARGE)
     plain = first(unet(**call))
-    verifications = VerificationCache(Path(folder) / str(place.rank))
-    bands = patched(place, denoisers.build("sd") if when == "before" else unet, verifications=verifications)
+    verifications = VerificationCache(Path(folder) / str(this.rank))
+    bands = patched(this, denoisers.build("sd") if when == "before" else unet, verifications=verifications)
     bands.reset()
     untouched = relative(first(bands.denoise(bands.denoiser.forward, **call)), plain)
     if when == "before":
-        bands = patched(place, unet, verifications=verifications)
+        bands = patched(this, unet, verifications=verifications)
     with planted(unet, kind):
         bands.reset()
         whole = partial(unet.forward, **call)
         try:
-            with refused_in_words(unet, f"patch={place.world}", "Use plan cfg=2", whole):  # as the denoiser's hook does
+            with refused_in_words(unet, f"patch={this.world}", "Use plan cfg=2", whole):  # as the denoiser's hook does
                 got = first(bands.denoise(unet.forward, **call))
         except PatchparError as error:
             return {"untouched": untouched, "said": f"{type(error).__name__}: {error}"}

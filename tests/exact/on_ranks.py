@@ -20,7 +20,7 @@ from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies import parse_strategy
 from patchpar.strategies.exact import ExactPatch
 from tests.exact import denoisers
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.tensors import relative
 
 
@@ -37,19 +37,19 @@ def first(output: Any) -> Tensor:
 
 
 def patched(
-    place: Place,
+    this: PoolRank,
     denoiser: nn.Module,
     split: str = "auto",
     verifications: VerificationCache | None = None,
     strategy: ExactPatch | None = None,
 ) -> PatchedDenoiser:
-    axis = place.mesh(patch=place.world)["patch"]
-    return (strategy or ExactPatch()).install(denoiser, place.comm(), axis, split=split, verifications=verifications)
+    axis = this.mesh(patch=this.world)["patch"]
+    return (strategy or ExactPatch()).install(denoiser, this.comm(), axis, split=split, verifications=verifications)
 
 
 @torch.no_grad()
 def parity(
-    place: Place,
+    this: PoolRank,
     name: str,
     sizes: Sequence[tuple[int, int]],
     split: str = "auto",
@@ -59,7 +59,7 @@ def parity(
     denoiser = denoisers.build(name)
     if change:
         CHANGES[change](denoiser)
-    bands = patched(place, denoiser, split, strategy=strategy)
+    bands = patched(this, denoiser, split, strategy=strategy)
     found = []
     for height, width in sizes:
         call = denoisers.call(name, height, width)
@@ -74,35 +74,35 @@ def parity(
 
 
 @torch.no_grad()
-def in_half_precision(place: Place, name: str, dtype: torch.dtype) -> Errors:
+def in_half_precision(this: PoolRank, name: str, dtype: torch.dtype) -> Errors:
     """Errors against the same half-precision weights computed in fp64: in bands, and (as `alone`) whole."""
     denoiser = denoisers.build(name).to(dtype)
     call = tree_map_only(Tensor, lambda x: x.to(dtype), denoisers.call(name, 20, 8))
     whole = first(denoiser(**call))
-    bands = first(patched(place, denoiser).denoise(denoiser.forward, **call))
+    bands = first(patched(this, denoiser).denoise(denoiser.forward, **call))
     oracle_call = tree_map_only(Tensor, lambda x: x.double(), call)
     oracle = first(denoisers.build(name).to(dtype).double()(**oracle_call))
     return Errors(split=relative(bands, oracle), alone=relative(whole, oracle))
 
 
 @torch.no_grad()
-def in_double_precision(place: Place, name: str, folder: str) -> Errors:
+def in_double_precision(this: PoolRank, name: str, folder: str) -> Errors:
     """Errors in fp64, verified first: in bands, and (as `alone`) with every band alone."""
     denoiser = denoisers.build(name).double()
     call = tree_map_only(Tensor, lambda x: x.double(), denoisers.call(name, 20, 12))
     whole, errors = first(denoiser(**call)), []
-    bands = patched(place, denoiser, verifications=VerificationCache(Path(folder) / str(place.rank)))
+    bands = patched(this, denoiser, verifications=VerificationCache(Path(folder) / str(this.rank)))
     for bands.exchange in ("on", "off"):
         errors.append(relative(first(bands.denoise(denoiser.forward, **call)), whole))
     return Errors(split=errors[0], alone=errors[1])
 
 
 @torch.no_grad()
-def with_weights_in(place: Place, name: str, storage: torch.dtype, when: str, folder: str) -> Errors:
+def with_weights_in(this: PoolRank, name: str, storage: torch.dtype, when: str, folder: str) -> Errors:
     """Errors of weights that are kept in a smaller dtype, and computed with in fp32; `alone`: to those that are not."""
     denoiser, call = denoisers.build(name), denoisers.call(name, 20, 12)
     untouched = first(denoiser(**call))
-    bands = patched(place, denoiser, verifications=VerificationCache(Path(folder) / str(place.rank)))
+    bands = patched(this, denoiser, verifications=VerificationCache(Path(folder) / str(this.rank)))
     if when == "after":
         bands.denoise(denoiser.forward, **call)
         bands.forget()
@@ -114,17 +114,17 @@ def with_weights_in(place: Place, name: str, storage: torch.dtype, when: str, fo
 
 
 @torch.no_grad()
-def verified(place: Place, name: str, folder: str, change: str = "") -> list[float | str]:
+def verified(this: PoolRank, name: str, folder: str, change: str = "") -> list[float | str]:
     """Install twice with verdicts kept in `folder`; what each found, and how many forwards each took."""
     found: list[Any] = []
     for _ in range(2):
         denoiser = denoisers.build(name)
         if change:
             CHANGES[change](denoiser)
-        bands = patched(place, denoiser, verifications=VerificationCache(Path(folder) / str(place.rank % 2)))
+        bands = patched(this, denoiser, verifications=VerificationCache(Path(folder) / str(this.rank % 2)))
         count = Counted(denoiser)
         try:
-            bands.denoise(count, **denoisers.call(name, 8 * place.world, 8))
+            bands.denoise(count, **denoisers.call(name, 8 * this.world, 8))
             found.append((bands.error, count.calls))
         except PatchparError as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -224,13 +224,13 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @torch.no_grad()
-def restored(place: Place, name: str) -> dict[str, bool]:
+def restored(this: PoolRank, name: str) -> dict[str, bool]:
     """What of the denoiser is as before while it is in bands, and after."""
     denoiser = denoisers.build(name)
     call = denoisers.call(name, 16, 8)
     before, keys, types = first(denoiser(**call)), list(denoiser.state_dict()), module_types(denoiser)
     traces = attributes(denoiser)
-    bands = patched(place, denoiser)
+    bands = patched(this, denoiser)
     bands.denoise(denoiser.forward, **call)
     during = {"keys": list(denoiser.state_dict()) == keys, "types": module_types(denoiser) == types}
     hooked = attributes(denoiser) != traces
@@ -253,10 +253,10 @@ def attributes(model: nn.Module) -> dict[str, list[str]]:
 
 
 @torch.no_grad()
-def loaded_meanwhile(place: Place) -> float:
+def loaded_meanwhile(this: PoolRank) -> float:
     """Other weights, loaded by their usual keys while the seams are in."""
     denoiser, call = denoisers.build("sd"), denoisers.call("sd", 16, 8)
-    bands = patched(place, denoiser)
+    bands = patched(this, denoiser)
     bands.denoise(denoiser.forward, **call)
     other = denoisers.build("sd")
     for parameter in other.parameters():
@@ -266,22 +266,22 @@ def loaded_meanwhile(place: Place) -> float:
 
 
 @torch.no_grad()
-def refused(place: Place, name: str, height: int, width: int, arguments: dict[str, Any]) -> str:
+def refused(this: PoolRank, name: str, height: int, width: int, arguments: dict[str, Any]) -> str:
     denoiser = denoisers.build(name)
     try:
-        patched(place, denoiser).denoise(denoiser.forward, **denoisers.call(name, height, width), **arguments)
+        patched(this, denoiser).denoise(denoiser.forward, **denoisers.call(name, height, width), **arguments)
     except PatchparError as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
 
 
 @torch.no_grad()
-def refused_with(place: Place, name: str, change: str, strategy: str) -> str:
+def refused_with(this: PoolRank, name: str, change: str, strategy: str) -> str:
     """A strategy with a denoiser that has been changed: what is said of it, and what is left in it."""
     denoiser = denoisers.build(name)
     CHANGES[change](denoiser)
-    axis = place.mesh(patch=place.world)["patch"]
-    layer = parse_strategy(strategy).install(denoiser, place.comm(), axis, clock=StepClock())
+    axis = this.mesh(patch=this.world)["patch"]
+    layer = parse_strategy(strategy).install(denoiser, this.comm(), axis, clock=StepClock())
     traces = attributes(denoiser)
     try:
         layer.denoise(denoiser.forward, **denoisers.call(name, 16, 8))

@@ -17,7 +17,7 @@ from patchpar.pipeline.messages import CallOptions, RandomState
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.tensors import psnr_db, relative
 from tests.tiny import pictures
 
@@ -53,10 +53,10 @@ class Compared:
     control_error: float | None
 
 
-def compared(place: Place, name: str, cases: Sequence[Case], verifications: str) -> list[Compared | None]:
+def compared(this: PoolRank, name: str, cases: Sequence[Case], verifications: str) -> list[Compared | None]:
     """Each case on as many of the ranks as its plan takes. Rank 0 knows; it also runs the plain pipeline."""
     pipe, arguments = _pipeline(name)
-    engine = PipelineRunner(place.context)
+    engine = PipelineRunner(this.context)
     engine.adopt(pipe)
     original = pipe.scheduler
     found = []
@@ -67,14 +67,14 @@ def compared(place: Place, name: str, cases: Sequence[Case], verifications: str)
         engine.restore()
         pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
         torch.manual_seed(SEED)  # some pipelines do not hand their generator to the scheduler
-        plain = _latents(pipe(**_seeded(kwargs))) if place.rank == 0 else None
-        drawn = [engine.generate(_seeded(kwargs), options)]
+        plain = _latents(pipe(**_seeded(kwargs))) if this.rank == 0 else None
+        generated = [engine.generate(_seeded(kwargs), options)]
         if case.control:
             engine.control(exchange="off")
-            drawn.append(engine.generate(_seeded(kwargs), options))
+            generated.append(engine.generate(_seeded(kwargs), options))
         if plain is not None:
-            error, *control = [relative(_latents(each.output), plain) for each in drawn]
-            psnr = psnr_db(_latents(drawn[0].output), plain)
+            error, *control = [relative(_latents(each.output), plain) for each in generated]
+            psnr = psnr_db(_latents(generated[0].output), plain)
             found.append(Compared(relative_error=error, psnr_db=psnr, control_error=next(iter(control), None)))
     return found
 
@@ -97,28 +97,28 @@ class Halved:
 
 
 def halved(
-    place: Place, name: str, dtype: torch.dtype, cases: Sequence[Case], verifications: str
+    this: PoolRank, name: str, dtype: torch.dtype, cases: Sequence[Case], verifications: str
 ) -> list[Halved | None]:
     """Each case in half precision, on as many of the ranks as its plan takes. Rank 0 knows."""
     pipe, arguments = _pipeline(name)
     pipe.to(dtype)
-    engine, original, found = PipelineRunner(place.context), pipe.scheduler, []
+    engine, original, found = PipelineRunner(this.context), pipe.scheduler, []
     for case in cases:
         kwargs = arguments | _changes(name, case) | {"latents": _noise(pipe, case.size, dtype)}
         pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
-        plain = _plain_ways(pipe, kwargs, dtype) if place.rank == 0 else None
+        plain = _plain_ways(pipe, kwargs, dtype) if this.rank == 0 else None
         engine.adopt(pipe)
         options = CallOptions(
             plan=Plan.parse(case.plan), verify=Path(verifications), random=RandomState(seed=SEED), quiet=True
         )
-        drawn = engine.generate(_seeded(kwargs), options)
+        generated = engine.generate(_seeded(kwargs), options)
         control = None
         if case.control:
             engine.control(exchange="off")
             control = engine.generate(_seeded(kwargs), options)
         engine.restore()
         if plain is not None:
-            one, ours = plain["one"], _latents(drawn.output)
+            one, ours = plain["one"], _latents(generated.output)
             found.append(
                 Halved(
                     ours=relative(ours, one),

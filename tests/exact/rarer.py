@@ -14,29 +14,29 @@ from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.exact.pipelines import SEED
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.tensors import relative
 
 STEPS = 2
 
 
-def errors(place: Place, name: str, plans: Sequence[str], verifications: str) -> list[float] | None:
+def errors(this: PoolRank, name: str, plans: Sequence[str], verifications: str) -> list[float] | None:
     """Relative errors of what comes out of each plan, then of the first without exchange. Rank 0 knows."""
     built = tiny.build(name)
     call = {"output_type": "latent", "num_inference_steps": STEPS} | built.call_kwargs
-    plain = _drawn(built.pipe(**_seeded(call))) if place.rank == 0 else None
-    engine = PipelineRunner(place.context)
+    plain = _drawn(built.pipe(**_seeded(call))) if this.rank == 0 else None
+    engine = PipelineRunner(this.context)
     engine.adopt(built.pipe)
     random = RandomState(seed=SEED)
-    drawn = []
+    generated = []
     for plan in plans:
         options = CallOptions(plan=Plan.parse(plan), verify=Path(verifications), random=random, quiet=True)
-        drawn.append(engine.generate(_seeded(call), options))
+        generated.append(engine.generate(_seeded(call), options))
         if plan == plans[0]:
             engine.control(exchange="off")
             alone = engine.generate(_seeded(call), options)
             engine.control(exchange="on")
-    return None if plain is None else [relative(_drawn(each.output), plain) for each in (*drawn, alone)]
+    return None if plain is None else [relative(_drawn(each.output), plain) for each in (*generated, alone)]
 
 
 def _seeded(call: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.cfg.split import GuidanceSplit, guidance_of
 from tests import tiny
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 Tensor = torch.Tensor
 
@@ -39,8 +39,8 @@ class Deaf:
 
     collectives = None
 
-    def __init__(self, place: Place) -> None:
-        self.rank, self.device = place.rank, torch.device("cpu")
+    def __init__(self, this: PoolRank) -> None:
+        self.rank, self.device = this.rank, torch.device("cpu")
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Any:
         return Silence(incoming, where)
@@ -141,30 +141,30 @@ class Splitter:
         return ran
 
 
-def runs(place: Place, name: str, calls: Sequence[dict[str, Any]], exchanging: bool = True) -> list[Ran]:
+def runs(this: PoolRank, name: str, calls: Sequence[dict[str, Any]], exchanging: bool = True) -> list[Ran]:
     """One pipeline, guidance spread over all ranks, called once for each of `calls`."""
     pipe = tiny.build(name)
-    comm = place.comm() if exchanging else Communicator(Deaf(place))
-    splitter = Splitter(pipe.pipe, comm, place.mesh(cfg=place.world))
+    comm = this.comm() if exchanging else Communicator(Deaf(this))
+    splitter = Splitter(pipe.pipe, comm, this.mesh(cfg=this.world))
     if not exchanging:
         splitter.split._post.check = lambda *_: None  # or it would notice
     return [splitter.run(pipe, **call) for call in calls]
 
 
-def with_controlnet(place: Place, name: str, touch: bool) -> tuple[Ran, list[int]]:
+def with_controlnet(this: PoolRank, name: str, touch: bool) -> tuple[Ran, list[int]]:
     """The ControlNet is split beside the denoiser."""
     pipe = tiny.build(name)
-    splitter = Splitter(pipe.pipe, place.comm(), place.mesh(cfg=place.world))
+    splitter = Splitter(pipe.pipe, this.comm(), this.mesh(cfg=this.world))
     batches = splitter.split_controlnet(touch)
     return splitter.run(pipe, steps=2, num_images_per_prompt=2), batches
 
 
-def scale_set_later(place: Place, name: str, scale: float, ranks: Sequence[int]) -> Ran:
+def scale_set_later(this: PoolRank, name: str, scale: float, ranks: Sequence[int]) -> Ran:
     """Guidance whose scale is changed by a callback after the first step, on the given ranks only."""
-    place.transport.deadline = 3.0
+    this.transport.deadline = 3.0
     pipe = tiny.build(name)
-    splitter = Splitter(pipe.pipe, place.comm(), place.mesh(cfg=place.world))
-    callback = set_scale(scale) if place.rank in ranks else None
+    splitter = Splitter(pipe.pipe, this.comm(), this.mesh(cfg=this.world))
+    callback = set_scale(scale) if this.rank in ranks else None
     return splitter.run(pipe, steps=4, callback_on_step_end=callback)
 
 
@@ -186,17 +186,17 @@ def drop_guidance(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) 
     return {}
 
 
-def dropped(place: Place) -> Ran:
+def dropped(this: PoolRank) -> Ran:
     pipe = tiny.build("sd")
-    splitter = Splitter(pipe.pipe, place.comm(), place.mesh(cfg=2))
+    splitter = Splitter(pipe.pipe, this.comm(), this.mesh(cfg=2))
     inputs = ["latents", "prompt_embeds"]
     return splitter.run(pipe, steps=4, callback_on_step_end=drop_guidance, callback_on_step_end_tensor_inputs=inputs)
 
 
-def beside_patches(place: Place, name: str) -> Ran:
+def beside_patches(this: PoolRank, name: str) -> Ran:
     """cfg=2 x patch=2: inside each branch the denoiser itself talks to the other rank of axis patch."""
     pipe = tiny.build(name)
-    comm, mesh = place.comm(), place.mesh(cfg=2, patch=2)
+    comm, mesh = this.comm(), this.mesh(cfg=2, patch=2)
     plain = pipe.denoiser.forward
 
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -210,10 +210,10 @@ def beside_patches(place: Place, name: str) -> Ran:
     return Splitter(pipe.pipe, comm, mesh).run(pipe, steps=2)
 
 
-def outputs_of(place: Place, as_tuple: bool, sequential: bool) -> list[Any]:
+def outputs_of(this: PoolRank, as_tuple: bool, sequential: bool) -> list[Any]:
     """Three steps of a denoiser that returns a dataclass or a tuple; whether the results are right and of its type."""
     clock = StepClock(guided=True)
-    split = GuidanceSplit(place.comm(), place.mesh(cfg=2)["cfg"], clock)
+    split = GuidanceSplit(this.comm(), this.mesh(cfg=2)["cfg"], clock)
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     found: list[Any] = []
 
@@ -239,10 +239,10 @@ def outputs_of(place: Place, as_tuple: bool, sequential: bool) -> list[Any]:
     return found
 
 
-def stray(place: Place) -> str:
+def stray(this: PoolRank) -> str:
     """Rank 1 is a step ahead of rank 0. What either says of it."""
-    clock = StepClock(guided=True, evaluation=place.rank)
-    split = GuidanceSplit(place.comm(), place.mesh(cfg=2)["cfg"], clock)
+    clock = StepClock(guided=True, evaluation=this.rank)
+    split = GuidanceSplit(this.comm(), this.mesh(cfg=2)["cfg"], clock)
     clock.next_call()
     sample = torch.ones(2, 4, 8, 8)
     try:
@@ -252,10 +252,10 @@ def stray(place: Place) -> str:
     return "nothing noticed"
 
 
-def unforeseen(place: Place) -> list[str]:
+def unforeseen(this: PoolRank) -> list[str]:
     """A denoiser whose output changes shape for the same sample."""
     clock = StepClock(guided=True)
-    split = GuidanceSplit(place.comm(), place.mesh(cfg=2)["cfg"], clock)
+    split = GuidanceSplit(this.comm(), this.mesh(cfg=2)["cfg"], clock)
     said = []
     for step in range(2):
         rows = 8 + step

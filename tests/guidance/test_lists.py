@@ -62,12 +62,12 @@ def test_a_share_with_the_lengths_of_the_whole_is_seen(tmp_path: Path, monkeypat
 
 def test_shares_are_filled_up_where_they_are_joined() -> None:
     batch = Batch(2, by_item=True)
-    whole, shares = {0: torch.randn(2, 5, 3)}, [{0: torch.randn(1, 3, 3)}, {0: torch.randn(1, 5, 3)}]
-    joined = batch.join(shares)[0]
-    assert torch.equal(joined[:1, :3], shares[0][0])
+    whole, parts = {0: torch.randn(2, 5, 3)}, [{0: torch.randn(1, 3, 3)}, {0: torch.randn(1, 5, 3)}]
+    joined = batch.join(parts)[0]
+    assert torch.equal(joined[:1, :3], parts[0][0])
     assert not joined[:1, 3:].any()
-    assert torch.equal(joined[1:], shares[1][0])
-    compared = batch.as_joined(whole, shares)[0]
+    assert torch.equal(joined[1:], parts[1][0])
+    compared = batch.as_joined(whole, parts)[0]
     assert torch.equal(compared[:1, :3], whole[0][:1, :3])
     assert not compared[:1, 3:].any()
     assert torch.equal(compared[1:], whole[0][1:])

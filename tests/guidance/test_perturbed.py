@@ -35,7 +35,7 @@ def perturbed(name: str) -> tiny.Tiny:
     return tiny.Tiny(name=name, pipe=pipe, call_kwargs=found.call_kwargs | {"pag_scale": 2.0})
 
 
-def drawn(name: str, plan: str, folder: Path, **options: Any) -> list[Tensor]:
+def generated(name: str, plan: str, folder: Path, **options: Any) -> list[Tensor]:
     return shared(name, plan, folder, build=perturbed, **options)
 
 
@@ -53,13 +53,13 @@ CASES = [
 def test_branches_on_different_ranks(name: str, plan: str, options: dict[str, Any], tmp_path: Path) -> None:
     want = plain(name, build=perturbed, **options)
     assert relative(plain(name, build=perturbed, **options | {"pag_scale": 0.0}), want) > 1e-2
-    for got in drawn(name, plan, tmp_path, **options):
+    for got in generated(name, plan, tmp_path, **options):
         assert relative(got, want) <= TOLERANCE
 
 
 def test_three_branches_of_one_image_on_two_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"3 branches in one batch of 3, which cfg=2 ranks cannot.*use cfg=3"):
-        drawn("sd", "cfg=2", tmp_path)
+        generated("sd", "cfg=2", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_the_checks_see_layers_that_take_a_share_for_all_branches(
     for module in ("shard.batch_arguments", "strategies.cfg.split"):
         monkeypatch.setattr(f"patchpar.{module}.at_own_index", lambda *_: nullcontext())
     with pytest.raises(VerificationError, match=rf"UNet2DConditionModel with its batch shared.*{said}"):
-        drawn("sd", plan, tmp_path, **options)
+        generated("sd", plan, tmp_path, **options)
 
 
 def test_the_joined_prediction_is_held_against_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where shares were checked with the layers at their places, and are computed without."""
     monkeypatch.setattr("patchpar.strategies.cfg.split.at_own_index", lambda *_: nullcontext())
     with pytest.raises(VerificationError, match="with the branches of guidance on 2 ranks differs from the plain one"):
-        drawn("sd", "cfg=2", tmp_path, **TWO_PROMPTS)
+        generated("sd", "cfg=2", tmp_path, **TWO_PROMPTS)
 
 
 def of_one_first_frame(name: str) -> tiny.Tiny:

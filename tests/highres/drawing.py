@@ -125,9 +125,9 @@ def draw(transport: Any, case: Case, tinies: list[Tiny]) -> HighResOutput:
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
     with large(tinies[rank], case.strategy, comm, axis, by_step, missing, watched=case.watched) as found:
         found.exchange = case.exchange
-        drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
+        generated = latents(tinies[rank], steps=case.steps, **case.arguments)
     sent = {} if comm is None else dict(comm.traffic.bytes_sent)
-    return HighResOutput(latents=drawn, bytes_sent=sent, by_step=by_step, missing=missing)
+    return HighResOutput(latents=generated, bytes_sent=sent, by_step=by_step, missing=missing)
 
 
 def alone(case: Case) -> Tensor:

@@ -70,9 +70,9 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_ranks_draw_the_picture_of_one(mode: str) -> None:
     world, options = MODES[mode]
     want = alone(Case(options=options))
-    drawn = together(Case(options=options), world)
-    assert all(relative(each.latents, want) < LIMIT for each in drawn)
-    assert any(each.bytes_sent.get("kv", 0) > 0 for each in drawn)
+    generated = together(Case(options=options), world)
+    assert all(relative(each.latents, want) < LIMIT for each in generated)
+    assert any(each.bytes_sent.get("kv", 0) > 0 for each in generated)
 
 
 def test_guidance_of_the_whole_and_a_team_of_all() -> None:
@@ -81,7 +81,7 @@ def test_guidance_of_the_whole_and_a_team_of_all() -> None:
     options = {"bands": 4, "native": 128, "structure_strength": 0.0}
     case = Case(options=options, arguments=arguments, scheduler=diffusers.DDIMScheduler, steps=2)
     want = alone(case)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 4))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 4))
 
 
 def test_bands_that_hear_nothing_draw_another_picture() -> None:

@@ -85,7 +85,7 @@ def test_the_guide_on_two_ranks(pipeline: str) -> None:
     """The picture is that of one rank, from the first step with windows to the last, and the guide's own."""
     case = Case(pipeline=pipeline, options={"guide": "flow", "switch": 0.9}, steps=4)
     want = alone(case)
-    assert all(relative(drawn.latents, want) < 1e-5 for drawn in together(case, 2))
+    assert all(relative(generated.latents, want) < 1e-5 for generated in together(case, 2))
     assert relative(alone(replace(case, options={"switch": 0.9})), want) > 1e-4
 
 

@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_ranks_draw_the_picture_of_one(mode: str) -> None:
     case = Case(options=MODES[mode])
     want = alone(case)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 2))
 
 
 def test_no_exchange_no_picture() -> None:
@@ -52,8 +52,8 @@ def test_context_travels() -> None:
     want = alone(Case(options=options))
     assert relative(alone(Case(options=options | {"context": 0.0})), want) > 1e-3
     found = together(Case(options=options), 3)
-    assert all(drawn.bytes_sent["context"] > 0 for drawn in found)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in found)
+    assert all(generated.bytes_sent["context"] > 0 for generated in found)
+    assert all(relative(generated.latents, want) < LIMIT for generated in found)
 
 
 @pytest.mark.parametrize("world", first_of([3, 5, 11], 11))
@@ -61,7 +61,7 @@ def test_many_ranks(world: int) -> None:
     """Eight units in the first stage, eighteen in the second: some ranks have none at first."""
     case = Case(options={"masked": True}, steps=2)
     want = alone(case)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, world))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(case, world))
 
 
 SCHEDULERS = {
@@ -76,7 +76,7 @@ def test_schedulers(scheduler: str) -> None:
     """Of the sigma family, with a memory, with two evaluations a step."""
     case = Case(scheduler=SCHEDULERS[scheduler], options={"lag": 1})
     want = alone(case)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 2))
 
 
 SQUARE = {"height": 128, "width": 128}
@@ -95,7 +95,7 @@ def test_pipelines(pipeline: str) -> None:
     case = Case(pipeline=pipeline, arguments=PIPELINES[pipeline] or SQUARE, options={"masked": True})
     want = alone(case)
     assert relative(plain(case), want) > 1e-2  # it would not show otherwise
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 2))
 
 
 @pytest.mark.parametrize(("height", "width"), first_of([(168, 96), (128, 64), (104, 128)], (168, 96)))
@@ -103,4 +103,4 @@ def test_sizes(height: int, width: int) -> None:
     """Sides that are no whole number of native ones, or only one of them larger."""
     case = Case(arguments={"height": height, "width": width}, options={"masked": True})
     want = alone(case)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 2))

@@ -64,11 +64,11 @@ def test_ranks_draw_the_picture_of_one(name: str) -> None:
     world, case = CASES[name]
     case = with_windows(case)
     want = alone(case)
-    drawn = together(case, world)
-    assert all(relative(each.latents, want) < LIMIT for each in drawn)
-    assert all(min(each.missing[1:-1]) > 0.05 and each.missing[-1] == 0 for each in drawn)
-    assert sum(each.sent_in(-1)["latents"] for each in drawn) == (world - 1) * want.numel() * want.element_size()
-    assert all("latents" not in step for each in drawn for step in each.by_step[:-1])
+    generated = together(case, world)
+    assert all(relative(each.latents, want) < LIMIT for each in generated)
+    assert all(min(each.missing[1:-1]) > 0.05 and each.missing[-1] == 0 for each in generated)
+    assert sum(each.sent_in(-1)["latents"] for each in generated) == (world - 1) * want.numel() * want.element_size()
+    assert all("latents" not in step for each in generated for step in each.by_step[:-1])
 
 
 WHOLE = {
@@ -83,16 +83,16 @@ WHOLE = {
 def test_latents_that_are_whole_in_every_step(name: str) -> None:
     case = with_windows(WHOLE[name])
     want = alone(case)
-    for drawn in together(case, 2):
-        assert relative(drawn.latents, want) < LIMIT
-        assert drawn.missing == [0.0] * 4
-        assert "latents" not in drawn.bytes_sent
+    for generated in together(case, 2):
+        assert relative(generated.latents, want) < LIMIT
+        assert generated.missing == [0.0] * 4
+        assert "latents" not in generated.bytes_sent
 
 
 def test_a_pipeline_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might look at any place of the latents."""
     monkeypatch.setattr("patchpar.strategies.structure.native_size.TESTED", ())
-    assert all(drawn.missing == [0.0] * 4 for drawn in together(with_windows(Case()), 2))
+    assert all(generated.missing == [0.0] * 4 for generated in together(with_windows(Case()), 2))
 
 
 ZONES = Tiling.zones
@@ -125,7 +125,7 @@ def test_latents_that_depend_on_one_another() -> None:
     with pytest.raises(UnsupportedModel, match="after the last step latents are NaN"):
         together(case, 2)
     want = alone(case)
-    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(replace(case, watched=True), 2))
+    assert all(relative(generated.latents, want) < LIMIT for generated in together(replace(case, watched=True), 2))
 
 
 def test_steps_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

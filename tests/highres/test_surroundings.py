@@ -52,11 +52,11 @@ def tokens(x_BCHW: Tensor) -> Tensor:
 def test_bands_of_the_last_step() -> None:
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
-    shares = assign_units(len(windows), 1, 1)
+    parts = assign_units(len(windows), 1, 1)
     found = WindowContext(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
     steps = [noise(2, 3, *SIZE, seed=seed) for seed in range(3)]
     for step, x in enumerate(steps):
-        found.begin(windows, shares)
+        found.begin(windows, parts)
         for number in range(2):
             with found.around(Evaluation(number, (0,))):
                 got = denoiser(windows.cut(x, number))
@@ -67,7 +67,7 @@ def test_bands_of_the_last_step() -> None:
             seen = torch.cat(keys, 2)
             want = F.scaled_dot_product_attention(keys[0], seen, seen)[:, 0].transpose(1, 2).reshape(got.shape)
             assert torch.allclose(got, want, atol=1e-6), f"step {step}, window {number}"
-        found.end(shares, silent=False)
+        found.end(parts, silent=False)
         clock.tick()
 
 
@@ -75,16 +75,16 @@ def test_what_is_longer_ago_is_forgotten() -> None:
     """So is what was seen of windows elsewhere, and of another picture."""
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
-    shares, x = assign_units(2, 1, 1), noise(1, 3, *SIZE)
+    parts, x = assign_units(2, 1, 1), noise(1, 3, *SIZE)
     found = WindowContext(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
 
     def first_window() -> Tensor:
-        found.begin(windows, shares)
+        found.begin(windows, parts)
         answers = []
         for number in range(2):
             with found.around(Evaluation(number, (0,))):
                 answers.append(denoiser(windows.cut(x, number)))
-        found.end(shares, silent=False)
+        found.end(parts, silent=False)
         return answers[0]
 
     plain = denoiser(windows.cut(x, 0))

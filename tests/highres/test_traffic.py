@@ -102,9 +102,9 @@ def test_regions_are_what_answers_depend_on(size: tuple[int, int], ranks: int, g
     zones, interlace = tiling.zones(size, native, unit=2), Interlace.of(size, native)
     state = WindowPlan(zones=zones, schedule=scheduled(len(zones) + guide, 2, ranks), interlace=interlace)
     whole, small = noise(1, 1, *size), noise(1, 1, *interlace.patch_size, seed=1)
-    for last, place in product((False, True), range(ranks)):
-        regions, wanted = NeededRegions.of(state, last=last), state.wanted(place, last=last)
-        cells, places = regions.cells[place], torch.cat(regions.parts[place])
+    for last, group_rank in product((False, True), range(ranks)):
+        regions, wanted = NeededRegions.of(state, last=last), state.wanted(group_rank, last=last)
+        cells, places = regions.cells[group_rank], torch.cat(regions.parts[group_rank])
         x, y = (only(*each).requires_grad_() for each in ((whole, places), (small, cells)))
         answer = anchored(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x
         assert answer[0, 0][wanted].isfinite().all()
@@ -137,10 +137,10 @@ def test_nothing_is_sent_that_nobody_needs(scale: int, ranks: int, guide: bool) 
     side = scale * native
     windows = Tiling(moved=False).lay((side, side), (native, native), key="")
     blend = BlendPlan.of(windows, merged(assign_units(len(windows) + guide, 2, ranks)), 1)
-    covered = torch.stack([blend.covered(place, torch.zeros(1)) for place in range(ranks)])
+    covered = torch.stack([blend.covered(group_rank, torch.zeros(1)) for group_rank in range(ranks)])
     beyond = covered.clone()
-    for place in range(ranks):
-        beyond[place, blend.bands.starts[place] : blend.bands.starts[place + 1]] = False
+    for group_rank in range(ranks):
+        beyond[group_rank, blend.bands.starts[group_rank] : blend.bands.starts[group_rank + 1]] = False
     told = with_windows(scale, ranks, native=native, guide=guide, to="all")
     pieces, least = sum(each.pieces for each in told), float((covered.sum(0) - 1).sum()) / side**2
     assert pieces == pytest.approx(float(beyond.sum()) / side**2, rel=0.02)

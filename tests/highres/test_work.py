@@ -13,10 +13,10 @@ from patchpar.strategies.structure.work_schedule import Evaluation, Unit, assign
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 20])
 @pytest.mark.parametrize(("patches", "branches"), [(4, 1), (4, 2), (9, 2), (9, 3)])
 def test_every_unit_once_and_no_rank_one_more_than_needed(patches: int, branches: int, ranks: int) -> None:
-    shares = assign_units(patches, branches, ranks)
-    assert list(chain(*shares)) == [Unit(p, b) for p in range(patches) for b in range(branches)]
-    sizes = [len(units) for units in shares]
-    assert len(shares) == ranks
+    parts = assign_units(patches, branches, ranks)
+    assert list(chain(*parts)) == [Unit(p, b) for p in range(patches) for b in range(branches)]
+    sizes = [len(units) for units in parts]
+    assert len(parts) == ranks
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes)  # the anchor's rank, the first, has no more than others
     assert max(sizes) == rounds_of(patches, branches, ranks) * branches

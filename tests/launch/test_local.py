@@ -95,7 +95,7 @@ def test_values_of_every_kind_go_there_and_back(pool):
         assert kwargs["p"].tobytes() == sent["p"].tobytes()
         assert (kwargs["text"], kwargs["none"]) == ("ä", None)
     expected = torch.randn(4, generator=torch.Generator().manual_seed(3))
-    assert all(torch.equal(drawn, expected) for drawn in pool.call("draw", generator))
+    assert all(torch.equal(generated, expected) for generated in pool.call("draw", generator))
 
 
 def test_what_one_rank_changes_the_others_do_not_see(pool):

@@ -47,7 +47,7 @@ def seen(request, results):
 def test_every_process_is_a_rank(seen):
     for rank, saw in enumerate(seen):
         assert (saw["world"], saw["kind"], saw["devices"]) == (2, "torchrun", ["cpu", "cpu"])
-        assert saw["rank"] == [rank if place == rank else None for place in range(2)]
+        assert saw["rank"] == [rank if group_rank == rank else None for group_rank in range(2)]
         assert saw["add_up"][rank] == 7.0
 
 

@@ -30,7 +30,7 @@ def shade(part: bytes) -> int:
 
 def block(number: int, count: int = 3) -> list[Mp4Fragment]:
     """A key and what needs it."""
-    return [Mp4Fragment(data=f"{number}.{place} ".encode(), is_key=place == 0) for place in range(count)]
+    return [Mp4Fragment(data=f"{number}.{group_rank} ".encode(), is_key=group_rank == 0) for group_rank in range(count)]
 
 
 def read(parts: AsyncIterator[T], during: Callable[[int], object] = lambda count: None) -> list[T]:

@@ -15,15 +15,15 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.stale.runs import Run, arguments, sites_of
 
 
-def patched(place: Place, run: Run, clock: StepClock) -> PatchedDenoiser:
+def patched(this: PoolRank, run: Run, clock: StepClock) -> PatchedDenoiser:
     """The denoiser of a run in bands, over all ranks."""
-    axis = place.mesh(patch=place.world)["patch"]
+    axis = this.mesh(patch=this.world)["patch"]
     found: PatchedDenoiser = parse_strategy(run.strategy).install(
-        denoisers.build(run.denoiser), place.comm(), axis, clock=clock
+        denoisers.build(run.denoiser), this.comm(), axis, clock=clock
     )
     found.exchange, found.sites = run.exchange, sites_of(run.denoiser)
     return found
@@ -47,20 +47,20 @@ def picture(bands: PatchedDenoiser, clock: StepClock, run: Run) -> list[Tensor]:
 
 
 @torch.no_grad()
-def predicted(place: Place, runs: Sequence[Run]) -> list[list[Tensor]]:
+def predicted(this: PoolRank, runs: Sequence[Run]) -> list[list[Tensor]]:
     """Predictions of every run."""
     found = []
     for run in runs:
         clock = StepClock()
-        found.append(picture(patched(place, run, clock), clock, run))
+        found.append(picture(patched(this, run, clock), clock, run))
     return found
 
 
 @torch.no_grad()
-def called_twice(place: Place, run: Run, pauses: int) -> list[list[Tensor]]:
+def called_twice(this: PoolRank, run: Run, pauses: int) -> list[list[Tensor]]:
     """One call for each branch of guidance in every step; the second branch leaves the step `pauses` out."""
     clock, other = StepClock(), replace(run, branch=1)
-    bands = patched(place, run, clock)
+    bands = patched(this, run, clock)
     found: list[list[Tensor]] = [[], []]
     for evaluation in range(run.evaluations):
         for branch, each in enumerate((run, other)):
@@ -73,10 +73,10 @@ def called_twice(place: Place, run: Run, pauses: int) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
-def called_without_end(place: Place, run: Run) -> tuple[int, str]:
+def called_without_end(this: PoolRank, run: Run) -> tuple[int, str]:
     """How often the denoiser can be called without a step of the scheduler, and what is said then."""
     clock = StepClock()
-    bands = patched(place, run, clock)
+    bands = patched(this, run, clock)
     for number in range(100):
         try:
             clock.next_call()
@@ -87,10 +87,10 @@ def called_without_end(place: Place, run: Run) -> tuple[int, str]:
 
 
 @torch.no_grad()
-def held(place: Place, run: Run) -> tuple[list[set[int]], list[int]]:
+def held(this: PoolRank, run: Run) -> tuple[list[set[int]], list[int]]:
     """After each evaluation of two pictures: where buffers of keys lie, and bytes held."""
     clock = StepClock()
-    bands = patched(place, run, clock)
+    bands = patched(this, run, clock)
     where, num_bytes = [], []
     for _ in range(2):
         clock.reset()
@@ -106,11 +106,11 @@ def held(place: Place, run: Run) -> tuple[list[set[int]], list[int]]:
 
 
 @torch.no_grad()
-def interrupted(place: Place, run: Run, layer: str) -> list[bool]:
+def interrupted(this: PoolRank, run: Run, layer: str) -> list[bool]:
     """A call that raises in the middle of the denoiser; whether each evaluation of the next picture is as alone."""
     clock = StepClock()
-    alone = picture(patched(place, run, clock), clock, run)
-    bands = patched(place, run, clock)
+    alone = picture(patched(this, run, clock), clock, run)
+    bands = patched(this, run, clock)
     clock.reset()
     evaluate(bands, clock, run, 3)
     evaluate(bands, clock, run, 4)

@@ -19,7 +19,7 @@ from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.shard.unet.discover import ExchangeSites, discover
 from tests import tiny
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 from .runs import Run, treatment_of
 
@@ -140,17 +140,17 @@ def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lamb
     }
 
 
-def drawn(place: Place, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[RankOutput]]:
+def generated(this: PoolRank, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[RankOutput]]:
     """All pictures of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
-    with studio_engine(place) as engine:
+    with studio_engine(this) as engine:
         studios = (Studio(engine, case) for case in cases)
         return [[studio.draw(picture) for picture in pictures] for studio in studios]
 
 
 @contextmanager
-def studio_engine(place: Place) -> Iterator[PipelineRunner]:
+def studio_engine(this: PoolRank) -> Iterator[PipelineRunner]:
     """An engine that leaves the pipelines as they were."""
-    engine = PipelineRunner(place.context)
+    engine = PipelineRunner(this.context)
     try:
         yield engine
     finally:
@@ -198,9 +198,9 @@ class Change:
 Happening = Picture | Change
 
 
-def row_and_alone(place: Place, case: Case, row: Sequence[Happening]) -> list[tuple[RankOutput, RankOutput]]:
+def row_and_alone(this: PoolRank, case: Case, row: Sequence[Happening]) -> list[tuple[RankOutput, RankOutput]]:
     """Each picture of a row as drawn there, and as drawn by ranks that had never drawn another. One may fail."""
-    with studio_engine(place) as engine:
+    with studio_engine(this) as engine:
         in_a_row = _all_of(Studio(engine, case), row)
         alone = []
         for number, happening in enumerate(row):

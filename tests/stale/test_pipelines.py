@@ -30,9 +30,9 @@ def draw(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[Ran
     return found
 
 
-def latents(drawn: RankOutput) -> Tensor:
-    assert drawn.latents is not None
-    return drawn.latents
+def latents(generated: RankOutput) -> Tensor:
+    assert generated.latents is not None
+    return generated.latents
 
 
 @pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, "Heun"))

@@ -6,15 +6,15 @@ from typing import Any
 
 from patchpar.launch.executor import load_engine
 from tests.conftest import POOL_SIZE, RankPool
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 ENGINES: dict[str, Any] = {}
 """On a rank: engines that have been made, by key. They stay, as those of a pool of their own would."""
 
 
-def on_rank(place: Place, key: str, engine: str, method: str, args: tuple[Any, ...]) -> Any:
+def on_rank(this: PoolRank, key: str, engine: str, method: str, args: tuple[Any, ...]) -> Any:
     if key not in ENGINES:
-        ENGINES[key] = load_engine(engine)(place.context)
+        ENGINES[key] = load_engine(engine)(this.context)
     return getattr(ENGINES[key], method)(*args)
 
 

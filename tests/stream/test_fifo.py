@@ -87,8 +87,8 @@ def plain(
     for time in range(n):
         number = time - (n - f)
         level = table[n - time]
-        drawn = draw_noise(number, 1) if number >= 0 else draw_noise(0, 2 + time)
-        line.append((1 - level) * clean[max(0, number)] + level * drawn)
+        generated = draw_noise(number, 1) if number >= 0 else draw_noise(0, 2 + time)
+        line.append((1 - level) * clean[max(0, number)] + level * generated)
     before = [0.0] * (f // 2) + list(reversed(table[:-1]))  # levels in the order of time, at the start of a tick
     after = [0.0] * (f // 2) + list(reversed(table[1:]))
     for block in range(f, blocks + n):

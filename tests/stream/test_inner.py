@@ -49,14 +49,14 @@ class DeafFrames(ShardedFrames):
         return ShardedFrames.attend(self, where, qkv_BlNd, lambda q, k, v: see(q, own(k), own(v)))
 
 
-def share(transport: Transport, ranks: Sequence[int], kind: type[StepGroup] = StepGroup) -> StepGroup | None:
+def part(transport: Transport, ranks: Sequence[int], kind: type[StepGroup] = StepGroup) -> StepGroup | None:
     if len(ranks) == 1:
         return None
     return kind(Communicator(transport), Axis("inner", ranks.index(transport.rank), len(ranks), tuple(ranks)))
 
 
 def on_rank(transport: Transport, plan: StreamPlan, script: Script, kind: type[StepGroup], options: Any) -> Outcome:
-    inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks, kind)
+    inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks, kind)
     with DRAWING:
         model = stream(plan.steps, inner=inner, **options)
     return stage(transport, {transport.rank: model}, plan, script)[0]
@@ -113,7 +113,7 @@ def test_without_the_others_tokens_it_is_another_stream() -> None:
 def test_each_rank_keeps_its_heads_only() -> None:
     def held(transport: Transport) -> int:
         with DRAWING:
-            net = causal(inner=share(transport, range(2)))
+            net = causal(inner=part(transport, range(2)))
         return net.memory(ROWS, COLUMNS).num_bytes
 
     whole = causal().memory(ROWS, COLUMNS).num_bytes
@@ -122,7 +122,7 @@ def test_each_rank_keeps_its_heads_only() -> None:
 
 def sent(transport: Transport, window: int) -> dict[str, int]:
     """Bytes that this rank sends for the last of several blocks."""
-    inner = share(transport, range(2))
+    inner = part(transport, range(2))
     assert inner is not None
     with DRAWING:
         net = causal(window=window, inner=inner, hears=False)
@@ -151,7 +151,7 @@ def test_whether_a_block_is_wanted_is_told_by_one_rank() -> None:
             outcome.append((finished.latents[0], finished.frames))
 
         around = StageIO(order=script.order, put=put, is_cancelled=lambda: transport.rank in (1, 3))
-        inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
+        inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
         with DRAWING:
             model = stream(2, inner=inner)
         StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
@@ -171,7 +171,7 @@ def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
             cancelled.set()
 
         around = StageIO(order=Script({}, blocks=1000).order, put=put, is_cancelled=cancelled.is_set)
-        inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
+        inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
         with DRAWING:
             model = stream(2, inner=inner)
         return StageLoop(model, plan, transport.rank, Communicator(transport), around).run()

@@ -16,9 +16,9 @@ from tests.tensors import noise
 
 def test_the_same_key_is_the_same_noise_and_no_other_is() -> None:
     keys = list(product((0, 1, 2**64 - 1), range(3), range(3)))
-    drawn = {key: keyed_noise(*key, (4, 5)) for key in keys}
-    assert all(torch.equal(drawn[key], keyed_noise(*key, (4, 5))) for key in reversed(keys))
-    assert all(not torch.equal(drawn[a], drawn[b]) for a in keys for b in keys if a < b)
+    generated = {key: keyed_noise(*key, (4, 5)) for key in keys}
+    assert all(torch.equal(generated[key], keyed_noise(*key, (4, 5))) for key in reversed(keys))
+    assert all(not torch.equal(generated[a], generated[b]) for a in keys for b in keys if a < b)
 
 
 def test_it_is_normal() -> None:

@@ -48,8 +48,8 @@ def on_rank(transport: Any, pipes: list[Any], todo: list[ImageRequest]) -> tuple
         waiting.put(order)
     found: list[Any] = []
     stage = ImageStage(pipes[transport.rank], transport.rank, len(pipes), Communicator(transport), str)
-    drawn = stage.run(lambda patience: waiting.get(), lambda number, result: found.append((number, result.images)))
-    return found, drawn
+    generated = stage.run(lambda patience: waiting.get(), lambda number, result: found.append((number, result.images)))
+    return found, generated
 
 
 def same(one: Any, other: Any) -> bool:
@@ -74,7 +74,7 @@ def test_pictures_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None
     copies = [copy.deepcopy(oracle) for _ in range(ranks)]
     found = on_threads(ranks, on_rank, copies, todo, deadline=60.0)
     assert not [error for error in found if isinstance(error, Exception)], found
-    assert [drawn for _, drawn in found] == [PICTURES] * ranks
+    assert [generated for _, generated in found] == [PICTURES] * ranks
     ended = [[number for number, _ in pictures] for pictures, _ in found]
     assert ended == [
         [n for n in range(PICTURES) if (finisher_of(n, ranks, 4) if n else ranks - 1) == rank] for rank in range(ranks)
@@ -116,9 +116,9 @@ def test_each_rank_computes_its_own_calls_only() -> None:
 def test_calls_are_shared_evenly_and_each_once() -> None:
     for calls in range(1, 9):
         for ranks in range(1, calls + 1):
-            shares = [calls_of(rank, ranks, calls) for rank in range(ranks)]
-            assert [call for share in shares for call in share] == list(range(calls))
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            parts = [calls_of(rank, ranks, calls) for rank in range(ranks)]
+            assert [call for share in parts for call in share] == list(range(calls))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
     with pytest.raises(PlanError, match="at most 4 ranks"):
         calls_of(0, 5, 4)
 

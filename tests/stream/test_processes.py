@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from patchpar.stream.plan import StreamPlan
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.stream.running import Outcome, Script, differing, serial, stage
 from tests.stream.test_stages import EVERYTHING
 from tests.stream.tiny import stream
 
 
-def on_rank(place: Place, steps: int) -> Outcome:
+def on_rank(this: PoolRank, steps: int) -> Outcome:
     """The outcome, on the rank that decodes."""
-    plan = StreamPlan.even(steps, place.world)
-    return stage(place.transport, {place.rank: stream(steps)}, plan, Script(EVERYTHING))[0]
+    plan = StreamPlan.even(steps, this.world)
+    return stage(this.transport, {this.rank: stream(steps)}, plan, Script(EVERYTHING))[0]
 
 
 @pytest.mark.parametrize("through", ["shared_memory", "torch"])

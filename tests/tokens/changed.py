@@ -14,7 +14,7 @@ from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 from .on_ranks import PipelineCase, arguments, latents_of
 
@@ -29,15 +29,15 @@ class Change:
 
 
 def drawn_between(
-    place: Place, drawing: PipelineCase, changes: Sequence[Change], pipe: Any = None
+    this: PoolRank, drawing: PipelineCase, changes: Sequence[Change], pipe: Any = None
 ) -> list[tuple[Tensor, Tensor]]:
     """Latents of a picture after each change, split and plain. `pipe`: one that has come from the test's process.
 
     Needs all ranks of the pool.
     """
-    alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), PipelineRunner(place.context)
+    alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), PipelineRunner(this.context)
     plan, pictures = Plan.parse(drawing.plan), []
-    verify: Path | bool = drawing.verifications / str(place.rank) if drawing.verifications else False
+    verify: Path | bool = drawing.verifications / str(this.rank) if drawing.verifications else False
     engine.adopt(found.pipe if pipe is None else pipe)
     try:
         for change in changes:

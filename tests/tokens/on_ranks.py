@@ -19,7 +19,7 @@ from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.shard.step_caches import CacheVote
 from tests import tiny
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ def latents_of(output: Any) -> Tensor:
     return torch.as_tensor(output[0] if isinstance(output, tuple) else next(iter(output.values())))
 
 
-def drawn(place: Place, drawings: Sequence[PipelineCase]) -> list[Tensor | str | None]:
+def generated(this: PoolRank, drawings: Sequence[PipelineCase]) -> list[Tensor | str | None]:
     """Final latents of each drawing on the first rank, or what it raised. Needs all ranks of the pool."""
-    engine = PipelineRunner(place.context)
+    engine = PipelineRunner(this.context)
     try:
         return [_drawn(engine, drawing) for drawing in drawings]
     finally:
@@ -74,27 +74,27 @@ def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None
     return None if output is None else latents_of(output)
 
 
-def with_compiled_blocks(place: Place) -> tuple[Any, Tensor, int]:
+def with_compiled_blocks(this: PoolRank) -> tuple[Any, Tensor, int]:
     """Latents of a pipeline whose blocks were compiled through the engine, plain ones, and the number of graphs."""
     counter, found = CompileCounter(), tiny.build("flux")
-    drawing, engine = PipelineCase(name="flux", plan="patch=2"), PipelineRunner(place.context)
+    drawing, engine = PipelineCase(name="flux", plan="patch=2"), PipelineRunner(this.context)
     want = latents_of(found.pipe(**arguments(drawing, found)))
     plan = Plan.parse(drawing.plan)
     engine.adopt(found.pipe)
     try:
         engine.apply("transformer.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
-        drawn = [
+        generated = [
             engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"
         ]
-        got = getattr(drawn[1], "output", None)
+        got = getattr(generated[1], "output", None)
     finally:
         engine.restore()
     return None if got is None else latents_of(got), want, counter.frame_count
 
 
-def refusal_of_compiled(place: Place, name: str, plan: str, compiled: str) -> str:
+def refusal_of_compiled(this: PoolRank, name: str, plan: str, compiled: str) -> str:
     """What is said of a call after the method `compiled` of a network."""
-    found, engine = tiny.build(name), PipelineRunner(place.context)
+    found, engine = tiny.build(name), PipelineRunner(this.context)
     engine.adopt(found.pipe)
     try:
         engine.apply(compiled, (), {"backend": "eager"})
@@ -107,7 +107,7 @@ def refusal_of_compiled(place: Place, name: str, plan: str, compiled: str) -> st
     return "nothing"
 
 
-def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
+def own_decisions(this: PoolRank, cache: Any, steps: int) -> list[bool]:
     """What each of two ranks would decide by its own tokens, step by step, while all do what the vote says."""
     found, plan, decided = tiny.build("flux"), Plan.parse("patch=2"), []
     alone = FBCHeadBlockHook._should_compute_remaining_blocks
@@ -117,7 +117,7 @@ def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
         decided.append(alone(hook, residual))
         return voted(vote, hook, residual)
 
-    engine = PipelineRunner(place.context)
+    engine = PipelineRunner(this.context)
     engine.adopt(found.pipe)
     try:
         engine.apply("transformer.enable_cache", (cache,), {})
@@ -129,9 +129,9 @@ def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
     return decided
 
 
-def with_adapters(place: Place, folder: Path) -> list[tuple[Tensor, Tensor]]:
+def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Latents of pictures with adapters of `folder` put on and taken off between them, split and plain."""
-    found, alone, engine = tiny.build("flux"), tiny.build("flux"), PipelineRunner(place.context)
+    found, alone, engine = tiny.build("flux"), tiny.build("flux"), PipelineRunner(this.context)
     drawing, plan = PipelineCase(name="flux", plan="patch=3"), Plan.parse("patch=3")
     engine.adopt(found.pipe)
 
@@ -150,8 +150,8 @@ def with_adapters(place: Place, folder: Path) -> list[tuple[Tensor, Tensor]]:
         for change in changes:
             change(lambda name, *args, **kwargs: engine.apply(name, args, kwargs))
             change(lambda name, *args, **kwargs: getattr(alone.pipe, name)(*args, **kwargs))
-            drawn = engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
-            got = getattr(drawn, "output", None)
+            generated = engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
+            got = getattr(generated, "output", None)
             if got is not None:
                 pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(drawing, alone)))))
     finally:

@@ -65,11 +65,11 @@ def shared(
             installed.restore()
         return on_ranks.latents_of(output)
 
-    drawn = on_threads(wanted.world_size, on_rank, deadline=DEADLINE)
-    for each in drawn:
+    generated = on_threads(wanted.world_size, on_rank, deadline=DEADLINE)
+    for each in generated:
         if isinstance(each, Exception):
             raise each
-    return drawn
+    return generated
 
 
 def _own(found: tiny.Tiny) -> tiny.Tiny:

@@ -33,7 +33,7 @@ TIMED = {
 }
 
 
-def drawn(models: list[Any], calls: Calls, folder: Path | None = None, exchange: str = "on") -> list[list[Tensor]]:
+def generated(models: list[Any], calls: Calls, folder: Path | None = None, exchange: str = "on") -> list[list[Tensor]]:
     """The predictions of one denoiser called in turn, on every rank."""
 
     def on_rank(transport: Any) -> list[Tensor]:
@@ -82,10 +82,10 @@ def test_times_of_all_tokens_and_of_each(name: str, kept: bool, tmp_path: Path) 
     with torch.no_grad():
         want = [predictions(models[0](**call))[0] for call in calls]
     assert relative(want[1], want[0]) > 1e-2
-    for got in drawn(models, calls, tmp_path if kept else None):
+    for got in generated(models, calls, tmp_path if kept else None):
         assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
     if kept:
-        alone = drawn(models, calls, tmp_path, "off")[0]
+        alone = generated(models, calls, tmp_path, "off")[0]
         assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
 
 
@@ -96,7 +96,7 @@ def test_what_is_kept_for_one_form_is_not_believed_for_another(tmp_path: Path) -
     for order in (calls[:2], calls[1::-1]):
         with torch.no_grad():
             want = [predictions(models[0](**call))[0] for call in order]
-        for got in drawn(models, order, tmp_path):
+        for got in generated(models, order, tmp_path):
             assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
 
 
@@ -146,9 +146,9 @@ def test_a_block_that_is_called_otherwise_in_a_later_step(kept: bool, tmp_path: 
     ]
     models = models_of(2)
     want = [models[0](**call) for call in calls]
-    for got in drawn(models, calls, tmp_path if kept else None):
+    for got in generated(models, calls, tmp_path if kept else None):
         assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
-    alone = drawn(models, calls, tmp_path if kept else None, "off")[0]
+    alone = generated(models, calls, tmp_path if kept else None, "off")[0]
     assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
 
 
@@ -177,7 +177,7 @@ def test_what_is_known_of_other_calls_is_not_looked_for_again(
     calls: Calls = [first, first | second]
     want = [models[0](**call) for call in calls]
     for turn in (1, -1):  # a second program begins with the form that the first one met last
-        for got in drawn(models, calls[::turn], tmp_path):
+        for got in generated(models, calls[::turn], tmp_path):
             assert max(relative(x, y) for x, y in zip(got, want[::turn], strict=True)) <= LIMIT
     assert sorted(looked_at) == [["blocks.0", "blocks.1"]] * 2 + [["blocks.1"]] * 2
 
@@ -187,7 +187,7 @@ def test_a_block_that_fails_while_it_is_tried_is_a_reason_in_words(tmp_path: Pat
     with pytest.raises(
         UnsupportedModel, match=r"LateGuest cannot be split by tokens .*index 4 is out of bounds.*cfg=2"
     ):
-        drawn(models_of(2, alone=12), calls, tmp_path)
+        generated(models_of(2, alone=12), calls, tmp_path)
 
 
 class GivenFirst(nn.Module):
@@ -220,9 +220,9 @@ def test_the_first_tokens_are_told_from_the_rest_by_their_number(ranks: int, tmp
         models.append(GivenFirst().eval().requires_grad_(False))
     calls: Calls = [{"hidden_states": noise(1, 14, 8, seed=given), "given": given} for given in (4, 6, 9)]
     want = [models[0](**call) for call in calls]
-    for got in drawn(models, calls, tmp_path):
+    for got in generated(models, calls, tmp_path):
         assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
-    alone = drawn(models, calls, tmp_path, "off")[0]
+    alone = generated(models, calls, tmp_path, "off")[0]
     assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
 
 
@@ -259,11 +259,11 @@ def test_residuals_that_do_not_act_yet_are_checked_too(
     calls: Calls = [{"hidden_states": noise(1, 12, 8), "timestep": 900.0, "residual": torch.zeros(1, 12, 8)}]
     if guarded:
         with pytest.raises((VerificationError, UnsupportedModel), match="Steered"):
-            drawn(models, calls, tmp_path)
+            generated(models, calls, tmp_path)
         return
     monkeypatch.setattr(token_denoiser, "with_noise_for_zeros", lambda call: None)
     calls.append(calls[0] | {"residual": noise(1, 12, 8, seed=3)})
     want = [models[0](**call) for call in calls]
-    for got in drawn(models, calls, tmp_path):
+    for got in generated(models, calls, tmp_path):
         assert relative(got[0], want[0]) <= LIMIT
         assert relative(got[1], want[1]) > 0.1  # silently: what the guard is for

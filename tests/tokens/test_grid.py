@@ -196,7 +196,7 @@ CLIPS = [(TokenGrid(2, 4, 6), "rows"), (TokenGrid(2, 4, 6), "bands"), (TokenGrid
 def test_tokens_are_shared_and_joined(grid: TokenGrid | None, cut: Cut, places: int) -> None:
     tokens = 48 if grid is None else grid.num_tokens
     x = torch.arange(tokens).view(1, tokens, 1)
-    shares = [spread(tokens, place, places, grid=grid, cut=cut) for place in range(places)]
+    shares = [spread(tokens, group_rank, places, grid=grid, cut=cut) for group_rank in range(places)]
     parts = [each.own(x, 1) for each in shares]
     assert [part.shape[1] for part in parts] == list(shares[0].sizes)
     assert torch.equal(shares[0].joined(parts, 1), x)

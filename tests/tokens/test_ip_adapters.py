@@ -43,10 +43,11 @@ def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) ->
 
 def test_from_no_picture_to_one(ranks: Any, tmp_path: Path) -> None:
     """The plan kept of a model that attends once is given up where it attends twice."""
-    name, drawn = "sd3", []
+    name, generated = "sd3", []
     for scale in (0.0, 0.8):
         changes = [Change("load_ip_adapter", (weights(name),), LOAD[name]), Change("set_ip_adapter_scale", (scale,))]
         drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path, options=pictures(name))
-        drawn += ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes[:1] + changes[1:])[0][1:]
-    for got, want in drawn:
+        found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes[:1] + changes[1:])
+        generated += found[0][1:]
+    for got, want in generated:
         assert relative(got, want) <= LIMIT

@@ -64,8 +64,8 @@ def test_the_kernel_is_called_on_everybodys_keys(calls: list[Any], strategy: str
     for got in found:
         assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= (LIMIT if strategy == "exact" else SAME)
     text = case.call(0)["encoder_hidden_states"].shape[1]
-    for share in case.shares:
-        assert (len(share) + text, case.tokens + text) in calls
+    for part in case.shares:
+        assert (len(part) + text, case.tokens + text) in calls
 
 
 def test_ways_that_merge_parts_take_torchs_kernel(calls: list[Any]) -> None:

@@ -88,6 +88,6 @@ def test_before_it_is(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     found, change = tiny.build(name), CHANGES[what]
     getattr(found.denoiser, change.method.rpartition(".")[2])(*change.args, **change.kwargs)
     drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
-    drawn = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, [NOTHING], found.pipe)[0]
+    generated = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, [NOTHING], found.pipe)[0]
     want = latents_of(found.pipe(**arguments(drawing, found)))
-    assert relative(drawn[0][0], want) <= LIMIT
+    assert relative(generated[0][0], want) <= LIMIT

@@ -49,10 +49,10 @@ def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
     stale = [
         PipelineCase(name=name, plan=f"patch=2,{STALE}", twice=twice, verifications=tmp_path) for twice in (False, True)
     ]
-    *drawn, alone, once, again = draw(ranks, *exact, off, *stale)
+    *generated, alone, once, again = draw(ranks, *exact, off, *stale)
     want = plain(name)
-    assert not [each for each in (*drawn, alone, once) if isinstance(each, str)]
-    assert max(relative(each, want) for each in drawn) <= EXACT
+    assert not [each for each in (*generated, alone, once) if isinstance(each, str)]
+    assert max(relative(each, want) for each in generated) <= EXACT
     assert relative(alone, want) > 10 * EXACT
     assert 2 * EXACT < relative(once, want) < 0.5
     assert torch.equal(once, again)  # nothing of the picture before is left

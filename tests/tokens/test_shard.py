@@ -215,12 +215,12 @@ def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> N
     want = torch.nn.functional.scaled_dot_product_attention(whole, whole, whole, attn_mask=mask)
 
     def attend(transport: Any) -> Any:
-        shares = spread(11, transport.rank, 2)
+        parts = spread(11, transport.rank, 2)
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), mode)
-        own = torch.cat([shares.own(image, 2), text], 2)
-        mask = _blind_to_each_other(shares.count, 3, boolean=boolean)
+        own = torch.cat([parts.own(image, 2), text], 2)
+        mask = _blind_to_each_other(parts.count, 3, boolean=boolean)
         asked = AttentionCall(query=own, key=own, value=own, attn_mask=mask)
-        return attend_split(split_, "here", AttentionTokens(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4), shares, asked)
+        return attend_split(split_, "here", AttentionTokens(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4), parts, asked)
 
     first, second = on_threads(2, attend)
     torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])

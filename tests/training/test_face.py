@@ -139,8 +139,8 @@ def test_levels_of_noise_are_those_of_the_steps_or_any():
     alike = (levels == levels[:, :1]).all(1)
     assert staged.float().mean() == pytest.approx(0.5, abs=0.05)
     assert alike.float().mean() == pytest.approx(0.75, abs=0.05)
-    shares = [(levels[staged, 0] == sigma).float().mean().item() for sigma in SCHEDULE.sigmas[:-1]]
-    assert shares == pytest.approx([0.25] * 4, abs=0.05)
+    parts = [(levels[staged, 0] == sigma).float().mean().item() for sigma in SCHEDULE.sigmas[:-1]]
+    assert parts == pytest.approx([0.25] * 4, abs=0.05)
 
 
 def test_the_mask_lies_over_what_moves():
@@ -231,11 +231,11 @@ def test_everything_is_trained_and_the_loss_falls():
 def test_batches_go_on_where_they_stopped():
     arguments = argparse.Namespace(seed=0, steps=6, batch_scale=0.1)
     run = fresh_run()
-    drawn = [batch.noise for batch in islice(batches(run, SHORT, arguments, None), 3)]
+    generated = [batch.noise for batch in islice(batches(run, SHORT, arguments, None), 3)]
     run.progress.step = run.progress.stage_step = 2
     (later,) = (batch.noise for batch in islice(batches(run, SHORT, arguments, None), 1))
-    assert torch.equal(later, drawn[2])
-    assert drawn[0].shape != drawn[1].shape or not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(later, generated[2])
+    assert generated[0].shape != generated[1].shape or not torch.equal(generated[0], generated[1])
 
 
 def test_prompts_are_what_the_pipeline_makes_of_them(networks):

@@ -12,16 +12,16 @@ from patchpar.comm.exchange_part import ExchangePart, edges_part, moments_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Axis, rank_sets
-from tests.ranks import DEADLINE, Place
+from tests.ranks import DEADLINE, PoolRank
 
 HALVES = {"patch": 2, "cfg": 2}
 
 
-def over_torch(place: Place, *, collective: bool) -> tuple[Communicator, TorchTransport]:
+def over_torch(this: PoolRank, *, collective: bool) -> tuple[Communicator, TorchTransport]:
     """A communicator over gloo along `HALVES`; if `collective`, as with NCCL one operation for all ranks of an axis."""
-    transport = TorchTransport(place.transport.device, DEADLINE, collective=collective)
+    transport = TorchTransport(this.transport.device, DEADLINE, collective=collective)
     if transport.collectives is not None:
-        transport.collectives.form(rank_sets(place.world, **HALVES))
+        transport.collectives.form(rank_sets(this.world, **HALVES))
     return Communicator(transport), transport
 
 
@@ -32,10 +32,10 @@ def values_of(rank: int, rows: int) -> list[Tensor]:
     return [keys, keys.transpose(0, 1).half(), keys > 0, keys[0, :, :1].double()]
 
 
-def gathers(place: Place, collective: bool, uneven: bool) -> dict[str, Any]:
+def gathers(this: PoolRank, collective: bool, uneven: bool) -> dict[str, Any]:
     """All gathers along both axes of a mesh; what came, and what was counted."""
-    comm, transport = over_torch(place, collective=collective)
-    mesh = place.mesh(**HALVES)
+    comm, transport = over_torch(this, collective=collective)
+    mesh = this.mesh(**HALVES)
     found: dict[str, Any] = {}
     for name in HALVES:
         axis = mesh[name]
@@ -66,10 +66,10 @@ def _gathered(comm: Communicator, axis: Axis, rows: dict[int, int]) -> list[Any]
     return [started[1].wait(), started[0].wait(), nearest, [work.wait() for work in stacked], same]
 
 
-def edges(place: Place, collective: bool, before: int, after: int) -> dict[str, Any]:
+def edges(this: PoolRank, collective: bool, before: int, after: int) -> dict[str, Any]:
     """Rounds of halo rows, alone and with moments, along both axes: in half precision beside single precision."""
-    comm, transport = over_torch(place, collective=collective)
-    mesh = place.mesh(**HALVES)
+    comm, transport = over_torch(this, collective=collective)
+    mesh = this.mesh(**HALVES)
     found: dict[str, Any] = {}
     for axis in (*(mesh[name] for name in HALVES), mesh.of_one_image()):
         own = values_of(axis.ranks[axis.rank], 3)[1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 LARGE = 72 << 20
 
@@ -48,33 +48,33 @@ def others(transport: Transport, world: int) -> list[int]:
     return [peer for peer in range(world) if peer != transport.rank]
 
 
-def kinds(place: Place) -> list[str]:
+def kinds(this: PoolRank) -> list[str]:
     """Every rank sends tensors of every kind to every other; the kinds that came wrong."""
-    own, peers = tensors_of(place.rank), others(place.transport, place.world)
+    own, peers = tensors_of(this.rank), others(this.transport, this.world)
     wrong = []
     for name, x in own.items():
         incoming = [Incoming(peer, specs_of([tensors_of(peer)[name]])) for peer in peers]
-        received = place.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, name).wait()
+        received = this.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, name).wait()
         for peer, (got,) in zip(peers, received, strict=True):
             sent = tensors_of(peer)[name]
             if got.dtype != sent.dtype or not torch.equal(got, sent.detach()):
                 wrong.append(name)
     several = [Incoming(peer, specs_of(tensors_of(peer).values())) for peer in peers]
-    received = place.transport.send_recv([Outgoing(tuple(peers), tuple(own.values()))], several, "together").wait()
+    received = this.transport.send_recv([Outgoing(tuple(peers), tuple(own.values()))], several, "together").wait()
     for peer, together in zip(peers, received, strict=True):
         if not all(torch.equal(x, y) for x, y in zip(together, tensors_of(peer).values(), strict=True)):
             wrong.append("together")
     return wrong
 
 
-def many_unread(place: Place, count: int, rows: int) -> bool:
+def many_unread(this: PoolRank, count: int, rows: int) -> bool:
     """Everybody sends `count` messages before anybody reads one; whether they came in order."""
-    peers = others(place.transport, place.world)
+    peers = others(this.transport, this.world)
     pending = []
     for number in range(count):
         x = torch.full((1 + number % rows, 256), float(number))
         incoming = [Incoming(peer, (TensorSpec.of(x),)) for peer in peers]
-        pending.append(place.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
+        pending.append(this.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
     found = [message.wait() for message in pending]
     return all(
         bool((x == number).all()) and len(x) == 1 + number % rows
@@ -83,24 +83,24 @@ def many_unread(place: Place, count: int, rows: int) -> bool:
     )
 
 
-def large(place: Place) -> bool:
+def large(this: PoolRank) -> bool:
     """A message larger than any segment so far, each way."""
-    peer = 1 - place.rank
-    x = torch.arange(LARGE // 4, dtype=torch.int32) + place.rank
-    ((got,),) = place.transport.send_recv(
+    peer = 1 - this.rank
+    x = torch.arange(LARGE // 4, dtype=torch.int32) + this.rank
+    ((got,),) = this.transport.send_recv(
         [Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "large"
     ).wait()
-    return torch.equal(got, x - place.rank + peer)
+    return torch.equal(got, x - this.rank + peer)
 
 
-def grown(place: Place, count: int) -> dict[str, int]:
+def grown(this: PoolRank, count: int) -> dict[str, int]:
     """By how many descriptors and bytes a rank has grown after `count` messages, having warmed up with a quarter."""
-    peer = 1 - place.rank
+    peer = 1 - this.rank
 
     def exchange(times: int) -> None:
         for number in range(times):
             x = torch.zeros(1 + number % 7, 4096)
-            place.transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "again").wait()
+            this.transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "again").wait()
 
     exchange(count // 4)
     before = _held()
@@ -114,14 +114,14 @@ def _held() -> dict[str, int]:
     return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "bytes": pages * os.sysconf("SC_PAGE_SIZE")}
 
 
-def any_order(place: Place, order: list[int]) -> list[bool]:
+def any_order(this: PoolRank, order: list[int]) -> list[bool]:
     """Exchanges of different size, all begun before the first is awaited, and awaited in `order`."""
-    peers = others(place.transport, place.world)
+    peers = others(this.transport, this.world)
     pending = []
     for number in range(len(order)):
-        x = torch.full((2 + number, 3), 10.0 * place.rank + number)
+        x = torch.full((2 + number, 3), 10.0 * this.rank + number)
         incoming = [Incoming(peer, (TensorSpec.of(x),)) for peer in peers]
-        pending.append(place.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
+        pending.append(this.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
     found = []
     for number in order:
         for peer, (x,) in zip(peers, pending[number].wait(), strict=True):
@@ -129,11 +129,11 @@ def any_order(place: Place, order: list[int]) -> list[bool]:
     return found
 
 
-def seen_coming(place: Place) -> list[bool]:
+def seen_coming(this: PoolRank) -> list[bool]:
     """Whether a message is said to be here: before it is sent, when it has come, and after it was fetched."""
-    transport, peer, spec = place.transport, 1 - place.rank, TensorSpec((3,), torch.float32)
+    transport, peer, spec = this.transport, 1 - this.rank, TensorSpec((3,), torch.float32)
     word = Outgoing((peer,), (torch.ones(3),))
-    if place.rank:
+    if this.rank:
         transport.send_recv([], [Incoming(peer, (spec,))], "go on").wait()
         sent = transport.send_recv([word], [], "here")
         sent.wait()
@@ -149,21 +149,21 @@ def seen_coming(place: Place) -> list[bool]:
     return [*found, pending.is_here(0)]
 
 
-def put_where_wanted(place: Place) -> dict[str, bool]:
+def put_where_wanted(this: PoolRank) -> dict[str, bool]:
     """Two tensors from every peer, the first into a part of a buffer, not contiguous, the second wherever it likes."""
-    peers = others(place.transport, place.world)
-    buffer = torch.zeros(2, 4 * place.world, 3)
+    peers = others(this.transport, this.world)
+    buffer = torch.zeros(2, 4 * this.world, 3)
     parts = {peer: buffer.narrow(1, 4 * peer, 4) for peer in peers}
-    own = (torch.full((2, 4, 3), 1.0 + place.rank), torch.full((5,), 10.0 + place.rank))
+    own = (torch.full((2, 4, 3), 1.0 + this.rank), torch.full((5,), 10.0 + this.rank))
     incoming = [Incoming(peer, specs_of(own), (parts[peer], None)) for peer in peers]
-    pending = place.transport.send_recv([Outgoing(tuple(peers), own)], incoming, "here")
+    pending = this.transport.send_recv([Outgoing(tuple(peers), own)], incoming, "here")
     untouched = not buffer.any()
     received = pending.wait()
     again = pending.wait()
-    want = [0.0 if peer == place.rank else 1.0 + peer for peer in range(place.world)]
+    want = [0.0 if peer == this.rank else 1.0 + peer for peer in range(this.world)]
     return {
         "nothing before it is awaited": untouched,
-        "in its place": [buffer[:, 4 * peer : 4 * peer + 4].unique().tolist() for peer in range(place.world)]
+        "in its place": [buffer[:, 4 * peer : 4 * peer + 4].unique().tolist() for peer in range(this.world)]
         == [[value] for value in want],
         "the very tensor": all(r[0].data_ptr() == parts[p].data_ptr() for p, r in zip(peers, received, strict=True)),
         "the other one anew": all(r[1].unique().item() == 10.0 + p for p, r in zip(peers, received, strict=True)),

@@ -27,12 +27,12 @@ def test_a_band_of_a_mask(dim: int, size: tuple[int, int], shape: tuple[int, int
     """Bands of rows and of columns, not all of one size, under masks of other proportions as well."""
     mask = torch.rand(1, 2, *shape, generator=torch.Generator().manual_seed(0))
     grid = LevelGrid(split_bands(size[dim], 3, 1), TokensAcross(size[-3 - dim]), dim)
-    for place in range(3):
+    for group_rank in range(3):
         with warnings.catch_warnings(action="ignore"):
-            (own, nothing) = own_masks([mask, None], grid, place)
+            (own, nothing) = own_masks([mask, None], grid, group_rank)
         assert own is not None
         assert nothing is None
         for number in range(2):
             whole = scaled(mask[:, number], size[0] * size[1]).unflatten(1, size)
-            want = whole.narrow(dim - 1, grid.bands.starts[place], grid.bands.size(place)).flatten(1, 2)
-            assert torch.equal(scaled(own[:, number], grid.num_tokens(place)), want)
+            want = whole.narrow(dim - 1, grid.bands.starts[group_rank], grid.bands.size(group_rank)).flatten(1, 2)
+            assert torch.equal(scaled(own[:, number], grid.num_tokens(group_rank)), want)

@@ -44,12 +44,12 @@ def made(world: int) -> list[OnThread]:
 def places() -> Iterator[list[OnThread]]:
     found = made(4)
     yield found
-    for place in found:
-        leave(place)
+    for this in found:
+        leave(this)
 
 
-def leave(place: OnThread) -> None:
-    for link in (place.links or {}).values():
+def leave(this: OnThread) -> None:
+    for link in (this.links or {}).values():
         link.close()
 
 
@@ -62,8 +62,8 @@ def told(transport: Transport, world: int) -> list[float]:
 
 
 def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(places: list[OnThread]) -> None:
-    def run(place: OnThread) -> list[list[float]]:
-        lines = [connect(place) for _ in range(2)]
+    def run(this: OnThread) -> list[list[float]]:
+        lines = [connect(this) for _ in range(2)]
         found = [told(line, 4) for line in reversed(lines)]
         for line in lines:
             line.close()
@@ -94,10 +94,10 @@ def test_rank_0_names_who_has_gone(places: list[OnThread]) -> None:
 
 def test_a_rank_that_does_not_connect_is_missed_at_once(places: list[OnThread]) -> None:
     """Later it would take for its own what was meant for this connection, and hear nobody."""
-    for place in places:
-        place.wait_limit = 0.5
+    for this in places:
+        this.wait_limit = 0.5
     with ThreadPoolExecutor(4) as threads:
-        tried = [threads.submit(connect, place) for place in places if place.rank != 2]
+        tried = [threads.submit(connect, this) for this in places if this.rank != 2]
         said = [str(each.exception()) for each in tried]
     for rank, sentence in zip([0, 1, 3], said, strict=True):
         assert f"rank {rank} cannot connect to the others: rank 2 has not connected within 0.5 s" in sentence

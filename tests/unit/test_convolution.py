@@ -41,7 +41,7 @@ def plain(conv: nn.Conv2d, x: Tensor, dim: int, halo: Halo) -> Tensor:
 def over_shares(way: Way, conv: nn.Conv2d, x: Tensor, starts: Sequence[int], dim: int) -> Tensor:
     stencil = stencil_of(conv, dim)
     shares = with_halo(x, starts, dim, stencil.before, stencil.after)
-    return torch.cat([way(conv, share, dim, halo) for share, halo in shares], dim)
+    return torch.cat([way(conv, part, dim, halo) for part, halo in shares], dim)
 
 
 def case(shape: str, dim: int, rows: int) -> tuple[nn.Conv2d, Tensor]:
@@ -114,9 +114,9 @@ def test_padding_by_the_model_itself() -> None:
     conv = nn.Conv2d(4, 6, 3, stride=2).requires_grad_(False)
     x, pad = torch.randn(1, 4, 40, 16), (0, 1, 0, 1)
     stencil, parts = stencil_of(conv, -2), []
-    for share, halo in with_halo(x, (0, 14, 40), -2, stencil.before, stencil.after):
-        y = conv(nn.functional.pad(share, pad))
-        padded_across = nn.functional.pad(share, (0, 1, 0, 0))
+    for part, halo in with_halo(x, (0, 14, 40), -2, stencil.before, stencil.after):
+        y = conv(nn.functional.pad(part, pad))
+        padded_across = nn.functional.pad(part, (0, 1, 0, 0))
         across = Halo(None, None if halo.after is None else nn.functional.pad(halo.after, (0, 1, 0, 0)))
         parts.append(mend_borders(conv, padded_across, y, -2, stencil, across))
     torch.testing.assert_close(torch.cat(parts, -2), conv(nn.functional.pad(x, pad)), atol=1e-5, rtol=1e-5)

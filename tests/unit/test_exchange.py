@@ -31,27 +31,27 @@ def along(world: int, function: Callable[[Communicator, Axis], Any]) -> list[Any
     return found
 
 
-def share(place: int, rows: int = 2) -> Tensor:
-    return torch.arange(rows * 5, dtype=torch.float32).view(1, rows, 5) + 100 * place
+def part(group_rank: int, rows: int = 2) -> Tensor:
+    return torch.arange(rows * 5, dtype=torch.float32).view(1, rows, 5) + 100 * group_rank
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gather_gives_every_share_in_order(world: int) -> None:
     def run(comm: Communicator, axis: Axis) -> tuple[list[Tensor], int]:
-        return AllGather(comm, axis, "kv", "here").same(share(axis.rank)), comm.traffic.total_bytes
+        return AllGather(comm, axis, "kv", "here").same(part(axis.rank)), comm.traffic.total_bytes
 
     for received, num_bytes in along(world, run):
-        assert [torch.equal(x, share(place)) for place, x in enumerate(received)] == [True] * world
+        assert [torch.equal(x, part(group_rank)) for group_rank, x in enumerate(received)] == [True] * world
         assert num_bytes == (world - 1) * 40
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_equal_shares_come_stacked(world: int) -> None:
     def run(comm: Communicator, axis: Axis) -> tuple[Tensor, int, int]:
-        found = comm.all_gather(axis, "kv", "here", share(axis.rank).transpose(1, 2)).wait()
+        found = comm.all_gather(axis, "kv", "here", part(axis.rank).transpose(1, 2)).wait()
         return found, comm.traffic.bytes_sent["kv"], comm.traffic.bytes_received["kv"]
 
-    wanted = torch.stack([share(place).transpose(1, 2) for place in range(world)])
+    wanted = torch.stack([part(group_rank).transpose(1, 2) for group_rank in range(world)])
     for received, *num_bytes in along(world, run):
         assert torch.equal(received, wanted)
         assert num_bytes == [(world - 1) * 40] * 2
@@ -60,18 +60,20 @@ def test_equal_shares_come_stacked(world: int) -> None:
 @pytest.mark.parametrize("dim", [1, -2])
 def test_shares_of_different_size(dim: int) -> None:
     def run(comm: Communicator, axis: Axis) -> list[Tensor]:
-        return AllGather(comm, axis, "prediction", "here").parts(share(axis.rank, SIZES[axis.rank]), dim, SIZES)
+        return AllGather(comm, axis, "prediction", "here").parts(part(axis.rank, SIZES[axis.rank]), dim, SIZES)
 
     for received in along(4, run):
-        assert all(torch.equal(x, share(place, SIZES[place])) for place, x in enumerate(received))
+        assert all(torch.equal(x, part(group_rank, SIZES[group_rank])) for group_rank, x in enumerate(received))
 
 
 def test_the_nearest_share_comes_first() -> None:
     def run(comm: Communicator, axis: Axis) -> list[int]:
-        own = [share(axis.rank), share(axis.rank)]
+        own = [part(axis.rank), part(axis.rank)]
         gathering = AllGather(comm, axis, "kv", "here").start(own, lambda _: [TensorSpec.of(x) for x in own])
         arriving = zip(axis.others, gathering.arriving(), strict=True)
-        return [place for place, tensors in arriving if all(torch.equal(x, share(place)) for x in tensors)]
+        return [
+            group_rank for group_rank, tensors in arriving if all(torch.equal(x, part(group_rank)) for x in tensors)
+        ]
 
     assert along(4, run) == [[1, 2, 3], [0, 2, 3], [1, 3, 0], [2, 1, 0]]
 
@@ -80,7 +82,7 @@ def test_the_nearest_share_comes_first() -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 0), (0, 1), (0, 0)])
 def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before: int, after: int) -> None:
     def run(comm: Communicator, axis: Axis) -> tuple[Any, int]:
-        x, moments = share(axis.rank, 4), torch.full((3,), float(axis.rank))
+        x, moments = part(axis.rank, 4), torch.full((3,), float(axis.rank))
         first = x[:, :after] if axis.rank > 0 and after else None
         last = x[:, 4 - before :] if axis.rank + 1 < world and before else None
         above = TensorSpec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
@@ -88,38 +90,38 @@ def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before
         pending = comm.gather_with_edges(axis, "norm1", [moments], edges_part(axis, first, last, above, below))
         return pending.wait(), comm.traffic.total_bytes
 
-    for place, ((shared, (above, below)), num_bytes) in enumerate(along(world, run)):
+    for group_rank, ((shared, (above, below)), num_bytes) in enumerate(along(world, run)):
         assert {other: values[0][0].item() for other, values in shared.items()} == {
-            other: float(other) for other in range(world) if other != place
+            other: float(other) for other in range(world) if other != group_rank
         }
-        assert (above is not None) == bool(place > 0 and before)
-        assert (below is not None) == bool(place + 1 < world and after)
+        assert (above is not None) == bool(group_rank > 0 and before)
+        assert (below is not None) == bool(group_rank + 1 < world and after)
         if above is not None:
-            assert torch.equal(above, share(place - 1, 4)[:, 4 - before :])
+            assert torch.equal(above, part(group_rank - 1, 4)[:, 4 - before :])
         if below is not None:
-            assert torch.equal(below, share(place + 1, 4)[:, :after])
-        rows = after * (place > 0) + before * (place + 1 < world)
+            assert torch.equal(below, part(group_rank + 1, 4)[:, :after])
+        rows = after * (group_rank > 0) + before * (group_rank + 1 < world)
         assert num_bytes == (world - 1) * 12 + rows * 20
 
 
 def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
     def run(comm: Communicator, axis: Axis) -> tuple[Any, int]:
-        x = share(axis.rank)
+        x = part(axis.rank)
         spec = TensorSpec((1, 1, 5), x.dtype)
         first, above = (x[:, :1], spec) if axis.rank > 0 else (None, None)
         last, below = (x[:, 1:], spec) if axis.rank < 3 else (None, None)
         pending = comm.gather_with_edges(axis, "conv", [], edges_part(axis, first, last, above, below))
         return pending.wait()[1], comm.traffic.total_bytes
 
-    for place, ((above, below), num_bytes) in enumerate(along(4, run)):
-        assert (above is None) == (place == 0)
-        assert (below is None) == (place == 3)
-        assert num_bytes == (1 if place in (0, 3) else 2) * 20
+    for group_rank, ((above, below), num_bytes) in enumerate(along(4, run)):
+        assert (above is None) == (group_rank == 0)
+        assert (below is None) == (group_rank == 3)
+        assert num_bytes == (1 if group_rank in (0, 3) else 2) * 20
 
 
 def test_one_rank_to_another_and_what_the_door_counts() -> None:
     def run(comm: Communicator, axis: Axis) -> Any:
-        x = share(0)
+        x = part(0)
         if axis.rank == 0:
             comm.send("branch", "guidance", [1, 2], [x]).wait()
         else:
@@ -139,7 +141,7 @@ def test_the_door_says_where_it_is() -> None:
     def run(transport: Any) -> list[str]:
         seen: list[str] = []
         axis = Mesh(transport.rank, range(2), patch=2)["patch"]
-        AllGather(Communicator(transport, seen.append), axis, "kv", "mid_block.attn1").same(share(0))
+        AllGather(Communicator(transport, seen.append), axis, "kv", "mid_block.attn1").same(part(0))
         return seen
 
     assert on_threads(2, run) == [["mid_block.attn1"]] * 2
@@ -157,7 +159,7 @@ def test_one_handle_from_the_transport_to_whoever_waits() -> None:
             return made[-1]
 
         transport.send_recv = noted  # type: ignore[method-assign]
-        x, spec = share(axis.rank), TensorSpec.of(share(0))
+        x, spec = part(axis.rank), TensorSpec.of(part(0))
         ours = {"last": x[:, 1:]} if axis.rank == 0 else {"before": TensorSpec((1, 1, 5), x.dtype)}
         edges = edges_part(axis, **ours)  # type: ignore[arg-type]
         started: list[Work[Any]] = [
@@ -177,13 +179,13 @@ def test_a_message_is_waited_for_and_counted_once() -> None:
     """However often its handle is asked for it."""
 
     def run(comm: Communicator, axis: Axis) -> int:
-        x = share(axis.rank)
+        x = part(axis.rank)
         comm.traffic.events = []
         work = AllGather(comm, axis, "kv", "attn1").start([x], lambda _: [TensorSpec.of(x)])
         work.wait_for(0)
-        assert torch.equal(work.wait_for(0)[0], share(1 - axis.rank))
+        assert torch.equal(work.wait_for(0)[0], part(1 - axis.rank))
         waits = [event for event in comm.traffic.events if event.what == "wait"]
-        assert [torch.equal(found, share(place)) for place, (found,) in enumerate(work.wait())] == [True, True]
+        assert [torch.equal(found, part(group_rank)) for group_rank, (found,) in enumerate(work.wait())] == [True, True]
         return len(waits)
 
     assert along(2, run) == [1, 1]

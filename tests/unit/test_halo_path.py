@@ -35,7 +35,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def handed_on(transport: Any) -> list[str]:
     """Classes of this package whose methods have the row in hand, from the hook to the transport, both included."""
-    share = LocalPatch(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), bands=Bands((0, 4, 8)))
+    part = LocalPatch(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), bands=Bands((0, 4, 8)))
     conv, x, seen = nn.Conv2d(1, 1, 3, padding=1), torch.ones(1, 1, 4, 4), dict[str, None]()
     memory, send_recv = x.untyped_storage().data_ptr(), type(transport).send_recv
 
@@ -49,7 +49,7 @@ def handed_on(transport: Any) -> list[str]:
             sys.setprofile(None)
 
     with HookSet() as hooks, torch.no_grad():
-        hooks.install(conv, ConvHook(share, "conv", reads_sample=False, trailing=0), "patchpar_test")
+        hooks.install(conv, ConvHook(part, "conv", reads_sample=False, trailing=0), "patchpar_test")
         sys.setprofile(note)
         try:
             conv(x)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from patchpar.shard.unet.layers import Normalise, merge_moments, moments_of, pack_moments
 from tests.tensors import relative
-from tests.unit.shares import cut
+from tests.unit.parts import cut
 
 SPLITS = [(0, 8, 16), (0, 2, 16), (0, 5, 6, 16), (0, 1, 4, 9, 16)]
 
@@ -24,10 +24,10 @@ def norm_of(groups: int = 4, channels: int = 16, *, affine: bool = True) -> nn.G
 
 
 def over_shares(norm: nn.GroupNorm, x: Tensor, starts: Sequence[int], dim: int = -2) -> Tensor:
-    shares = cut(x, starts, dim)
-    packed = [pack_moments(moments_of(share, norm.num_groups)) for share in shares]
+    parts = cut(x, starts, dim)
+    packed = [pack_moments(moments_of(part, norm.num_groups)) for part in parts]
     normalise = Normalise(norm, merge_moments(packed, (x.shape[0], norm.num_groups)))
-    return torch.cat([normalise(share) for share in shares], dim)
+    return torch.cat([normalise(part) for part in parts], dim)
 
 
 def by_squares(norm: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def test_maps_of_a_video_and_tokens() -> None:
 def test_without_the_other_shares_the_norm_is_wrong() -> None:
     torch.manual_seed(0)
     norm, x = norm_of(), torch.randn(2, 16, 16, 16) + torch.linspace(0, 3, 16).view(16, 1)
-    alone = torch.cat([norm(share) for share in cut(x, (0, 8, 16), -2)], -2)
+    alone = torch.cat([norm(part) for part in cut(x, (0, 8, 16), -2)], -2)
     assert relative(alone, norm(x)) > 1e-1
 
 

@@ -15,9 +15,9 @@ def test_every_row_belongs_to_one_place(total: int, places: int, unit: int) -> N
     assert len(bands) == places
     assert bands.starts[0] == 0
     assert bands.total == total
-    assert sum(bands.size(place) for place in range(places)) == total
+    assert sum(bands.size(group_rank) for group_rank in range(places)) == total
     assert all(start % unit == 0 for start in bands.starts[:-1])
-    assert min(bands.size(place) for place in range(places)) >= unit
+    assert min(bands.size(group_rank) for group_rank in range(places)) >= unit
 
 
 def test_bands_differ_by_one_unit_at_most_and_the_last_takes_the_remainder() -> None:
@@ -35,9 +35,9 @@ def test_too_few_units_are_refused_with_the_figures() -> None:
 def test_levels_of_a_unet_halve_the_bands_rounding_up(total: int, stride: int) -> None:
     bands = split_bands(total, 2, 8)
     expected = tuple(-(-start // stride) for start in bands.starts)
-    for place in range(2):
-        own = expected[place + 1] - expected[place]
-        assert bands.at_level(place, own, total).starts == expected
+    for group_rank in range(2):
+        own = expected[group_rank + 1] - expected[group_rank]
+        assert bands.at_level(group_rank, own, total).starts == expected
 
 
 def test_an_enlarged_map() -> None:

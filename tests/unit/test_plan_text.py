@@ -42,8 +42,8 @@ def values_of(option: Field[Any], hint: Any, chance: random.Random) -> list[Any]
         if get_origin(kind) is Literal:
             found += get_args(kind)
         else:
-            drawn = {int: chance.randint(1, 9), float: chance.choice((chance.random(), 1.0, 1e-07, 0.5))}
-            found += [True, False] if kind is bool else [None if kind is NoneType else drawn[kind]]
+            generated = {int: chance.randint(1, 9), float: chance.choice((chance.random(), 1.0, 1e-07, 0.5))}
+            found += [True, False] if kind is bool else [None if kind is NoneType else generated[kind]]
     return found
 
 
@@ -63,9 +63,9 @@ def strategies_at_random(kind: type[Any], chance: random.Random) -> Iterator[Any
 @pytest.mark.parametrize("name", known())
 def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
     chance, kind, seen = random.Random(name), known()[name], Counter[str]()
-    drawn = strategies_at_random(kind, chance)
+    generated = strategies_at_random(kind, chance)
     for _ in range(DRAWS):
-        strategy = next(drawn)
+        strategy = next(generated)
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
         plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS))

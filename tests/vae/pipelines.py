@@ -14,6 +14,6 @@ class GoesOn(StableDiffusionXLPipeline):
 
     @torch.no_grad()
     def __call__(self, prompt: str, generator: Any = None, **kwargs: Any) -> Any:
-        drawn = super().__call__(prompt, generator=generator, output_type="pt", **kwargs).images
-        latents = self.vae.encode(0.5 * drawn).latent_dist.sample(generator)
+        generated = super().__call__(prompt, generator=generator, output_type="pt", **kwargs).images
+        latents = self.vae.encode(0.5 * generated).latent_dist.sample(generator)
         return StableDiffusionXLPipelineOutput(images=self.vae.decode(latents).sample)

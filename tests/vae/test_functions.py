@@ -31,8 +31,8 @@ def on_bands(function: Callable[[VaeBand], Any], *, rows: int = ROWS, world: int
     """What `function(band)` gives on each rank, with torch's functions replaced."""
 
     def run(transport: Transport) -> Any:
-        share = LocalPatch(Communicator(transport), axis_of(transport, world), bands=split_bands(rows, world, 1))
-        band = VaeBand(share)
+        part = LocalPatch(Communicator(transport), axis_of(transport, world), bands=split_bands(rows, world, 1))
+        band = VaeBand(part)
         with torch.no_grad(), BandFunctions(band):
             return function(band)
 

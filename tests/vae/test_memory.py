@@ -115,14 +115,14 @@ class Arrived(Work[Messages]):
 
 
 @cache
-def operations(world: int, place: int, method: str) -> dict[str, int]:
+def operations(world: int, group_rank: int, method: str) -> dict[str, int]:
     """Multiplications and additions of one rank, by part of SDXL's own VAE, on no device.
 
     At 4096 x 4096 pixels where it decodes, 3072 x 3072 where it encodes.
     """
     vae = sdxl_like(128, 256, 512, 512, groups=32, device="meta")
     x = torch.empty((1, 4, 512, 512) if method == "decode" else (1, 3, 3072, 3072), device="meta")
-    split = SplitMethod(vae, method, (Communicator(Nowhere(place)), axis_of(Nowhere(place), world)), None)
+    split = SplitMethod(vae, method, (Communicator(Nowhere(group_rank)), axis_of(Nowhere(group_rank), world)), None)
     call = VaeCall(getattr(vae, method), x, (), {})
     with torch.no_grad():
         split.takes(call)

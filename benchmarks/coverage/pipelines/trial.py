@@ -24,7 +24,7 @@ from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import IMAGE_ARGUMENTS
-from tests.ranks import Place
+from tests.ranks import PoolRank
 
 from .entry import Built, Entry
 
@@ -55,15 +55,15 @@ class Outcome:
 
 
 def examined(
-    place: Place, name: str, plans: Sequence[str], verifications: str, has_controls: bool = True
+    this: PoolRank, name: str, plans: Sequence[str], verifications: str, has_controls: bool = True
 ) -> list[Outcome]:
     """What each plan gives, on this rank, without those that leave it idle.
 
     `has_controls`: patch=2 is tried without exchange too. Collective: every rank of the pool calls it.
     """
-    place.transport.deadline = PATIENCE
-    engine, subject = PipelineRunner(place.context), _Subject(name)
-    trials = [_Trial(place, engine, subject, plan, Path(verifications), has_controls) for plan in plans]
+    this.transport.deadline = PATIENCE
+    engine, subject = PipelineRunner(this.context), _Subject(name)
+    trials = [_Trial(this, engine, subject, plan, Path(verifications), has_controls) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
 
 
@@ -101,23 +101,23 @@ class _Trial:
 
     def __init__(
         self,
-        place: Place,
+        this: PoolRank,
         engine: PipelineRunner,
         subject: _Subject,
         plan: str,
         verifications: Path,
         has_controls: bool,
     ) -> None:
-        self.group_rank, self.engine, self.subject, self.has_controls = place, engine, subject, has_controls
+        self.this, self.engine, self.subject, self.has_controls = this, engine, subject, has_controls
         self.text, self.plan = plan, Plan.parse(plan)
         self.options = CallOptions(
-            plan=self.plan, verify=verifications / str(place.rank), random=RandomState(seed=SEED), quiet=True
+            plan=self.plan, verify=verifications / str(this.rank), random=RandomState(seed=SEED), quiet=True
         )
 
     def run(self) -> Outcome | None:
         text = self.text
         self.engine.restore()
-        if self.group_rank.rank >= self.plan.world_size:
+        if self.this.rank >= self.plan.world_size:
             self.engine.generate(
                 {}, self.options
             )  # without a pipeline: it takes part in nothing but the meeting of ranks
@@ -135,18 +135,18 @@ class _Trial:
 
     def _wanted(self) -> tuple[list[Tensor], str]:
         """What this rank has to return, nothing where rank 0 returns it for all, and why plain diffusers cannot."""
-        if self.group_rank.rank and self.plan.data == 1:
+        if self.this.rank and self.plan.data == 1:
             return [], ""
         try:
-            return results(_of_rank(self.subject.wanted(self.plan.data), self.group_rank.rank, self.plan.data)), ""
+            return results(_of_rank(self.subject.wanted(self.plan.data), self.this.rank, self.plan.data)), ""
         except Exception as failure:  # noqa: BLE001 - an entry, or diffusers' own code, is wrong
             return [], f"{type(failure).__name__}: {failure}"
 
     def _on_all_ranks(self, is_so: bool) -> bool:
         """Whether it is so on every rank of the plan. Collective."""
         ranks = self.plan.world_size
-        axis = Axis("patch", self.group_rank.rank, ranks, tuple(range(ranks)))
-        return all(map(bool, AllGather(self.group_rank.comm(), axis, "plain", "plain").same(torch.tensor([is_so]))))
+        axis = Axis("patch", self.this.rank, ranks, tuple(range(ranks)))
+        return all(map(bool, AllGather(self.this.comm(), axis, "plain", "plain").same(torch.tensor([is_so]))))
 
     def _errors(self, want: Sequence[Tensor]) -> tuple[float, float | None]:
         engine = self.engine
@@ -159,9 +159,9 @@ class _Trial:
         errors = [self._error(each, want) for each in got]
         return errors[0], next(iter(errors[1:]), None)
 
-    def _error(self, drawn: Any, want: Sequence[Tensor]) -> float:
+    def _error(self, generated: Any, want: Sequence[Tensor]) -> float:
         """Of what this rank has to return; 0 where it returns nothing, since another rank returns the same."""
-        output = getattr(drawn, "output", None)
+        output = getattr(generated, "output", None)
         if output is None:
             return 0.0
         return distance(results(output), want)
