@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.exchange_part import Halo
 from patchpar.shard.unet.layers import convolve_with_halo, is_heavy, is_thin, mend_borders, stencil_of
-from tests.unit.shares import with_halo
+from tests.unit.parts import with_halo
 
 SHAPES = {
     "3": {"kernel_size": 3, "padding": 1},
