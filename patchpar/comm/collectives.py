@@ -28,6 +28,7 @@ from patchpar.comm.exchange_part import (
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
+    FlatParts,
     Incoming,
     Messages,
     Outgoing,
@@ -92,6 +93,26 @@ class Communicator:
         buffers = own.view(-1), out.view(axis.size, own.numel())
         begin = partial(collectives.all_gather, axis.ranks, buffers, incoming, where, bulk=bulk)
         return self._start(kind, where, begin).then(lambda _: out)
+
+    def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
+        """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
+
+        One operation where the transport has it. The result of the Work: the buffer of `into`, with this rank's own
+        part. It raises ExchangeError.
+        """
+        sent, received = own.parts(), into.parts()
+        outgoing = [Outgoing((axis.ranks[other],), (sent[other],)) for other in axis.others]
+        incoming = [
+            Incoming(axis.ranks[other], (TensorSpec.of(received[other]),), (received[other],)) for other in axis.others
+        ]
+        collectives = collectives_of(self.transport, axis)
+        if collectives is None:
+            received[axis.rank].copy_(sent[axis.rank])
+            return self.send_recv(kind, where, outgoing, incoming, axis).then(lambda _: into.buffer)
+        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
+        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
+        begin = partial(collectives.all_to_all, axis.ranks, own, into, incoming, where)
+        return self._start(kind, where, begin).then(lambda _: into.buffer)
 
     def exchange(
         self, where: str, parts: Sequence[ExchangePart], label: str = "", *, bulk: bool = False

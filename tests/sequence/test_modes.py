@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Arrived
+from patchpar.comm.transport import Arrived, FlatParts
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.attention_mode import WAYS, AttentionMode
 from patchpar.plan.mesh import Axis
@@ -246,7 +246,7 @@ class Launches(TorchDispatchMode):
 
 
 class InPlace:
-    """Stands for a communicator that gathers in one operation: this rank's part is in its place already."""
+    """Stands for a communicator with one operation for all ranks; what is gathered is in its place already."""
 
     def __init__(self) -> None:
         self.transport = SimpleNamespace(collectives=self)
@@ -256,16 +256,29 @@ class InPlace:
         assert found[axis.rank].data_ptr() == own.data_ptr()
         return Arrived(found, where)
 
+    def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Arrived[Tensor]:
+        assert own.sizes == into.sizes  # of equal shares
+        return Arrived(into.buffer.copy_(own.buffer), where)
 
-@pytest.mark.parametrize(("common", "packed"), [(0, 1), (3, 2)])
-def test_one_attention_to_all_gathered_keys(common: int, packed: int) -> None:
-    """Beside the collective, keys and values are packed by one kernel, and those of text by another."""
+
+@pytest.mark.parametrize(
+    ("mode", "common", "before", "after"),
+    [
+        (AttentionMode(), 0, ["cat"], []),
+        (AttentionMode(), 3, ["cat", "cat"], []),
+        (AttentionMode(ulysses=3), 0, ["cat", "copy_"], ["copy_", "cat"]),
+        (AttentionMode(ulysses=3), 3, ["cat", "cat", "copy_"], ["cat", "copy_", "cat"]),
+    ],
+    ids=str,
+)
+def test_launches_beside_one_attention(mode: AttentionMode, common: int, before: list[str], after: list[str]) -> None:
+    """One to pack what is sent, one for text, and with heads one to join those that return; `copy_` is the exchange."""
     comm: Any = InPlace()
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole(heads=4, key_heads=4, tokens=common + 6))
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in whole(heads=6, key_heads=6, tokens=common + 6))
     shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(6, 6, 6), group_rank=1, common=common)
     with Launches() as launches:
-        attend_together(AttentionMode(), comm, Axis("patch", 1, 3, (0, 1, 2)), "layer", shared)
-    assert launches.names == ["cat"] * packed + ["_scaled_dot_product_flash_attention_for_cpu"]
+        attend_together(mode, comm, Axis("patch", 1, 3, (0, 1, 2)), "layer", shared)
+    assert launches.names == [*before, "_scaled_dot_product_flash_attention_for_cpu", *after]
 
 
 def test_a_degree_that_does_not_divide() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.exchange_part import ExchangePart, edges_part, moments_part
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.transport import FlatParts, TensorSpec
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Axis, rank_sets
 from tests.ranks import DEADLINE, PoolRank
@@ -40,7 +40,7 @@ def gathers(this: PoolRank, collective: bool, uneven: bool) -> dict[str, Any]:
     for name in HALVES:
         axis = mesh[name]
         rows = {rank: 2 + rank * uneven for rank in axis.ranks}
-        found[name] = _gathered(comm, axis, rows)
+        found[name] = [*_gathered(comm, axis, rows), _all_to_all(comm, axis, uneven)]
     found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
     found["rounds"] = dict(comm.traffic.rounds)
     transport.close()
@@ -64,6 +64,18 @@ def _gathered(comm: Communicator, axis: Axis, rows: dict[int, int]) -> list[Any]
     stacked[0] = in_place
     same = AllGather(comm, axis, "tokens", "norm2").same(equal[1])
     return [started[1].wait(), started[0].wait(), nearest, [work.wait() for work in stacked], same]
+
+
+def _all_to_all(comm: Communicator, axis: Axis, uneven: bool) -> Tensor:
+    """Each rank sends to each its own number and the receiver's, one time more for every rank on if `uneven`."""
+    ranks, mine = range(axis.size), axis.rank
+    own = [torch.tensor([10.0 * mine + other] * (2 + other * uneven)) for other in ranks]
+    size = 2 + mine * uneven
+    into = FlatParts(torch.zeros(size * axis.size), (size,) * axis.size)
+    sent = FlatParts(torch.cat(own), tuple(len(x) for x in own))
+    found = comm.all_to_all(axis, "heads", "attn1", sent, into).wait()
+    assert found.tolist() == [10.0 * other + mine for other in ranks for _ in range(size)]
+    return found
 
 
 def edges(this: PoolRank, collective: bool, before: int, after: int) -> dict[str, Any]:

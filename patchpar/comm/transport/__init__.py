@@ -14,6 +14,7 @@ from patchpar.comm.transport.delayed import DelayedTransport
 from patchpar.comm.transport.message import (
     Arrived,
     Collectives,
+    FlatParts,
     Incoming,
     Messages,
     Outgoing,
@@ -27,6 +28,7 @@ __all__ = [
     "Arrived",
     "Collectives",
     "DelayedTransport",
+    "FlatParts",
     "Incoming",
     "Messages",
     "Outgoing",

@@ -33,6 +33,17 @@ class TensorSpec(NamedTuple):
         return cls(tuple(x.shape), x.dtype)
 
 
+class FlatParts(NamedTuple):
+    """A contiguous buffer [elements] of parts that follow each other, of `sizes` elements, one for each rank."""
+
+    buffer: Tensor
+    sizes: tuple[int, ...]
+
+    def parts(self) -> list[Tensor]:
+        """Return views of the parts, [elements] each."""
+        return list(self.buffer.split_with_sizes(self.sizes))
+
+
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """The same tensors to one or several ranks, as one message each."""
@@ -206,6 +217,14 @@ class Collectives(Protocol):
         """Start to gather [elements] of all ranks, of the same size, into [len(ranks), elements].
 
         `incoming`: the messages of the other ranks that lie in their rows of the latter, see `packing`.
+        """
+
+    def all_to_all(
+        self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
+    ) -> Work[Messages]:
+        """Start to send each rank its part of `own`, and to receive its part of `into` from each, this one's included.
+
+        `incoming`: the messages of the other ranks that lie in their parts of the latter.
         """
 
     def exchange(

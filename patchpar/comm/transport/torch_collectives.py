@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport.message import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.packing import pack_row, row_of
 from patchpar.comm.transport.torch_groups import ProcessGroups
 
@@ -48,6 +48,19 @@ class TorchCollectives:
 
         received = [rows[ranks.index(message.peer)] for message in incoming]
         return self._start(begin, ([own], received), incoming, where)
+
+    def all_to_all(
+        self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
+    ) -> Work[Messages]:
+        """See `Collectives`."""
+        group = self._groups.of(ranks, bulk=False)
+        sizes, parts = (list(into.sizes), list(own.sizes)), into.parts()
+
+        def begin() -> Sequence[dist.Work]:
+            return [dist.all_to_all_single(into.buffer, own.buffer, *sizes, group=group, async_op=True)]
+
+        received = [parts[ranks.index(message.peer)] for message in incoming]
+        return self._start(begin, ([own.buffer], received), incoming, where)
 
     def exchange(
         self,

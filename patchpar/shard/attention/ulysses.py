@@ -6,7 +6,10 @@ and another mode attends across the groups, for the heads of each rank.
 
 sent by each rank       4 (U-1)/(U N) of the sequence for the heads, and what the other mode sends of 1/U of the heads
 
-Shape letters: as in `sharded_qkv`; n, m query and key heads of this rank, t tokens of the group.
+Messages are packed with tokens outermost, so that those of all ranks in one buffer are the tokens of the group, in
+order; attention reads queries, keys and values out of it as they are.
+
+Shape letters: as in `sharded_qkv`; n, m query and key heads of this rank, t tokens of the group, U its ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +19,12 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Work
+from patchpar.comm.transport import FlatParts
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_to_all
 from patchpar.shard.attention.lse_kernels import expand_heads
+from patchpar.shard.attention.packed_tokens import pack_tokens, unpack_tokens
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan, spans_of
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
@@ -33,6 +37,16 @@ class HeadAssignment:
     query: TokenSpan
     key: TokenSpan
     group: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Number of heads of queries, keys and values that are sent."""
+        return len(self.query), len(self.key), len(self.key)
+
+    def of(self, qkv: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of these heads of queries [B, N, l, D] and of keys and values [B, M, l, D]."""
+        spans = (self.query, self.key, self.key)
+        return [x.narrow(1, span.start, len(span)) for x, span in zip(qkv, spans, strict=True)]
 
     def keys_for(self, x_BMkD: Tensor) -> Tensor:
         """Return key heads [B, M, k, D], repeated for each of this rank's query heads where a group is cut."""
@@ -94,39 +108,21 @@ def tokens_to_heads(
     sizes: Sequence[int],
 ) -> ShardedQKV:
     """Send tokens for heads: return all tokens of the group, [B, n, c + t, D], for the own heads. The mask is whole."""
-    mine = split[group.rank]
-    tensors = (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD)
-
-    def of_heads(heads: HeadAssignment) -> list[Tensor]:
-        spans = (heads.query, heads.key, heads.key)
-        return [x[:, span.start : span.stop] for x, span in zip(tensors, spans, strict=True)]
-
-    def own_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [x[:, :, common:] for x, common in zip(tensors, shared.beside, strict=True)]
-
-    def specs(group_rank: int) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec((x.shape[0], x.shape[1], sizes[group_rank], x.shape[3]), x.dtype) for x in own)
-
-    own = of_heads(mine)
-    outgoing = [
-        Outgoing((group.ranks[group_rank],), tuple(x.contiguous() for x in own_tokens(of_heads(split[group_rank]))))
-        for group_rank in group.others
-    ]
-    incoming = [Incoming(group.ranks[group_rank], specs(group_rank)) for group_rank in group.others]
-    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming, group), group)
-    received[group.rank] = own_tokens(own)
-    whole = [
-        torch.cat(
-            [x[:, :, : shared.beside[index]], *(received[group_rank][index] for group_rank in range(group.size))], 2
-        )
-        for index, x in enumerate(own)
-    ]
-    total = sum(sizes)
+    mine, qkv = split[group.rank], (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD)
+    batch, _, _, width = shared.q_BNlD.shape
+    own = [x.narrow(2, common, sizes[group.rank]) for x, common in zip(qkv, shared.beside, strict=True)]
+    token = batch * sum(mine.heads) * width  # elements
+    whole = own[0].new_empty((shared.common + sum(sizes), batch, sum(mine.heads), width))
+    if shared.common:
+        _pack_common(shared, mine.of(qkv), whole.narrow(0, 0, shared.common))
+    received = FlatParts(whole.narrow(0, shared.common, sum(sizes)).view(-1), tuple(token * size for size in sizes))
+    comm.all_to_all(group, "heads", where, _by_heads(own, split), received).wait()
+    q_BnLD, k_BmLD, v_BmLD = unpack_tokens(whole, mine.heads)
     return ShardedQKV(
-        q_BNlD=whole[0],
-        k_BMlD=mine.keys_for(whole[1]),
-        v_BMlD=mine.keys_for(whole[2]),
-        sizes=(total,),
+        q_BNlD=q_BnLD.narrow(2, shared.common - shared.asking, shared.asking + sum(sizes)),
+        k_BMlD=mine.keys_for(k_BmLD),
+        v_BMlD=mine.keys_for(v_BmLD),
+        sizes=(sum(sizes),),
         group_rank=0,
         common=shared.common,
         common_asks=shared.common_asks,
@@ -135,6 +131,26 @@ def tokens_to_heads(
         scale=shared.scale,
         kernel=shared.kernel,
     )
+
+
+def _pack_common(shared: ShardedQKV, qkv: Sequence[Tensor], into: Tensor) -> None:
+    """Write the common tokens of the own heads into [c, B, n + m + m, D]; where they do not ask, no queries."""
+    first = 0 if shared.asking else 1
+    heads = sum(x.shape[1] for x in qkv[first:])
+    common = [x.narrow(2, 0, shared.common) for x in qkv[first:]]
+    pack_tokens(common, into=into.narrow(2, into.shape[2] - heads, heads))
+
+
+def _by_heads(qkv: Sequence[Tensor], split: Sequence[HeadAssignment]) -> FlatParts:
+    """Return for each rank its heads of our tokens, [l, B, n + m + m, D]; by one kernel where all have equally many."""
+    ranks, (batch, _, tokens, width) = len(split), qkv[0].shape
+    parts = tuple(tokens * batch * sum(each.heads) * width for each in split)
+    if len({each.heads for each in split}) > 1 or any(len(each.key) * ranks != qkv[1].shape[1] for each in split):
+        return FlatParts(torch.cat([pack_tokens(each.of(qkv)).view(-1) for each in split]), parts)
+    by_rank = [torch.unflatten(x, 1, (ranks, -1)).permute(1, 3, 0, 2, 4) for x in qkv]
+    if batch == 1:
+        by_rank = [x.squeeze(2) for x in by_rank]  # torch joins tensors of at most four dims by one kernel
+    return FlatParts(torch.cat(by_rank, -2).view(-1), parts)
 
 
 def heads_to_tokens(
@@ -150,24 +166,23 @@ def heads_to_tokens(
     `tokens`: the number of common queries, and own tokens of each rank of the group. Raises ExchangeError.
     """
     common, sizes = tokens
-    spans = spans_of(sizes)
-
-    def of(group_rank: int) -> Tensor:
-        span = spans[group_rank]
-        return torch.cat([out_BnLD[:, :, :common], out_BnLD[:, :, common + span.start : common + span.stop]], 2)
-
-    own = of(group.rank)
-    shape = (own.shape[0], own.shape[2], own.shape[3])
-
-    def spec(group_rank: int) -> TensorSpec:
-        return TensorSpec((shape[0], len(split[group_rank].query), shape[1], shape[2]), own.dtype)
-
-    outgoing = [Outgoing((group.ranks[group_rank],), (of(group_rank),)) for group_rank in group.others]
-    incoming = [Incoming(group.ranks[group_rank], (spec(group_rank),)) for group_rank in group.others]
-    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming, group), group)
-    received[group.rank] = [own]
-    return torch.cat([received[group_rank][0] for group_rank in range(group.size)], 1)
+    batch, _, _, width = out_BnLD.shape
+    out_LBnD = out_BnLD.permute(2, 0, 1, 3)
+    token, asked = batch * out_LBnD.shape[2] * width, common + sizes[group.rank]
+    sent = FlatParts(_by_tokens(out_LBnD, common, sizes), tuple(token * (common + size) for size in sizes))
+    parts = tuple(asked * batch * len(each.query) * width for each in split)
+    received = FlatParts(out_LBnD.new_empty(sum(parts)), parts)
+    comm.all_to_all(group, "heads", where, sent, received).wait()
+    by_rank = [
+        part.view(asked, batch, len(each.query), width).transpose(0, 1)
+        for part, each in zip(received.parts(), split, strict=True)
+    ]
+    return torch.cat(by_rank, 2).transpose(1, 2)
 
 
-def _by_rank(arriving: Work[Messages], group: Axis) -> dict[int, list[Tensor]]:
-    return dict(zip(group.others, arriving.wait(), strict=True))
+def _by_tokens(out_LBnD: Tensor, common: int, sizes: Sequence[int]) -> Tensor:
+    """Return for each rank the common tokens and its own of [c + t, B, n, D], flat."""
+    if not common:
+        return out_LBnD.contiguous().view(-1)
+    every, *own = out_LBnD.split_with_sizes((common, *sizes))
+    return torch.cat([x for part in own for x in (every, part)]).view(-1)
