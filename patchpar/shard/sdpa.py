@@ -1,12 +1,22 @@
-"""torch's scaled_dot_product_attention: the arguments of a call, and a mode that replaces it."""
+"""torch's scaled_dot_product_attention: the arguments of a call, and two ways to replace it in this thread.
 
-from collections.abc import Callable, Sequence
+AttentionReplaced      the function in torch.nn.functional, as models call it: costs nothing at other functions
+SdpaMode               a mode, which sees every function: for models that have imported the function itself
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+TORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +39,8 @@ class AttentionCall:
 
     def run(self) -> Tensor:
         """Return the output [B, N, q, E], or [B, q, E] of a call without heads."""
-        attend: Any = F.scaled_dot_product_attention if self.kernel is None or self.query.ndim != 4 else self.kernel
-        found: Tensor = attend(
+        attend = TORCHS if self.kernel is None or self.query.ndim != 4 else self.kernel
+        return attend(
             self.query,
             self.key,
             self.value,
@@ -40,7 +50,6 @@ class AttentionCall:
             scale=self.scale,
             enable_gqa=self.enable_gqa,
         )
-        return found
 
     def with_heads(self) -> "AttentionCall":
         """Return the call of tensors [B, L, D] with a dim for one head. It remains a call of torch's function."""
@@ -48,6 +57,107 @@ class AttentionCall:
         query, key, value = (x.unsqueeze(1) for x in (self.query, self.key, self.value))
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
         return replace(self, query=query, key=key, value=value, attn_mask=mask, kernel=None)
+
+
+Attend = Callable[[AttentionCall], Tensor]
+_ATTEND: ContextVar[Attend | None] = ContextVar("patchpar_attend", default=None)
+_IS_REPLACED: ContextVar[bool] = ContextVar("patchpar_is_replaced", default=False)
+
+
+@contextmanager
+def answered_by(attend: Attend | None) -> Iterator[None]:
+    """Context in which `attend` replaces attention in this thread where that is dispatched; None: nothing does."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+def answer(call: AttentionCall) -> Tensor:
+    """Return the output [B, N, q, E] by this thread's replacement, or torch's without one."""
+    attend = _ATTEND.get()
+    if attend is None:
+        return call.run()
+    token = _ATTEND.set(None)  # the replacement may call attention itself
+    try:
+        return attend(call)
+    finally:
+        _ATTEND.reset(token)
+
+
+def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands in torch.nn.functional: calls this thread's replacement, if it has one."""
+    if torch.compiler.is_dynamo_compiling():
+        return TORCHS(*args, **kwargs)
+    if _ATTEND.get() is None:
+        return _REPLACEMENT.before(*args, **kwargs)
+    return answer(AttentionCall(*args, **kwargs))
+
+
+class _Replacement:
+    """Puts `_dispatch` in torch.nn.functional while any thread needs it. `before`: the function that it stands for."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self.before = TORCHS
+
+    def add_user(self) -> None:
+        """Replace the function for the first user."""
+        with self._lock:
+            if not self._users and F.scaled_dot_product_attention is not _dispatch:
+                self.before = F.scaled_dot_product_attention
+                vars(F)[_NAME] = _dispatch
+            self._users += 1
+
+    def remove_user(self) -> None:
+        """Restore the function after the last user, unless another library has replaced it since."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and F.scaled_dot_product_attention is _dispatch:
+                vars(F)[_NAME] = self.before
+
+
+_NAME = "scaled_dot_product_attention"
+_REPLACEMENT = _Replacement()
+
+
+class AttentionReplaced:
+    """Context in which `attend` replaces torch.nn.functional.scaled_dot_product_attention in this thread.
+
+    It is dispatched to this thread's replacement meanwhile. Code under torch.compile is not affected.
+    """
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __enter__(self) -> None:
+        _REPLACEMENT.add_user()
+        self._tokens = _ATTEND.set(self._attend), _IS_REPLACED.set(True)
+
+    def __exit__(self, *exception: object) -> None:
+        attend, is_replaced = self._tokens
+        _ATTEND.reset(attend)
+        _IS_REPLACED.reset(is_replaced)
+        _REPLACEMENT.remove_user()
+
+
+@contextmanager
+def torchs_attention() -> Iterator[None]:
+    """Context in which torch.nn.functional has the function of before again, as far as this thread is concerned.
+
+    torch.compile reads its list of functions there once: it would take a replacement for torch's.
+    """
+    if not _IS_REPLACED.get():
+        yield
+        return
+    token = _IS_REPLACED.set(False)
+    _REPLACEMENT.remove_user()
+    try:
+        yield
+    finally:
+        _REPLACEMENT.add_user()
+        _IS_REPLACED.reset(token)
 
 
 class SdpaMode(TorchFunctionMode):
@@ -67,7 +177,7 @@ class SdpaMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is TORCHS:
             return self._attend(AttentionCall(*args, **(kwargs or {})))
         if self._others is not None:
             return self._others(func, args, kwargs or {})

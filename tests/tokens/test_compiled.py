@@ -13,7 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.compiled import is_compiled
+from patchpar.shard.transformer.attention import TokenSplit
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.strategies import parse_strategy
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
@@ -21,7 +24,7 @@ from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 
-from .ranks import LIMIT, plain, predictions
+from .ranks import LIMIT, error, plain, plan_of, predictions
 
 NAMES = ["Flux", "SD3", "PixArt", "QwenImage"]
 LONGER = {
@@ -81,6 +84,29 @@ def test_whole_graphs(name: str, strategy: str) -> None:
         again = predictions(models[0](**full.call(0)))[0]  # compiled as before, without us
     assert relative(again, want) <= LIMIT
     assert any(is_compiled(module) for module in models[0].modules())
+
+
+def test_a_compiled_part_of_a_block() -> None:
+    """The block runs as it is, and in its compiled attention the exchange is one operator too."""
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # its list of torch's functions is made: ranks are threads
+    counter, name = CompileCounter(), "FluxTransformer2DModel"
+    models = [TRANSFORMERS[name].build() for _ in range(2)]
+    for model in models:
+        for block in model.transformer_blocks:
+            block.attn.compile(backend=counter, fullgraph=True)
+    plan = plan_of(name)
+
+    def on_rank(transport: Any) -> Any:
+        comm, axis = Communicator(transport), Axis("patch", transport.rank, 2, (0, 1))
+        shard = TransformerSharder(models[transport.rank], plan, TokenSplit(comm, axis, attend_gathered))
+        with torch.no_grad():
+            found = predictions(shard.denoise(models[transport.rank].forward, **TRANSFORMERS[name].call(0)))
+        shard.restore()
+        return found
+
+    assert error(on_threads(2, on_rank, deadline=100.0), plain(name, 0)) <= LIMIT
+    assert counter.frame_count > 0
 
 
 def test_blocks_compiled_in_the_workers(ranks: Any) -> None:

@@ -18,8 +18,9 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.all_gather import attend_gathered
-from patchpar.shard.transformer import install as shard
+from patchpar.shard.transformer import token_call
 from patchpar.shard.transformer.attention import TokenSplit
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_mixing import MixingSevered, TokenMixing, summed
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
@@ -155,13 +156,13 @@ NEEDED = [(left_out, *case) for left_out in ("sum_over_ranks", "convolve_rows") 
     first_of([*NEEDED, ("convolve_rows", VIDEO, 1)], *NEEDED),  # a video along frames, along rows
 )
 def test_either_exchange_is_needed(left_out: str, name: str, variant: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanged = getattr(shard, left_out)
+    exchanged = getattr(token_call, left_out)
     alone = TokenSplit(None, Axis("patch", 0, 2, (0, 1)), None)  # type: ignore[arg-type]
 
     def without(way: TokenSplit, *args: Any) -> Tensor:
         return exchanged(alone, *args)
 
-    monkeypatch.setattr(shard, left_out, without)
+    monkeypatch.setattr(token_call, left_out, without)
     assert error(split(name, plan_for(name), 2, variant, attend_gathered), plain(name, variant)) > 10 * LIMIT
 
 
@@ -176,7 +177,7 @@ def test_compiled_blocks_are_refused() -> None:
     for block in model.transformer_blocks:
         block.compile(backend="eager")
     one = TokenSplit(None, Axis("patch", 0, 1, (0,)), attend_gathered)  # type: ignore[arg-type]
-    split_model = shard.TransformerSharder(model, plan_for(NAME), one)
+    split_model = TransformerSharder(model, plan_for(NAME), one)
     with pytest.raises(UnsupportedModel, match=r"transformer_blocks\.0 is compiled, and its tokens meet in sums"):
         split_model.denoise(model.forward, **of_size(*IMAGE[0]))
     split_model.restore()

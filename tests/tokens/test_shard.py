@@ -72,7 +72,7 @@ def plan() -> TokenPlan:
 
 
 def test_bytes(plan: TokenPlan) -> None:
-    """K and V of our image tokens to everyone in each block, text never; tokens are gathered once, at the end."""
+    """K and V of our image tokens to everyone in each block, text never; the prediction is gathered, once."""
 
     def traffic(shard: TransformerSharder, model: Any) -> Any:
         shard.denoise(model.forward, **CALL(0))
@@ -80,22 +80,24 @@ def test_bytes(plan: TokenPlan) -> None:
         return dict(counted.bytes_sent), dict(counted.rounds)
 
     for rank, (sent, rounds) in enumerate(flux(plan, 3, traffic)):
-        tokens, hidden, blocks = (12, 12, 11)[rank], 36, 5
+        tokens, hidden, predicted, blocks = (12, 12, 11)[rank], 36, 16, 5
         assert sent["kv"] == blocks * 2 * 2 * (2 * tokens * hidden * 4)  # to 2 places, K and V, batch 2, fp32
-        assert sent["tokens"] == 2 * (2 * tokens * hidden * 4)
+        assert sent["tokens"] == 2 * (2 * tokens * predicted * 4)
         assert rounds == {"kv": blocks, "tokens": 1}
 
 
 def test_what_the_model_does_between_blocks(plan: TokenPlan) -> None:
-    """A ControlNet adds to the tokens after each block: they are gathered for that, and cut again."""
+    """A ControlNet adds to the tokens after each block: to each rank's own, so that nothing is gathered for that."""
     residuals = [torch.randn(2, 35, 36, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     call = CALL(0) | {"controlnet_block_samples": residuals}
 
     def prediction(shard: TransformerSharder, model: Any) -> Any:
         before = predictions(model(**call))
-        return before, predictions(shard.denoise(model.forward, **call))
+        after = predictions(shard.denoise(model.forward, **call))
+        return before, after, dict(shard.split.comm.traffic.rounds)
 
-    for before, after in flux(plan, 2, prediction):
+    for before, after, rounds in flux(plan, 2, prediction):
+        assert rounds == {"kv": 5, "tokens": 1}
         assert error([after], before) <= LIMIT
         assert error([predictions(TRANSFORMERS["FluxTransformer2DModel"].build()(**CALL(0)))], before) > 0.01
 

@@ -1,8 +1,6 @@
-"""The state of a call of a block whose tokens are split, and of the tensors it returned."""
+"""The state of a call of a block whose tokens are split."""
 
-from torch import Tensor
-
-from patchpar.shard.transformer.token_plan import BlockPlan, Replicated, TokenRows
+from patchpar.shard.transformer.token_plan import BlockPlan, Replicated
 from patchpar.shard.transformer.token_ranges import TokenRanges
 
 
@@ -19,10 +17,6 @@ class BlockCall:
         """Return the part at the full `path` that is computed with all tokens; None for any other."""
         return next((part for part in self.plan.replicated if f"{self.path}.{part.path}" == path), None)
 
-
-class LocalTokens:
-    """The state of a tensor that has this rank's tokens only; `whole` [B, L, C] or any other layout, once gathered."""
-
-    def __init__(self, rows: TokenRows, block: BlockCall) -> None:
-        self.rows, self.ranges, self.where = rows, block.ranges, block.path
-        self.whole: Tensor | None = None
+    def watches(self, path: str) -> bool:
+        """Whether the functions of the module at the full `path` are intercepted."""
+        return any(path == (f"{self.path}.{part}" if part else self.path) for part in self.plan.watched)

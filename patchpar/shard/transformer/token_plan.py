@@ -154,7 +154,9 @@ class BlockPlan:
     number of first tokens that the block computes differently, such as those of a given frame. `ratio`: tokens per
     element of one sample's latent, used where no argument consists of tokens alone. `origin`: the source of the tokens'
     grid; None where it is not known. `mixing`: where tokens meet outside attention; None where they do not.
-    `replicated`: parts that are not split.
+    `replicated`: parts that are not split. `watched`: paths in the block of modules whose functions are intercepted,
+    since they sum or convolve tokens (`mixing` counts calls in these modules), or have imported attention under another
+    name than torch.nn.functional's; "" is the block itself.
     """
 
     name: str
@@ -170,6 +172,12 @@ class BlockPlan:
     mixing: TokenMixing | None = None
     bounds: tuple[str, ...] = ()
     replicated: tuple[Replicated, ...] = ()
+    watched: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where sums or convolutions would not be intercepted."""
+        if self.mixing is not None and not self.watched:
+            raise ValueError(f"{self.name} sums or convolves its tokens in no module")
 
     def __str__(self) -> str:
         lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
@@ -184,6 +192,7 @@ class BlockPlan:
             lines += [f"  sum {number:<28} over tokens" for number in self.mixing.sums]
             lines += [f"  convolution {number:<20} over rows of tokens" for number in self.mixing.convolutions]
             lines += [f"  convolution {number:<20} over frames" for number in self.mixing.frame_convolutions]
+        lines += [f"  {path or 'the block':<32} its functions are intercepted" for path in self.watched]
         lines += [f"  {part.path:<32} {part}" for part in self.replicated]
         lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
         return "\n".join(lines)

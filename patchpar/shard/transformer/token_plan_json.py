@@ -14,7 +14,7 @@ def to_json(plan: TokenPlan) -> str:
     for block in raw["blocks"]:
         if block["mixing"] is None:  # in most plans only attention mixes tokens
             del block["mixing"]
-        for name in ("bounds", "replicated"):
+        for name in ("bounds", "replicated", "watched"):
             if not block[name]:
                 del block[name]
     return json.dumps(raw, indent=1, default=sorted)

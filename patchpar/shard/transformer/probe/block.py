@@ -86,7 +86,11 @@ class BlockProbe:
         shapes = anchor.convolutions()
         grid = grid_of(shapes)
         return proved(
-            replace(plan, mixing=mixing_of(sums, shapes, grid)), self.block, self._severance_for(anchor), sizes, grid
+            replace(plan, mixing=mixing_of(sums, shapes, grid), watched=("",)),
+            self.block,
+            self._severance_for(anchor),
+            sizes,
+            grid,
         )
 
     def _severance_for(self, anchor: "TokenArgument") -> Severance:

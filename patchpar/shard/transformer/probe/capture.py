@@ -122,7 +122,12 @@ class Severed(SdpaMode):
         self.count += 1
         if self.keeping:
             self.calls.append((call.query, call.key, call.value, call.attn_mask))
-        return as_torch_lays(resized(call.query, call.value.shape[-1]))
+        return severed(call)
+
+
+def severed(call: AttentionCall) -> Tensor:
+    """Return the queries of a call as its output [B, N, q, E]."""
+    return as_torch_lays(resized(call.query, call.value.shape[-1]))
 
 
 def resized(x: Tensor, width: int) -> Tensor:

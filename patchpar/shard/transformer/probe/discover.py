@@ -25,6 +25,7 @@ from patchpar.shard.transformer.probe.latent import WAY_OUT, latent_size, name_o
 from patchpar.shard.transformer.probe.observe_block import Severance, observe_block
 from patchpar.shard.transformer.probe.reduced_model import shortened
 from patchpar.shard.transformer.probe.replication import replicated_plan
+from patchpar.shard.transformer.probe.watched import with_watched_modules
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
 from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
@@ -70,6 +71,8 @@ def _block_plans(
         try:
             with group_here(block.module):
                 plan = _plan_of(block, _the_same(moved.blocks.get(kind)), size)
+                if plan is not None:
+                    plan = with_watched_modules(plan, block.module, block.arguments)
         except Exception as error:
             if not is_of_the_split(error):
                 raise

@@ -1,0 +1,193 @@
+"""One denoiser call of a transformer whose tokens are split: what its blocks get, and what attention is in them.
+
+Outputs of a block are `LocalTokens`: the next block takes them as they are, any other reader gathers them.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.sdpa import TORCHS, AttentionCall, AttentionReplaced, answered_by, as_torch_lays
+from patchpar.shard.transformer.attention import TokenSplit, attend_split
+from patchpar.shard.transformer.block_arguments import ArgumentRule
+from patchpar.shard.transformer.block_call import BlockCall
+from patchpar.shard.transformer.compiled_op import attention_traced
+from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
+from patchpar.shard.transformer.replicate import attend_by_heads
+from patchpar.shard.transformer.token_layout import TokenLayout
+from patchpar.shard.transformer.token_mixing import ConvolutionCall, TokenMixing, is_sum
+from patchpar.shard.transformer.token_mixing_ops import convolve_rows, sum_over_ranks
+from patchpar.shard.transformer.token_plan import TokenRows
+from patchpar.shard.transformer.token_ranges import TokenRanges
+
+
+class TokenCall:
+    """One denoiser call. `ranges`: the token ranges by list of blocks; `block`: the running one, if it is split."""
+
+    def __init__(self, split: TokenSplit, layout: TokenLayout) -> None:
+        self.split, self.layout = split, layout
+        self.ranges: dict[str, TokenRanges] = {}
+        self.inside = False
+        self.block: BlockCall | None = None
+        self._over = False
+        self._cuts: dict[int, _CutArgument] = {}  # by the id of the whole tensor
+
+    def end(self) -> None:
+        """End the call: tensors that the model has kept cannot be gathered any more."""
+        self._over = True
+        self._cuts.clear()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention output [B, N, q, E] in the running block. Raises UnsupportedModel, ExchangeError."""
+        block = self.block
+        if block is None:  # the block is not split
+            return call.run()
+        if self.split.kernel is not None:
+            call = replace(call, kernel=self.split.kernel)
+        if block.part is not None:
+            return as_torch_lays(attend_by_heads(self.split, f"{block.part} heads", call))
+        number, block.attentions = block.attentions, block.attentions + 1
+        if number >= len(block.plan.attentions):
+            raise UnsupportedModel(
+                f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
+            )
+        where = f"{block.path} attention {number}"
+        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.ranges, call))
+
+    def mix(self, block: BlockCall, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """Run another function than attention in a module of the block that is watched."""
+        mixing = block.plan.mixing or TokenMixing()
+        if is_sum(func, args, kwargs):
+            number, block.sums = block.sums, block.sums + 1
+            found = func(*args, **kwargs)
+            where = f"{block.path} sum {number}"
+            return sum_over_ranks(self.split, where, found) if number in mixing.sums else found
+        convolution = ConvolutionCall.of(func, args, kwargs)
+        if convolution is None:
+            return func(*args, **kwargs)
+        number, block.convolutions = block.convolutions, block.convolutions + 1
+        if number not in mixing.reaching(block.ranges.across):
+            return func(*args, **kwargs)
+        return convolve_rows(self.split, f"{block.path} convolution {number}", block.ranges, convolution)
+
+    def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
+        """Return the arguments of the block for our tokens. Raises PlanError, UnsupportedModel."""
+        block.ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
+        rows = dict(rule.inputs)
+        own: list[Any] = [
+            self._own(block.ranges, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
+            for number, leaf in enumerate(leaves)
+        ]
+        for number in rule.counts:
+            own[number] += block.ranges.count - block.ranges.num_tokens
+        for number in rule.row_counts if block.ranges.across.rows is None else rule.frame_counts:
+            own[number] = block.ranges.num_rows
+        for number in rule.bounds:
+            own[number] = block.ranges.before(own[number])
+        return own
+
+    def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
+        """Run the block on our tokens, which are all that its outputs have. `traced`: it is compiled."""
+        self.block = block
+        try:
+            with self._around(block, traced=traced):
+                output = forward(*args, **kwargs)
+        finally:
+            self.block = None
+        leaves, spec = tree_flatten(output)
+        for number, rows in block.plan.outputs.items():
+            source = TokenSource(rows, block.ranges, block.path, self._gathered)
+            leaves[number] = local_tokens(leaves[number], source)
+        return tree_unflatten(leaves, spec)
+
+    def _around(self, block: BlockCall, *, traced: bool) -> AbstractContextManager[Any]:
+        if traced:
+            return attention_traced(self.attend)
+        return _WatchedFunctions(self, block) if block.watches(block.path) else AttentionReplaced(self.attend)
+
+    def watched(self, path: str) -> AbstractContextManager[Any]:
+        """Context for the module at `path`: its functions are intercepted where the running block's plan says so."""
+        block = self.block
+        return _WatchedFunctions(self, block) if block is not None and block.watches(path) else nullcontext()
+
+    def _ranges(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> TokenRanges:
+        """Return the ranges of an argument that is cut already, else new ones. Raises PlanError, UnsupportedModel."""
+        for number, _ in rule.inputs:
+            if isinstance(leaves[number], LocalTokens):
+                return leaves[number].source.ranges
+        return self.layout.ranges(block.path, block.plan, rule, leaves)
+
+    def _own(self, ranges: TokenRanges, x: Tensor, rows: TokenRows | None) -> Tensor:
+        """Return an argument with our tokens only, if it has `rows` of tokens."""
+        if isinstance(x, LocalTokens):
+            if x.gathered is None and (x.source.rows, x.source.ranges) == (rows, ranges):
+                return x.own
+            x = x.whole()
+        return x if rows is None else self._cut(x, rows, ranges)
+
+    def _cut(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> Tensor:
+        """Return a whole argument with our tokens only, and everything around the tokens."""
+        if x.is_inference():  # it has no version counter that would show a change in place
+            return rows.cut(x, ranges)
+        known = self._cuts.get(id(x))
+        if known is None or not known.is_of(x, rows, ranges):
+            known = self._cuts[id(x)] = _CutArgument(x, rows, ranges)
+        return known.own
+
+    def _gathered(self, own: Tensor, source: TokenSource) -> Tensor:
+        """Return a tensor with the tokens of all ranks. Raises UnsupportedModel, ExchangeError."""
+        if self._over:
+            raise UnsupportedModel(
+                f"an output of {source.where} was kept beyond the denoiser's call, and has this rank's tokens only: "
+                "use plan cfg=2 or data=N, which do not split the tokens"
+            )
+        rows, ranges = source.rows, source.ranges
+        start = rows.start(own.shape[rows.dim], ranges.count)
+        return self.split.gather(own, rows.dim, start, ranges, f"after {source.where}")
+
+
+class _CutArgument:
+    """Our tokens `own` of a whole argument of several blocks, while it is the same and unchanged."""
+
+    def __init__(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> None:
+        self._whole, self._facts = weakref.ref(x), (x._version, rows, ranges)
+        self.own = rows.cut(x, ranges)
+
+    def is_of(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> bool:
+        """Whether it was cut from x as it is now, in this way."""
+        return self._whole() is x and self._facts == (x._version, rows, ranges)
+
+
+class _WatchedFunctions(TorchFunctionMode):
+    """Mode around a module of a block that sums or convolves tokens, or calls attention by another name."""
+
+    def __init__(self, call: TokenCall, block: BlockCall) -> None:
+        super().__init__()
+        self._call, self._block = call, block
+        self._unanswered = answered_by(None)  # attention comes here
+
+    def __enter__(self) -> Any:
+        self._unanswered.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._unanswered.__exit__(*exception)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        if func is TORCHS:
+            return self._call.attend(AttentionCall(*args, **kwargs))
+        return self._call.mix(self._block, func, args, kwargs)
