@@ -26,7 +26,7 @@ class LocalPatch:
     `dim` is -2 for bands of rows, -1 for bands of columns. `whole`: the whole latent [B, C, H, W] or [B, C, F, H, W].
     While not `active` every hook runs the plain layer. A `fresh` call uses no stale values; without a `cache` it stores
     none either. `frozen`: stored values are never updated and nothing is sent, a negative control. `step_ratio`: length
-    of this step in units of the last.
+    of this step in units of the last, a scalar in fp32.
     """
 
     comm: Communicator
@@ -38,7 +38,7 @@ class LocalPatch:
     active: bool = True
     fresh: bool = True
     frozen: bool = False
-    step_ratio: Tensor | float = 1.0
+    step_ratio: Tensor = field(default_factory=lambda: torch.ones(()))
     cache: StaleCache | None = None
     halos: dict[str, Halo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from patchpar.shard.kernels import fused_op, group_moments
+from patchpar.shard.kernels import correct_tokens, fit_tokens, fused_op, group_moments, write_tokens
 
 
 class Case(NamedTuple):
@@ -37,6 +37,24 @@ def on_gpu(mode: FakeTensorMode, x: Tensor) -> Tensor:
     return FakeTensor(mode, x.to("meta"), torch.device("cuda", 0))
 
 
+def local_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    tokens = torch.randn(2, 2, 9, 3, 40).to(dtype)
+    buffer = torch.randn(30, 2, 2, 3, 40).to(dtype)
+    return (buffer, *tokens, 4, 2, buffer[:7].clone())
+
+
+def samples(dtype: torch.dtype) -> tuple[Any, ...]:
+    own = torch.randn(33, 4, 3, 40).to(dtype)
+    last, before = ((own.float().mean(0) + number, own[::3] + number) for number in (1, 2))
+    return (own, *last, *before, torch.tensor(0.5), 3)
+
+
+def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    newest, runs = torch.randn(12, 4, 3, 40).to(dtype), [correct_tokens.RunOfRanks(1, 2, 6, 3, 0, 0)]
+    fits, table = torch.randn(3, 4, 3, 81).to(dtype), correct_tokens.table_of(runs, newest.device)
+    return (torch.randn(20, 4, 3, 40).to(dtype), newest, newest + 1, fits, torch.tensor(0.5), table, list(runs[0]))
+
+
 CASES = [
     Case(
         "group_moments",
@@ -44,6 +62,9 @@ CASES = [
         group_moments.launch_group_moments,
         lambda dtype: (torch.randn(2, 40, 4, 8).to(dtype), 4, 1),
     ),
+    Case("write_tokens", write_tokens.write_tokens, write_tokens.launch_write_tokens, local_tokens),
+    Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, samples),
+    Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
 ]
 NAMES = [case.name for case in CASES]
 

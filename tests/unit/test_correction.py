@@ -8,16 +8,8 @@ from torch import Tensor
 
 from benchmarks.emulation.sight import corrected_tokens
 from patchpar.plan.plan import PlanError
-from patchpar.shard.stale.correction import (
-    CorrectionFit,
-    FitSamples,
-    OwnPast,
-    correct,
-    kind_for,
-    numbers_of,
-    on_the_line,
-)
-from patchpar.shard.stale.correction import fitted as fitted_to
+from patchpar.shard.kernels.correct_tokens import correct_run
+from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, kind_for, numbers_of, stride_for
 from patchpar.strategies.fresh_edges import FreshEdges
 
 SHAPE = (60, 2, 3, 8)  # tokens, keys and values, heads, numbers of a head
@@ -27,16 +19,26 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def fitted(kind: str, *tokens: Tensor) -> CorrectionFit:
-    """Of tokens as they are now, as others hold them, and as they were."""
-    return fitted_to(kind, *(FitSamples.of(x, kind) for x in tokens))
+def fitted(kind: str, now: Tensor, held: Tensor, old: Tensor) -> Tensor:
+    """Of tokens as they are now, as others hold them, one step beyond `old` on a straight line, and as they were."""
+    past = OwnPast(kind, extrapolated=True)
+    past.remember(old - (held - old), continues=False)
+    past.remember(old, continues=True)
+    return past.fit(now, torch.ones(()))
 
 
-def corrected(held: Tensor, old: Tensor, fit: CorrectionFit) -> Tensor:
-    """Tokens [l, ...] of one rank by its fit, where others hold `held`: one step beyond `old`, on a straight line."""
-    got = torch.full_like(held, torch.nan)
-    correct(got[None], old[None], (old - (held - old))[None], CorrectionFit(*(x[None] for x in fit)), 1.0)
-    return got
+def corrected(held: Tensor, old: Tensor, fit: Tensor) -> Tensor:
+    """What others make of tokens [l, ...] of one rank by its fit."""
+    into, affine = torch.full_like(held, torch.nan)[None], fit.shape[-1] == numbers_of("affine", held.shape[-1])
+    correct = correct_run if affine else correct_by_matrices
+    correct(into, old[None], (old - (held - old))[None], fit[None], torch.ones(()))
+    return into[0]
+
+
+def parts(fit: Tensor, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """The way along the line, factors and summands."""
+    along, scale, shift = fit.split_with_sizes((1, fit.shape[-1] - width - 1, width), -1)
+    return along[..., 0], scale, shift
 
 
 def off(kind: str, now: Tensor, old: Tensor) -> float:
@@ -69,10 +71,10 @@ def test_what_tokens_do_not_share_is_not() -> None:
 
 def test_only_what_others_do_not_hold_already_is_told() -> None:
     old, held = noise(0), noise(1)
-    fit = fitted("linear", held, held, old)
-    assert torch.allclose(fit.along, torch.ones(2, 3))
-    assert not fit.scale.any()
-    assert not fit.shift.any()
+    along, scale, shift = parts(fitted("linear", held, held, old))
+    assert torch.allclose(along, torch.ones(2, 3))
+    assert scale.abs().max() < 1e-6
+    assert shift.abs().max() < 1e-6
 
 
 def test_how_much_of_the_line_was_right_is_told() -> None:
@@ -80,15 +82,15 @@ def test_how_much_of_the_line_was_right_is_told() -> None:
     old, moved = noise(0), 0.1 * noise(1)
     held = old + 1.5 * moved
     fit = fitted("affine", old + moved, held, old)
-    assert torch.allclose(fit.along, torch.full((2, 3), 2 / 3), atol=1e-3)
+    assert torch.allclose(parts(fit)[0], torch.full((2, 3), 2 / 3), atol=1e-3)
     assert torch.allclose(corrected(held, old, fit), old + moved, atol=1e-3)
 
 
 def test_a_line_that_led_elsewhere_is_followed_half_of_its_way_at_least() -> None:
     old, held = noise(0), noise(0) + 1e-3 * noise(1)
-    assert torch.equal(fitted("affine", old + noise(1), held, old).along, torch.ones(2, 3))
-    assert torch.equal(fitted("affine", old - noise(1), held, old).along, torch.full((2, 3), 0.5))
-    assert torch.equal(fitted("affine", noise(1), old, old).along, torch.full((2, 3), 0.5))  # of no way at all
+    assert torch.equal(parts(fitted("affine", old + noise(1), held, old))[0], torch.ones(2, 3))
+    assert torch.equal(parts(fitted("affine", old - noise(1), held, old))[0], torch.full((2, 3), 0.5))
+    assert torch.equal(parts(fitted("affine", noise(1), old, old))[0], torch.full((2, 3), 0.5))  # of no way at all
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
@@ -114,8 +116,7 @@ def test_a_factor_comes_from_some_tokens_and_a_mean_from_all() -> None:
     held = corrected(old, old, fitted("affine", now, old, old))
     assert (now - held).mean(0).abs().max() < 1e-5
     assert off("affine", now * 0 + old * 1.3, old) < 2e-3
-    assert FitSamples.of(old, "affine").tokens.shape[0] == 241
-    assert FitSamples.of(old, "linear").tokens.shape[0] == 4096
+    assert (stride_for("affine", 4096), stride_for("linear", 4096)) == (17, 1)
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
@@ -135,10 +136,7 @@ def test_matrices_only_where_tokens_outweigh_them() -> None:
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
 def test_what_is_told_is_one_message(kind: str) -> None:
-    fit = fitted(kind, noise(1), noise(0), noise(0))
-    message = fit.packed()
-    assert message.shape == (2, 3, numbers_of(kind, 8))
-    assert all(map(torch.equal, fit, CorrectionFit.of(message, 8)))
+    assert fitted(kind, noise(1), noise(0), noise(0)).shape == (2, 3, numbers_of(kind, 8))
 
 
 @pytest.mark.parametrize("extrapolated", [True, False])
@@ -147,12 +145,11 @@ def test_the_owner_knows_what_others_make_of_its_past(extrapolated: bool) -> Non
     past = OwnPast("linear", extrapolated=extrapolated)
     past.remember(steps[0], continues=False)
     for number in (1, 2, 3):
-        held = steps[number - 1].clone()
-        if extrapolated and number > 1:
-            held = on_the_line(steps[number - 2], held, 0.7)
-        want = fitted("linear", steps[number], held, steps[number - 1])
-        got = past.fit(steps[number], 0.7)
-        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, want, strict=True))
+        old = steps[number - 1]
+        held = old + 0.7 * (old - steps[number - 2]) if extrapolated and number > 1 else old
+        want = fitted("linear", steps[number], held, old)
+        got = past.fit(steps[number], torch.tensor(0.7))
+        assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_a_new_picture_has_no_line() -> None:
@@ -160,8 +157,7 @@ def test_a_new_picture_has_no_line() -> None:
     past = OwnPast("affine", extrapolated=True)
     for step, continues in ((first, False), (second, True), (other, False)):
         past.remember(step, continues=continues)
-    got, want = past.fit(first, 1.0), fitted("affine", first, other, other)
-    assert all(map(torch.equal, got, want))
+    assert torch.equal(past.fit(first, torch.ones(())), fitted("affine", first, other, other))
 
 
 def test_samples_stay_where_they_are() -> None:
@@ -169,7 +165,7 @@ def test_samples_stay_where_they_are() -> None:
     past = OwnPast("affine", extrapolated=True)
     past.remember(noise(0), continues=False)
     where = [x.data_ptr() for x in past.tensors()]
-    past.fit(noise(1), 1.0)
+    past.fit(noise(1), torch.ones(()))
     past.remember(noise(2), continues=True)
     assert [x.data_ptr() for x in past.tensors()] == where
     assert len(where) == 4

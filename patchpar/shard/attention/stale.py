@@ -115,7 +115,7 @@ def _attend_beside_tokens(
         return result
     attended = state.write(here)
     if patch.frozen:
-        state.repeat(attended)
+        state.repeat(attended, patch.step_ratio)
         return state.attend(call, attended)
     state.refresh(attended, patch.step_ratio, _fits_of_all(patch, where, attended, state))
     send = cache.send if patch.policy.published else cache.send_at_once

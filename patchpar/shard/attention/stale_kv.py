@@ -20,12 +20,14 @@ from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.stale_partials import KeysValues
+from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
+from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import Workspace
-from patchpar.shard.stale.correction import CorrectionFit, OwnPast, correct, on_the_line
+from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, numbers_of
 from patchpar.shard.stale.quantized_delta import QuantizedDelta
 from patchpar.shard.stale.token_grid import LevelGrid, log_weights, take, take_bias
-from patchpar.shard.stale.token_slots import EqualSlots, TokenSlots
+from patchpar.shard.stale.token_slots import TokenSlots
 
 
 class RemoteTokens:
@@ -60,6 +62,10 @@ class RemoteTokens:
         self._previous = (
             here.k_BlND.new_empty(self._previous_slots.total, *self._token) if options.extrapolated else None
         )
+        slots = (self._slots, self._newest_slots, self._previous_slots)
+        self._runs = [RunOfRanks(*run, *(each.starts[run.first] for each in slots)) for run in self._slots.others(mine)]
+        self._flat_runs = [number for run in self._runs for number in run]
+        self._table = table_of(self._runs, here.k_BlND.device)
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
         self._bias = self._make_bias(here.k_BlND)
         self._past = OwnPast(options.correction, extrapolated=options.extrapolated)
@@ -90,10 +96,6 @@ class RemoteTokens:
         bias = torch.cat([log_weights(each, across) for each in pieces])
         return torch.cat([bias.new_zeros(self._slots.common), bias]).to(like.device, like.dtype)
 
-    @property
-    def _others(self) -> Iterator[EqualSlots]:
-        return self._slots.others(self.axis.rank)
-
     def remember(self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
         """Store the fresh tokens of all ranks. `continues`: the step before belongs to the same image."""
         own = self._own(self.write(here))
@@ -117,9 +119,8 @@ class RemoteTokens:
     def _step_back(self) -> None:
         """Make the newest tokens the previous ones."""
         if self._previous is not None:
-            for slots in self._others:
-                into = self._previous_slots.of_equal(self._previous, slots)
-                into.copy_(self._newest_slots.of_equal(self._newest, slots))
+            for run in self._runs:
+                run.of(self._previous, run.previous).copy_(run.of(self._newest, run.newest))
 
     def _receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
         """Return the global ranks that receive the same pieces of this rank's tokens, by pieces."""
@@ -131,15 +132,15 @@ class RemoteTokens:
         return found
 
     def write(self, here: KeysValues) -> Tensor:
-        """Write the local tokens to what attention reads, [tokens, 2, B, N, D], and return all of that."""
-        attended = self._kept
+        """Write the local tokens to what attention reads, [tokens, 2, B, N, D], and return all of that.
+
+        To the message as well, where all own tokens are sent as they are.
+        """
+        attended, mine = self._kept, self.axis.rank
         if attended is None:
             attended = self._workspace.take((self._slots.total, *self._token), here.k_BlND)
-        common, own = self._slots.common, self._own(attended)
-        for index, x in enumerate(here):
-            if common:
-                attended[:common, index].copy_(x[:, :common].transpose(0, 1))
-            own[:, index].copy_(x[:, common:].transpose(0, 1))
+        sent = self._newest_slots.of(self._newest, mine) if self.derived and self._newest_slots.counts[mine] else None
+        write_tokens(attended, *here, self._slots.starts[mine], self._slots.common, sent)
         return attended
 
     def _own(self, attended: Tensor) -> Tensor:
@@ -159,10 +160,7 @@ class RemoteTokens:
             specs = {self.axis.ranks[p]: self._delta_of(p).specs() for p in senders}
             return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
         if self._newest_slots.counts[mine]:
-            message = self._newest_slots.of(self._newest, mine)
-            if self.derived:
-                message.copy_(own)
-            own = message
+            own = self._newest_slots.of(self._newest, mine)
         outgoing = [(peers, (self._message(own, pieces),)) for pieces, peers in self._receivers().items()]
         into = {self.axis.ranks[p]: (self._newest_slots.of(self._newest, p),) for p in senders}
         specs = {rank: (TensorSpec.of(x),) for rank, (x,) in into.items()}
@@ -191,43 +189,43 @@ class RemoteTokens:
         """Whether ranks send corrections of their tokens."""
         return self.options.correction != "none"
 
-    def fit(self, attended: Tensor, step_ratio: Tensor | float) -> Tensor:
-        """Return the correction of this rank's tokens to send, [2, B, N, numbers], as `CorrectionFit.packed`.
+    def fit(self, attended: Tensor, ratio: Tensor) -> Tensor:
+        """Return the correction of this rank's tokens to send, [2, B, N, numbers].
 
-        Call it once for each step. `step_ratio`: length of this step over that of the last, a scalar.
+        Call it once for each step. `ratio`: length of this step over that of the last, a scalar in fp32.
         """
-        return self._past.fit(self._own(attended), step_ratio).packed()
+        return self._past.fit(self._own(attended), ratio)
 
     def fit_spec(self, group_rank: int) -> TensorSpec:
         """Return the spec of the correction that a rank sends."""
         numbers = self._past.numbers(self.grid.num_tokens(group_rank), self._token[-1])
         return TensorSpec((*self._token[:-1], numbers), self._newest.dtype)
 
-    def refresh(self, attended: Tensor, step_ratio: Tensor | float, fits: Tensor | Sequence[Tensor] | None) -> None:
+    def refresh(self, attended: Tensor, ratio: Tensor, fits: Tensor | Sequence[Tensor] | None) -> None:
         """Write the other ranks' tokens to what attention reads, extrapolated and corrected.
 
-        `step_ratio` as in `fit`; `fits` [2, B, N, numbers] of every group rank.
+        `ratio` as in `fit`; `fits` [2, B, N, numbers] of every group rank.
         """
         if not self.derived or self._joins:
             return
-        for slots in self._others:
-            into, newest = self._slots.of_equal(attended, slots), self._newest_slots.of_equal(self._newest, slots)
-            previous = None if self._previous is None else self._previous_slots.of_equal(self._previous, slots)
-            if fits is not None:
-                fit = fits[slots.first : slots.first + slots.ranks]
-                fit = fit if isinstance(fit, Tensor) else torch.stack(list(fit))
-                correct(into, newest, previous, CorrectionFit.of(fit, self._token[-1]), step_ratio)
-            elif previous is not None:
-                on_the_line(previous, newest, step_ratio, into=into)
+        if self.options.correction != "linear":
+            assert fits is None or isinstance(fits, Tensor), "affine fits are of equal shapes"
+            correct_tokens(attended, self._newest, self._previous, fits, ratio, self._table, self._flat_runs)
+            return
+        assert fits is not None
+        for run in self._runs:
+            into, newest = run.of(attended, run.attended), run.of(self._newest, run.newest)
+            previous = None if self._previous is None else run.of(self._previous, run.previous)
+            fit = torch.stack(list(fits[run.first : run.first + run.ranks]))
+            affine = fit.shape[-1] == numbers_of("affine", self._token[-1])
+            (correct_run if affine else correct_by_matrices)(into, newest, previous, fit, ratio)
             if previous is not None:
                 previous.copy_(newest)
 
-    def repeat(self, attended: Tensor) -> None:
+    def repeat(self, attended: Tensor, ratio: Tensor) -> None:
         """Write the other ranks' tokens to what attention reads as they were received."""
         if self.derived and not self._joins:
-            for slots in self._others:
-                into = self._slots.of_equal(attended, slots)
-                into.copy_(self._newest_slots.of_equal(self._newest, slots))
+            correct_tokens(attended, self._newest, None, None, ratio, self._table, self._flat_runs)
 
     def attend(self, call: AttentionCall, attended: Tensor) -> Tensor:
         """Return attention [B, N, q, D] of the call's queries to the local tokens and the others'."""

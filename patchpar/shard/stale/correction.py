@@ -13,8 +13,8 @@ off than none; but one that stops short lags at every step, and such errors do n
 
 Averages over windows of tokens need no fit of their own, since both fits commute with averaging.
 
-The tokens are those of keys and values together. Shape letters: l tokens, X = 2, B (keys and values; batch), N heads,
-D head width; P ranks in a row with equally many tokens.
+The tokens are those of keys and values together. Shape letters: l tokens, s sampled ones, X = 2, B (keys and values;
+batch), N heads, D head width; R ranks in a row with equally many tokens.
 """
 
 from collections.abc import Iterator
@@ -24,36 +24,11 @@ import torch
 from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction
+from patchpar.shard.kernels.fit_tokens import LEAST, MOST, RIDGE, TINY, fit_tokens
 from patchpar.shard.precision import wide
 
-RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
 SAMPLE = 256  # tokens that suffice for a scale a channel
-LEAST, MOST = 0.5, 1.0  # fraction of the line: measured, see docs/decisions/0017
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
-
-
-class CorrectionFit(NamedTuple):
-    """The correction of tokens: old + along * (held - old) + scale * old + shift.
-
-    `along` [..., N], `shift` [..., N, D], `scale` [..., N, D] or, as a matrix from old channels to the change,
-    [..., N, D, D].
-    """
-
-    along: Tensor
-    scale: Tensor
-    shift: Tensor
-
-    def packed(self) -> Tensor:
-        """Return the fit as one message [..., N, numbers]."""
-        return torch.cat([self.along.unsqueeze(-1), self.scale.flatten(self.along.ndim), self.shift], -1)
-
-    @classmethod
-    def of(cls, packed: Tensor, width: int) -> "CorrectionFit":
-        """Return the fit of a message [..., N, numbers] for heads of `width`, as views."""
-        along, scale, shift = packed.split_with_sizes((1, packed.shape[-1] - width - 1, width), -1)
-        if scale.shape[-1] > width:
-            scale = torch.unflatten(scale, -1, (width, width))
-        return cls(along.squeeze(-1), scale, shift)
 
 
 def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
@@ -66,6 +41,14 @@ def numbers_of(kind: Correction, width: int) -> int:
     return 1 + width + width * (width if kind == "linear" else 1)
 
 
+def stride_for(kind: Correction, tokens: int) -> int:
+    """Return how far apart the sampled tokens are, of so many: all for a matrix, else an odd number.
+
+    So rows differ in the columns that are sampled.
+    """
+    return 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
+
+
 class FitSamples(NamedTuple):
     """What a fit reads of tokens [l, X, N, D]: their mean [X, N, D] in fp32, and every n-th token [s, X, N, D]."""
 
@@ -74,7 +57,7 @@ class FitSamples(NamedTuple):
 
     @classmethod
     def of(cls, x_lXND: Tensor, kind: Correction) -> "FitSamples":
-        """Sample tokens [l, X, N, D]: all for a matrix, else with an odd stride, so that rows differ in columns."""
+        """Sample tokens [l, X, N, D]."""
         return cls(x_lXND.mean(0, dtype=torch.float32), x_lXND[:: stride_for(kind, x_lXND.shape[0])])
 
     def kept(self) -> "FitSamples":
@@ -86,83 +69,46 @@ class FitSamples(NamedTuple):
         self.mean.copy_(other.mean)
         self.tokens.copy_(other.tokens)
 
-    def line_to(self, last: "FitSamples", step_ratio: Tensor | float) -> "FitSamples":
-        """Return samples [X, N, D] and [s, X, N, D] extrapolated from these through `last`, as receivers do.
 
-        `step_ratio`: length of the step to come over that from these to `last`, a scalar.
-        """
-        return FitSamples(*(on_the_line(x, y, step_ratio) for x, y in zip(self, last, strict=True)))
+def fit_matrices(now: FitSamples, last: FitSamples, before: FitSamples | None, ratio: Tensor) -> Tensor:
+    """Return the fit [X, N, 1 + D D + D] with matrices; as `fit_tokens`, but no sample changes.
 
-
-def stride_for(kind: Correction, tokens: int) -> int:
-    """Return how far apart the sampled tokens are, of so many."""
-    return 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
-
-
-def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples) -> CorrectionFit:
-    """Return the fit that brings `held`, which other ranks extrapolated from `old` (stale), nearest to `now` (fresh).
-
-    Ridge regression in fp32: first the fraction of the line, then the rest. Means are taken over all tokens, since an
-    error in them is common to all and attention does not average it away; scales are less sensitive.
+    It brings what other ranks extrapolated from `before` and `last` nearest to `now`.
     """
-    dtype = now.tokens.dtype
-    some_now, some_held, some_old = (x.tokens.float() for x in (now, held, old))
-    few_old, few_way, few_missing = map(_centred, (some_old, some_held - some_old, some_now - some_old))
-    along = _along(few_way, few_missing).to(dtype)
-    far = along.float().unsqueeze(-1)
-    few_missing = torch.addcmul(few_missing, far, few_way, value=-1)
-    if kind == "linear":
-        scale = _matrix(few_old.movedim(0, -2), few_missing.movedim(0, -2))
-        moved = (old.mean.unsqueeze(-2) @ scale).squeeze(-2)
-    else:
-        square = few_old.square().mean(0)
-        pull = RIDGE * square.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
-        scale = (few_old * few_missing).mean(0) / (square + pull)
-        moved = old.mean * scale
-    went = far * (held.mean - old.mean)
-    return CorrectionFit(along, scale.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
+    dtype, old = now.tokens.dtype, last.tokens.float()
+    few_old, few_missing = _centred(old), _centred(now.tokens.float() - old)
+    way_mean, along = torch.zeros_like(last.mean), last.mean.new_full(last.mean.shape[:-1], LEAST)
+    if before is not None:
+        few_way, way_mean = _centred((old - before.tokens.float()) * ratio), (last.mean - before.mean) * ratio
+        square = few_way.square().mean((0, -1)) + TINY
+        along = ((few_way * few_missing).mean((0, -1)) / square).clamp(LEAST, MOST).to(dtype).float()
+        few_missing = torch.addcmul(few_missing, along.unsqueeze(-1), few_way, value=-1)
+    matrix = _matrix(few_old.movedim(0, -2), few_missing.movedim(0, -2))
+    shift = now.mean - last.mean - along.unsqueeze(-1) * way_mean - (last.mean.unsqueeze(-2) @ matrix).squeeze(-2)
+    return torch.cat([along.unsqueeze(-1), matrix.flatten(-2), shift], -1).to(dtype)
 
 
-def _centred(x_lXND: Tensor) -> Tensor:
-    return x_lXND - x_lXND.mean(0, keepdim=True)
-
-
-def _along(way_lXND: Tensor, moved_lXND: Tensor) -> Tensor:
-    """Return the fraction [X, N] of the line that tokens moved, for each head."""
-    square = way_lXND.square().mean((0, -1)) + torch.finfo(torch.float32).tiny
-    return ((way_lXND * moved_lXND).mean((0, -1)) / square).clamp(LEAST, MOST)
+def _centred(x_sXND: Tensor) -> Tensor:
+    return x_sXND - x_sXND.mean(0, keepdim=True)
 
 
 def _matrix(old_XNlD: Tensor, missing_XNlD: Tensor) -> Tensor:
     gram = old_XNlD.mT @ old_XNlD
     squares = gram.diagonal(dim1=-2, dim2=-1)
-    pull = RIDGE * squares.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
-    moments = gram + torch.diag_embed(pull.expand_as(squares))
+    moments = gram + torch.diag_embed((RIDGE * squares.mean(-1, keepdim=True) + TINY).expand_as(squares))
     # Positive definite by the ridge, so nothing needs to be checked, which would read from the device.
     return torch.linalg.solve_ex(moments, old_XNlD.mT @ missing_XNlD, check_errors=False).result
 
 
-def correct(
-    into_PlXND: Tensor, newest: Tensor, previous: Tensor | None, fit: CorrectionFit, step_ratio: Tensor | float
-) -> None:
-    """Write tokens of some ranks, extrapolated and corrected, to `into_PlXND` [P, l, X, N, D].
-
-    `newest` and `previous`: the tokens [P, l, X, N, D] of the last two steps; without `previous` nothing is
-    extrapolated. `fit`: of each rank, [P, X, N], [P, X, N, D] or [P, X, N, D, D], [P, X, N, D]. Sums are in fp32.
-    """
-    shift = wide(fit.shift).unsqueeze(1)
-    matrices = fit.scale.ndim > fit.shift.ndim
-    gain = torch.ones_like(shift) if matrices else 1 + wide(fit.scale).unsqueeze(1)
-    if matrices:
-        shift = shift + wide((newest.movedim(1, -2) @ fit.scale).movedim(-2, 1))
-    out = into_PlXND if into_PlXND.dtype == shift.dtype else None
+def correct_by_matrices(into: Tensor, newest: Tensor, previous: Tensor | None, fit: Tensor, ratio: Tensor) -> None:
+    """As `correct_run` for fits with matrices, [R, X, N, 1 + D D + D]."""
+    width = newest.shape[-1]
+    along, matrix, shift = fit.split_with_sizes((1, width * width, width), -1)
+    moved = (newest.movedim(1, -2) @ torch.unflatten(matrix, -1, (width, width))).movedim(-2, 1)
+    moved = wide(moved) + wide(shift).unsqueeze(1)
     if previous is not None:
-        reach = (wide(fit.along) * step_ratio)[:, None, ..., None]
-        gain = gain + reach
-        shift = torch.addcmul(shift, wide(previous), reach, value=-1, out=out)
-    moved = torch.addcmul(shift, wide(newest), gain, out=out)
-    if out is None:
-        into_PlXND.copy_(moved)
+        moved = torch.addcmul(moved, wide(newest) - wide(previous), wide(along).unsqueeze(1) * ratio)
+    into.copy_(moved.add_(newest))
 
 
 class OwnPast:
@@ -187,18 +133,21 @@ class OwnPast:
             self._before.copy_(self._last if continues else seen)
         self._last.copy_(seen)
 
-    def fit(self, own_lXND: Tensor, step_ratio: Tensor | float) -> CorrectionFit:
-        """Return the fit of this step's tokens [l, X, N, D] for the other ranks, and store samples of these.
+    def fit(self, own_lXND: Tensor, ratio: Tensor) -> Tensor:
+        """Return the fit [X, N, numbers] of this step's tokens [l, X, N, D] for the other ranks, and sample these.
 
-        `step_ratio`: length of this step over that of the last, a scalar.
+        `ratio`: length of this step over that of the last, a scalar in fp32.
         """
         assert self._last is not None, "the step before has been remembered"
-        seen, last = FitSamples.of(own_lXND, self._kind(own_lXND)), self._last
-        held = last if self._before is None else self._before.line_to(last, step_ratio)
-        found = fitted(self._kind(own_lXND), seen, held, last)
-        if self._before is not None:
-            self._before.copy_(last)
-        last.copy_(seen)
+        kind, last, before = self._kind(own_lXND), self._last, self._before
+        if kind == "affine":
+            past = (*last, *(before or (None, None)))
+            return fit_tokens(own_lXND, *past, ratio, stride_for(kind, own_lXND.shape[0]))
+        now = FitSamples.of(own_lXND, kind)
+        found = fit_matrices(now, last, before, ratio)
+        if before is not None:
+            before.copy_(last)
+        last.copy_(now)
         return found
 
     def numbers(self, tokens: int, width: int) -> int:
@@ -212,8 +161,3 @@ class OwnPast:
         """Yield the stored means [X, N, D] and sampled tokens [s, X, N, D]."""
         for seen in (self._last, self._before):
             yield from seen or ()
-
-
-def on_the_line(before: Tensor, last: Tensor, step_ratio: Tensor | float, *, into: Tensor | None = None) -> Tensor:
-    """Extrapolate last + step_ratio * (last - before), of any shape; written to `into` of the same shape, if given."""
-    return torch.lerp(before, last, 1 + torch.as_tensor(step_ratio, dtype=last.dtype, device=last.device), out=into)

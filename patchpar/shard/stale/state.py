@@ -28,6 +28,7 @@ class StaleState:
         self._wanted_fresh: set[int] = set()  # calls whose next evaluation is to be exact
         self._sent_before = 0
         self._extrapolator = StepExtrapolator()
+        self._ratio = torch.zeros((), device=comm.transport.device)
 
     def anew(self) -> "StaleState":
         """Wait for pending exchanges and return an empty state."""
@@ -46,15 +47,20 @@ class StaleState:
         self._wanted_fresh.clear()
         self._extrapolator.reset()
 
-    def step_ratio(self, timestep: Any) -> Tensor | float:
+    def step_ratio(self, timestep: Any) -> Tensor:
         """Return the length of this step over that of the last, as `StepExtrapolator.step_ratio` does.
 
-        0 where the policy does not extrapolate. `timestep` is a number or a tensor of any shape.
+        The same scalar in fp32 on the device in every step, so that a recorded step finds it; 0 where the policy does
+        not extrapolate. `timestep` is a number or a tensor of any shape.
         """
         context = self.policy.context
-        if not (isinstance(context, StaleKV) and context.extrapolated):
-            return 0.0
-        return self._extrapolator.step_ratio(self.clock.evaluation, timestep)
+        if isinstance(context, StaleKV) and context.extrapolated:
+            ratio = self._extrapolator.step_ratio(self.clock.evaluation, timestep)
+            if isinstance(ratio, Tensor):
+                self._ratio.copy_(ratio, non_blocking=True)
+            else:
+                self._ratio.fill_(ratio)
+        return self._ratio
 
     def begin(self, form: Any) -> bool:
         """Begin a denoiser call; return whether it is exact. `form`: what must not change from one step to the next."""

@@ -46,11 +46,6 @@ class TokenSlots:
         """Return the tokens [l, ...] of a rank, a view of the buffer [tokens, ...]."""
         return buffer.narrow(0, self.starts[group_rank], self.counts[group_rank])
 
-    def of_equal(self, buffer: Tensor, slots: EqualSlots) -> Tensor:
-        """Return the tokens [ranks, l, ...] of consecutive ranks, a view of the buffer [tokens, ...]."""
-        start, size = self.starts[slots.first], slots.ranks * slots.tokens
-        return buffer.narrow(0, start, size).view(slots.ranks, slots.tokens, *buffer.shape[1:])
-
     def without(self, group_rank: int) -> "TokenSlots":
         """Return the slots of a buffer without the tokens of that rank and without common ones."""
         return TokenSlots(tuple(0 if p == group_rank else count for p, count in enumerate(self.counts)))

@@ -1,0 +1,145 @@
+"""Stale keys and values of all other ranks, extrapolated and corrected, written to what attention reads.
+
+    attended = newest + along * ratio * (newest - previous) + scale * newest + shift
+
+Shape letters: T tokens of a buffer, R ranks in a row with equally many tokens, P all ranks, X = 2, B (keys and values;
+batch), N heads, D head width. Buffers are [T, X, N, D], in the order of ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.precision import wide
+
+TILE = 4096  # numbers that a program corrects
+
+
+class RunOfRanks(NamedTuple):
+    """Consecutive ranks with `tokens` each, handled together.
+
+    `first`: group rank of the first one. `attended`, `newest`, `previous`: its first token in these buffers.
+    """
+
+    first: int
+    ranks: int
+    tokens: int
+    attended: int
+    newest: int
+    previous: int
+
+    def of(self, buffer: Tensor, start: int) -> Tensor:
+        """Return the tokens [R, l, ...] of these ranks, a view of the buffer [T, ...] where they begin at `start`."""
+        return buffer.narrow(0, start, self.ranks * self.tokens).view(self.ranks, self.tokens, *buffer.shape[1:])
+
+
+def runs_of(flat: Sequence[int]) -> Iterator[RunOfRanks]:
+    """Yield the runs of a flat list of their fields: an operator takes no other."""
+    size = len(RunOfRanks._fields)
+    for start in range(0, len(flat), size):
+        yield RunOfRanks(*flat[start : start + size])
+
+
+def table_of(runs: Sequence[RunOfRanks], device: torch.device) -> Tensor:
+    """Return a row for each rank in the runs [ranks, 5]: its group rank, tokens, first token in each buffer."""
+    rows = [
+        (run.first + index, run.tokens, *(start + index * run.tokens for start in run[3:]))
+        for run in runs
+        for index in range(run.ranks)
+    ]
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 5).to(device)
+
+
+def correct_tokens_eager(
+    attended: Tensor,
+    newest: Tensor,
+    previous: Tensor | None,
+    fits: Tensor | None,
+    ratio: Tensor,
+    table: Tensor,
+    runs: Sequence[int],
+) -> None:
+    """Write the other ranks' tokens to `attended` [T, X, N, D], and make the newest ones the previous ones.
+
+    `newest` and `previous` [T, X, N, D] are of the last two steps; without `previous` nothing is extrapolated. `fits`
+    [P, X, N, 1 + 2 D] of all ranks, as `fit_tokens` returns them; without them nothing is corrected. `ratio`: length of
+    this step over that of the last, a scalar in fp32. `table` and `runs`: see `table_of` and `runs_of`. Sums in fp32.
+    """
+    for run in runs_of(runs):
+        into, last = run.of(attended, run.attended), run.of(newest, run.newest)
+        before = None if previous is None else run.of(previous, run.previous)
+        fit = None if fits is None else fits[run.first : run.first + run.ranks]
+        correct_run(into, last, before, fit, ratio)
+        if before is not None:
+            before.copy_(last)
+
+
+def correct_run(into: Tensor, newest: Tensor, previous: Tensor | None, fit: Tensor | None, ratio: Tensor) -> None:
+    """Write tokens of some ranks to `into` [R, l, X, N, D]: `newest` and `previous` are as large, `fit` of each rank.
+
+    As `correct_tokens_eager`, but `fit` is [R, X, N, 1 + 2 D] in any dtype, and `previous` does not change.
+    """
+    if fit is None:
+        if previous is None:
+            into.copy_(newest)
+        else:
+            torch.lerp(previous, newest, (1 + ratio).to(newest.dtype), out=into)
+        return
+    width, fit = newest.shape[-1], wide(fit).unsqueeze(1)
+    along, scale, shift = fit.split_with_sizes((1, width, width), -1)
+    gain, out = 1 + scale, into if into.dtype == fit.dtype else None
+    if previous is not None:
+        reach = along * ratio
+        gain += reach
+        shift = torch.addcmul(shift, previous, reach, value=-1, out=out)
+    moved = torch.addcmul(shift, newest, gain, out=out)
+    if out is None:
+        into.copy_(moved)
+
+
+def launch_correct_tokens(
+    attended: Tensor,
+    newest: Tensor,
+    previous: Tensor | None,
+    fits: Tensor | None,
+    ratio: Tensor,
+    table: Tensor,
+    runs: Sequence[int],
+) -> None:
+    """Launch the kernel: a program for every few tokens of each rank and head. See the twin."""
+    from patchpar.shard.kernels.programs.correct_tokens import correct_tokens_program
+
+    width = newest.shape[-1]
+    columns = 1 << (width - 1).bit_length()
+    rows = max(1, TILE // columns)
+    most = max((run.tokens for run in runs_of(runs)), default=0)
+    heads = newest[0].numel() // width
+    correct_tokens_program[(-(-most // rows), heads, table.shape[0])](
+        attended,
+        newest,
+        newest if previous is None else previous,
+        newest if fits is None else fits,
+        ratio,
+        table,
+        WIDTH=width,
+        COLUMNS=columns,
+        ROWS=rows,
+        EXTRAPOLATES=previous is not None,
+        CORRECTS=fits is not None,
+    )
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+correct_tokens = fused_op(
+    "correct_tokens(Tensor(a!) attended, Tensor newest, Tensor(b!)? previous, Tensor? fits, Tensor ratio, "
+    "Tensor table, int[] runs) -> ()",
+    eager=correct_tokens_eager,
+    launch=launch_correct_tokens,
+    fake=_nothing,
+)

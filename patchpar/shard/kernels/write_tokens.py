@@ -1,0 +1,66 @@
+"""This rank's keys and values among those of all ranks, in one buffer that attention reads, and in a message.
+
+Shape letters: T tokens of the buffer, c common ones (first among the local ones), l this rank's own, B batch, N heads,
+D head width. Buffers are [tokens, 2, B, N, D], keys before values.
+"""
+
+from torch import Tensor
+
+from patchpar.shard.kernels.fused_op import fused_op
+
+TILE = 4096  # numbers that a program copies
+
+
+def write_tokens_eager(
+    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
+) -> None:
+    """Write `key` and `value` [B, c + l, N, D] to `attended` [T, 2, B, N, D], and own tokens to `message` as well.
+
+    Common tokens come first, own ones from `start` on. `message` [l, 2, B, N, D].
+    """
+    own = attended.narrow(0, start, key.shape[1] - common)
+    for index, x_BlND in enumerate((key, value)):
+        if common:
+            attended[:common, index].copy_(x_BlND[:, :common].transpose(0, 1))
+        own[:, index].copy_(x_BlND[:, common:].transpose(0, 1))
+    if message is not None:
+        message.copy_(own)
+
+
+def launch_write_tokens(
+    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
+) -> None:
+    """Launch the kernel: a program for every few tokens of each head of keys and of values. See the twin."""
+    from patchpar.shard.kernels.programs.write_tokens import write_tokens_program
+
+    batch, tokens, heads, width = key.shape
+    columns = 1 << (width - 1).bit_length()
+    rows = max(1, TILE // columns)
+    write_tokens_program[(-(-tokens // rows), 2 * batch * heads)](
+        attended,
+        attended if message is None else message,
+        key,
+        value,
+        tokens,
+        start,
+        common,
+        batch,
+        heads,
+        *(stride for x in (key, value) for stride in x.stride()[:3]),
+        WIDTH=width,
+        COLUMNS=columns,
+        ROWS=rows,
+        HAS_MESSAGE=message is not None,
+    )
+
+
+def _nothing(attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None) -> None:
+    pass
+
+
+write_tokens = fused_op(
+    "write_tokens(Tensor(a!) attended, Tensor key, Tensor value, int start, int common, Tensor(b!)? message) -> ()",
+    eager=write_tokens_eager,
+    launch=launch_write_tokens,
+    fake=_nothing,
+)

@@ -1,0 +1,119 @@
+"""The kernels of stale keys and values: the values of their eager twins, and nothing written beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.shard.kernels.correct_tokens import (
+    RunOfRanks,
+    correct_tokens_eager,
+    launch_correct_tokens,
+    table_of,
+)
+from patchpar.shard.kernels.fit_tokens import fit_tokens_eager, launch_fit_tokens
+from patchpar.shard.kernels.write_tokens import launch_write_tokens, write_tokens_eager
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def noise(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def written(write: Callable[..., None], key: Tensor, value: Tensor, common: int, start: int) -> list[Tensor]:
+    """The buffer and the message, where everything else was NaN."""
+    batch, tokens, heads, width = key.shape
+    attended, message = (
+        torch.full((size, 2, batch, heads, width), torch.nan, dtype=key.dtype) for size in (40, tokens - common)
+    )
+    write(attended, key, value, start, common, message)
+    return [attended, message]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("common", "start"), [(0, 0), (0, 9), (5, 5), (5, 12)])
+def test_tokens_are_copied(interpreted: Callable[..., Any], dtype: torch.dtype, common: int, start: int) -> None:
+    """Of keys and values as projections leave them, one after the other in memory or with heads first."""
+    for width in (8, 40):
+        key = noise(0, 2, common + 13, 3, width, dtype=dtype)
+        value = noise(1, 2, 3, common + 13, width, dtype=dtype).transpose(1, 2)
+        args = (key, value, common, start)
+        found, twin = interpreted(written, launch_write_tokens, *args), written(write_tokens_eager, *args)
+        torch.testing.assert_close(found, twin, rtol=0, atol=0, equal_nan=True)
+        assert found[0].isnan().any(), "other ranks' tokens are left alone"
+        assert torch.equal(found[1][:, 1], value[:, common:].transpose(0, 1))
+
+
+def fit(fit_tokens: Callable[..., Tensor], now: Tensor, past: list[Tensor], stride: int, ratio: float) -> list[Tensor]:
+    """The fit, and the samples afterwards."""
+    past = [x.clone() for x in past]
+    given = [*past, *[None] * (4 - len(past))]
+    return [fit_tokens(now, *given, torch.tensor(ratio), stride), *past]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extrapolates", [True, False])
+def test_fits_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool) -> None:
+    for tokens, stride, width in ((37, 1, 8), (600, 3, 40)):
+        whole = [noise(seed, tokens, 4, 3, width) + 2 for seed in (0, 1)]
+        now, before = whole[0] + 0.3 * noise(2, *whole[0].shape), whole[0] - 0.2 * whole[1]
+        steps = [x.to(dtype) for x in (now, whole[0], before)]
+        past = [y for x in steps[1:] for y in (x.mean(0, dtype=torch.float32), x[::stride].contiguous())]
+        args = (steps[0], past if extrapolates else past[:2], stride, 0.7)
+        found, twin = interpreted(fit, launch_fit_tokens, *args), fit(fit_tokens_eager, *args)
+        for got, want in zip(found, twin, strict=True):
+            torch.testing.assert_close(got.float(), want.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        assert torch.equal(found[2], steps[0][::stride]), "samples are of this step afterwards"
+        assert not extrapolates or torch.equal(found[4], past[1])
+
+
+def test_a_fit_of_nothing_is_nothing(interpreted: Callable[..., Any]) -> None:
+    same = torch.full((20, 2, 1, 8), 300.0, dtype=torch.float16)
+    past = [same.mean(0, dtype=torch.float32), same.clone()]
+    packed = interpreted(fit, launch_fit_tokens, same, [*past, *past], 1, 1.0)[0]
+    assert torch.equal(packed[..., 1:], torch.zeros(2, 1, 16, dtype=torch.float16))
+    assert torch.equal(packed[..., 0], torch.full((2, 1), 0.5, dtype=torch.float16))
+
+
+def corrected(correct: Callable[..., None], tokens: list[Tensor | None], fits: Tensor | None, ratio: float) -> Any:
+    """What attention reads, and tokens of both steps, afterwards, on rank 2 of four with 3, 5, 6 and 5 tokens."""
+    newest, previous = (None if x is None else x.clone() for x in tokens)
+    assert newest is not None
+    attended = torch.full((2 + 3 + 5 + 6 + 5, 4, 3, 8), torch.nan, dtype=newest.dtype)
+    runs = [RunOfRanks(0, 1, 3, 2, 0, 0), RunOfRanks(1, 1, 5, 5, 3, 3), RunOfRanks(3, 1, 5, 16, 8, 8)]
+    flat = [number for run in runs for number in run]
+    correct(attended, newest, previous, fits, torch.tensor(ratio), table_of(runs, attended.device), flat)
+    return [attended, newest, previous]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extrapolates", [True, False])
+@pytest.mark.parametrize("corrects", [True, False])
+def test_corrections_equal_those_of_the_twin(
+    interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool, corrects: bool
+) -> None:
+    newest, previous = (noise(seed, 13, 4, 3, 8, dtype=dtype) for seed in (0, 1))
+    args = ([newest, previous if extrapolates else None], noise(2, 4, 4, 3, 17, dtype=dtype) if corrects else None, 0.7)
+    found, twin = interpreted(corrected, launch_correct_tokens, *args), corrected(correct_tokens_eager, *args)
+    torch.testing.assert_close(found, twin, rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True)
+    assert found[0].isnan().all((1, 2, 3)).tolist() == [True] * 2 + [False] * 8 + [True] * 6 + [False] * 5
+    assert torch.equal(found[1], newest)
+    assert not extrapolates or torch.equal(found[2], newest)
+
+
+def test_ranks_in_a_row_are_one_run() -> None:
+    newest, fits = noise(0, 12, 4, 3, 8), noise(1, 4, 4, 3, 17)
+    each = [RunOfRanks(rank, 1, 4, 4 * rank, 4 * rank, 0) for rank in (0, 1, 2)]
+    found = []
+    for runs in (each, [RunOfRanks(0, 3, 4, 0, 0, 0)]):
+        found.append(torch.full_like(newest, torch.nan))
+        table = table_of(runs, newest.device)
+        assert table[:, :4].tolist() == [[0, 4, 0, 0], [1, 4, 4, 4], [2, 4, 8, 8]]
+        correct_tokens_eager(found[-1], newest, None, fits, torch.ones(()), table, [n for run in runs for n in run])
+    assert torch.equal(*found)
