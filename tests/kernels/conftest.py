@@ -83,7 +83,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
     for info in pkgutil.iter_modules(programs.__path__):
         module = importlib.import_module(f"{programs.__name__}.{info.name}")
         for name, value in vars(module).copy().items():
-            if isinstance(value, JITFunction):
+            if isinstance(value, JITFunction) and not name.startswith("_"):  # those are parts of programs
                 monkeypatch.setattr(module, name, _Recorder(value, found))
 
     def of(launch: Callable[..., Any], *args: Any) -> list[Launch]:

@@ -50,7 +50,7 @@ def table_of(runs: Sequence[RunOfRanks], device: torch.device) -> Tensor:
         for run in runs
         for index in range(run.ranks)
     ]
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 5).to(device)
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 5).to(device, non_blocking=True)
 
 
 def correct_tokens_eager(
