@@ -1,6 +1,6 @@
 """Count what one rank of every strategy does on GPUs in a call of SDXL and of FLUX, without a GPU.
 
-python -m benchmarks.gpu.count --write docs/figures/gpu-counts.md
+python -m benchmarks.gpu.count --host-time --write docs/figures/gpu-counts.md
 python -m benchmarks.gpu.count --models flux --strategies "exact;fresh-edges" --short     # a quick look
 """
 
@@ -14,7 +14,10 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from benchmarks.gpu.denoisers import DENOISERS, SHORT
+from benchmarks.gpu.host_time import exchange_times, host_times
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, fake_rank
 from benchmarks.page import publish
@@ -29,6 +32,7 @@ NAMES = {
     "flux": "FLUX.1 dev, bf16, 512 tokens of text",
 }
 MIB = 2**20
+TURNS = 15
 INTRODUCTION = """\
 # Counts on GPUs
 
@@ -67,18 +71,13 @@ def counted(
     model: str, size: int, world: int, strategies: Sequence[str], *, short: bool = False
 ) -> Iterator[tuple[str, str, CallCounts, CallCounts]]:
     """Yield strategy, kind of step, its counts, and those of the plain model."""
-    plain = None
-    for ranks, chosen in ((world, [s for s in strategies if s != CFG]), (2, [s for s in strategies if s == CFG])):
-        if plain is not None and not chosen:
-            continue
-        with fake_rank(1, ranks) as rank:
-            denoiser = DENOISERS[model](size, layers=SHORT[model] if short else None)
-            if plain is None:
-                plain = rank.plain(denoiser)
-                yield "plain", "", plain, plain
-            for strategy in chosen:
-                for step, counts in rank.steps(denoiser, strategy).items():
-                    yield strategy, step, counts, plain
+    with fake_rank(1, world) as rank:
+        denoiser = DENOISERS[model](size, layers=SHORT[model] if short else None)
+        plain = rank.plain(denoiser)
+        yield "plain", "", plain, plain
+        for strategy in strategies:
+            for step, counts in rank.steps(denoiser, strategy).items():
+                yield strategy, step, counts, plain
 
 
 def row(strategy: str, step: str, counts: CallCounts, plain: CallCounts) -> str:
@@ -102,6 +101,31 @@ def row(strategy: str, step: str, counts: CallCounts, plain: CallCounts) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[str] | None) -> Iterator[str]:
+    """Yield the section on the time of the process."""
+    yield "## Time of the process"
+    yield ""
+    yield (
+        f"Rank 1 of {world}, measured: networks as deep as these, so narrow that only Python and the launches count; "
+        "CPU tensors, so that eager twins stand for kernels of patchpar's own; messages go nowhere, but all Python of "
+        f"torch.distributed runs. The least processor time of {turns} turns with the plain step of the same band."
+    )
+    yield ""
+    yield "| model | strategy | plain, ms | split, ms | of plain | exchanges | added by each, µs |"
+    yield "|---|---|---|---|---|---|---|"
+    for model in models:
+        strategies = [strategy for strategy in chosen or STRATEGIES[model] if strategy != CFG]
+        for strategy, found in host_times(model, 1, world, strategies, turns):
+            times = f"{found.plain * 1e3:.0f} | {found.split * 1e3:.0f} | {found.split / found.plain:.2f}"
+            yield f"| {model} | `{strategy}` | {times} | {found.exchanges} | {found.added * 1e6:.0f} |"
+    yield ""
+    yield "A single exchange from start to the end of the wait, without the layer around it:"
+    yield ""
+    yield "| exchange | µs |"
+    yield "|---|---|"
+    yield from (f"| {name} | {seconds * 1e6:.0f} |" for name, seconds in exchange_times(1, world, turns).items())
+
+
 def lines(options: argparse.Namespace) -> Iterator[str]:
     """Yield the page."""
     yield INTRODUCTION
@@ -112,6 +136,9 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         strategies = options.strategies or STRATEGIES[model]
         yield ""
         yield from model_lines(model, options.size, options.world, strategies, short=options.short)
+    if options.host_time:
+        yield ""
+        yield from host_lines(options.world, TURNS, options.models, options.strategies)
 
 
 def main() -> None:
@@ -122,8 +149,10 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=4, help="number of ranks")
     parser.add_argument("--strategies", type=lambda text: text.split(";"), help="several with ; between them")
     parser.add_argument("--short", action="store_true", help="with few layers, for a quick look")
+    parser.add_argument("--host-time", action="store_true", help="also measure the time of the process")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     publish(lines(options), options.write)

@@ -15,7 +15,7 @@ from benchmarks.volumes.shapes import SDXL
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import GridSource, TokenPlan
 from patchpar.shard.transformer.token_ranges import TokenGrid
-from patchpar.shard.unet.discover import discover
+from patchpar.shard.unet.discover import ExchangeSites, discover
 
 Call = dict[str, Any]
 TOKENS_OF_TEXT = {"sdxl": 77, "flux": 512}
@@ -23,7 +23,7 @@ TOKENS_OF_TEXT = {"sdxl": 77, "flux": 512}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denoiser:
-    """A network on the fake device and one call of it. `prepare` tells an installed strategy how the model is split."""
+    """A network and one call of it. `prepare` tells an installed strategy how the model is split."""
 
     network: nn.Module
     call: Call
@@ -46,10 +46,17 @@ def sdxl(pixels: int, *, batch: int = 2, layers: Mapping[str, Any] | None = None
         sites = discover(network, network.forward, (), _sdxl_call(1, 64, torch.float32, torch.device("meta")))
     put_on_fake_cuda(network, dtype)
 
+    call = _sdxl_call(batch, pixels // 8, dtype, DEVICE)
+    return Denoiser(network=network, call=call, prepare=knowing_sites(sites))
+
+
+def knowing_sites(sites: ExchangeSites) -> Callable[[Any], None]:
+    """Return what tells an installed strategy the exchange points of a UNet."""
+
     def prepare(bands: Any) -> None:
         bands.sites = sites
 
-    return Denoiser(network=network, call=_sdxl_call(batch, pixels // 8, dtype, DEVICE), prepare=prepare)
+    return prepare
 
 
 def _sdxl_call(batch: int, size: int, dtype: torch.dtype, device: torch.device) -> Call:
@@ -73,15 +80,21 @@ def flux(pixels: int, *, layers: Mapping[str, Any] | None = None) -> Denoiser:
     with torch.device("meta"):
         network = FluxTransformer2DModel(guidance_embeds=True, **(layers or {})).eval()
     put_on_fake_cuda(network, dtype)
+    prepare = knowing_tokens(network, TokenGrid(1, side, side))
+    return Denoiser(network=network, call=_flux_call(side * side, dtype), prepare=prepare)
+
+
+def knowing_tokens(network: nn.Module, grid: TokenGrid) -> Callable[[Any], None]:
+    """Return what tells an installed strategy the tokens of a transformer, whose plan comes with the package."""
     shipped = shipped_for(network)
     plan = None if shipped is None else shipped.plan_for(network)
     if plan is None:
-        raise RuntimeError("no token plan for FLUX comes with the package: make plans")
+        raise RuntimeError(f"no token plan for {type(network).__name__} comes with the package: make plans")
 
     def prepare(split: Any) -> None:
-        split._search = _KnownPlan(_in_grid(plan, TokenGrid(1, side, side)))
+        split._search = _KnownPlan(_in_grid(plan, grid))
 
-    return Denoiser(network=network, call=_flux_call(side * side, dtype), prepare=prepare)
+    return prepare
 
 
 def _flux_call(tokens: int, dtype: torch.dtype) -> Call:

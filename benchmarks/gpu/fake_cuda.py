@@ -29,12 +29,16 @@ CAPABILITY = (9, 0)
 @contextmanager
 def fake_cuda(events: EventCounts) -> Iterator[None]:
     """Make fake tensors of everything that is allocated inside; streams and events are counted and do nothing."""
+    with cuda_names(events), FakeTensorMode(allow_non_fake_inputs=True), _OperatorsForBindings(events), torch.no_grad():
+        yield
+
+
+@contextmanager
+def cuda_names(events: EventCounts) -> Iterator[None]:
+    """Replace streams, events and the current device of torch.cuda by counters, whatever the tensors are."""
     with ExitStack() as stack:
         for name, found in _stand_ins(events).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, found))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_OperatorsForBindings(events))
-        stack.enter_context(torch.no_grad())
         yield
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,9 +56,7 @@ def _stand_ins(counts: GroupCounts) -> Sequence[tuple[Any, str, Callable[..., An
 
     return (
         (dist, "batch_isend_irecv", batch_isend_irecv),
-        (dist, "get_backend", lambda *_: "nccl"),
         (dist, "barrier", barrier),
         (dist.Work, "wait", wait),
         (dist.Work, "is_completed", lambda _: True),
-        (torch.cuda, "current_device", lambda: 0),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +34,8 @@ class CallCounts:
 
     `launches` of kernels, `operations` (messages and collectives) and `bytes_out` are by name of operator; `syncs`, in
     which the process waits for the device, and `copies` between device and host by their place in the code. `peak` and
-    `held`: bytes of the device during and after the call, without those that were there before the first.
+    `held`: bytes of the device during and after the call, without those that were there before the first. `booked`:
+    bytes sent as patchpar's communicator counts them.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -46,14 +48,15 @@ class CallCounts:
     allocations: int = 0
     peak: int = 0
     held: int = 0
+    booked: int = 0
 
 
 class Recorder(TorchDispatchMode):
     """Counts what is run inside. `memory` is shared by the calls of one denoiser."""
 
-    def __init__(self, memory: LiveMemory, group_size: int) -> None:
+    def __init__(self, memory: LiveMemory) -> None:
         super().__init__()
-        self.counts, self.memory, self._group_size = CallCounts(), memory, group_size
+        self.counts, self.memory = CallCounts(), memory
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,22 +105,7 @@ class Recorder(TorchDispatchMode):
     def _send(self, func: Any, args: Sequence[Any]) -> None:
         name = func.overloadpacket.__name__
         self.counts.operations[name] += 1
-        self.counts.bytes_out[name] += self._bytes_out(name, args)
-
-    def _bytes_out(self, name: str, args: Sequence[Any]) -> int:
-        """What this rank sends to others in one operator of the namespace c10d."""
-        others = self._group_size - 1
-        if name in ("recv_", "recv_any_source_", "barrier"):
-            return 0
-        if name == "send":
-            return _num_bytes(args[0])
-        if name in ("allgather_", "_allgather_base_"):
-            return others * _num_bytes(args[1])
-        if name in ("alltoall_base_", "alltoall_"):
-            return _num_bytes(args[1]) * others // self._group_size
-        if name == "broadcast_":
-            return others * _num_bytes(args[0])
-        raise NotImplementedError(f"bytes of the collective {name}: add it to _bytes_out")
+        self.counts.bytes_out[name] += _bytes_out(name, args)
 
 
 class LiveMemory:
@@ -158,6 +146,24 @@ class LiveMemory:
 
 def _is_on_device(x: Any) -> bool:
     return isinstance(x, Tensor) and x.device.type not in ("cpu", "meta")
+
+
+def _bytes_out(name: str, args: Sequence[Any]) -> int:
+    """Return what this rank sends to others in one operator of the namespace c10d."""
+    if name in ("recv_", "recv_any_source_", "barrier"):
+        return 0
+    if name == "send":
+        return _num_bytes(args[0])
+    group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+    size = group.size()
+    if name == "alltoall_base_":
+        shares = args[4] or [args[1].shape[0] // size] * size
+        return _num_bytes(args[1]) * (sum(shares) - shares[group.rank()]) // max(1, sum(shares))
+    if name in ("allgather_", "_allgather_base_"):
+        return (size - 1) * _num_bytes(args[1])
+    if name == "broadcast_":
+        return (size - 1) * _num_bytes(args[0])
+    raise NotImplementedError(f"bytes of the collective {name}: add it to _bytes_out")
 
 
 def _num_bytes(tree: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,9 +19,10 @@ from patchpar.strategies import parse_strategy
 from patchpar.strategies.cfg.split import GuidanceSplit
 
 CFG = "cfg=2,patch=1"
+ONE_KIND = {"exact": 1}
 STEPS = {"exact": 0, "stale": 3}
-"""Kinds of step of a strategy with stale values, and the first step of each: two values of the past are known by then,
-so that later ones are like it. The others have one kind only."""
+"""Kinds of step, and the step that is counted of each: later ones are like it, once two values of the past are known.
+Strategies without stale values have one kind only."""
 DEADLINE = 60.0
 Steps = dict[str, CallCounts]
 
@@ -39,55 +40,43 @@ class FakeRank:
 
     def steps(self, denoiser: Denoiser, strategy: str) -> Steps:
         """Count one call of each kind of step of a strategy."""
+        comm = Communicator(TorchTransport(DEVICE, DEADLINE))
         if strategy == CFG:
-            return {"exact": self._guidance(denoiser)}
-        method = parse_strategy(strategy)
-        remembers = method.policy.remembers
-        method = replace(method, warmup_steps=1) if remembers else method
-        comm, clock, axis = self._comm(), StepClock(), Mesh(self.rank, range(self.world), patch=self.world)["patch"]
-        split = method.install(denoiser.network, comm, axis, clock=clock, split="rows")
-        denoiser.prepare(split)
+            return self._in_turn(denoiser, self._guidance(denoiser, comm), comm, ONE_KIND)
+        with installed(denoiser, strategy, comm, Mesh(self.rank, range(self.world), patch=self.world)) as step:
+            return self._in_turn(denoiser, step, comm, STEPS if has_stale_steps(strategy) else ONE_KIND)
 
-        def step() -> None:
-            clock.next_call()
-            split.denoise(denoiser.network.forward, **denoiser.call)
-            clock.tick()
-            comm.traffic.clear()
-
-        try:
-            return self._in_turn(denoiser, step, STEPS if remembers else {"exact": 1})
-        finally:
-            split.finish()
-            split.restore()
-
-    def _in_turn(self, denoiser: Denoiser, step: Callable[[], None], kinds: dict[str, int]) -> Steps:
+    def _in_turn(
+        self, denoiser: Denoiser, step: Callable[[], None], comm: Communicator, kinds: Mapping[str, int]
+    ) -> Steps:
         memory, found = LiveMemory(denoiser.tensors()), []
         for _ in range(max(kinds.values()) + 1):
+            comm.traffic.clear()
             found.append(self._counted(memory, step))
+            found[-1].booked = comm.traffic.total_bytes
         return {kind: found[number] for kind, number in kinds.items()}
 
-    def _guidance(self, denoiser: Denoiser) -> CallCounts:
-        """One step with its two guidance branches on two ranks, both in one call of the pipeline."""
+    def _guidance(self, denoiser: Denoiser, comm: Communicator) -> Callable[[], None]:
+        """Return what runs a step with two guidance branches, both in one call, on the first two ranks."""
         clock = StepClock(guided=True)
-        split = GuidanceSplit(self._comm(), Mesh(self.rank, range(self.world), cfg=self.world)["cfg"], clock)
+        split = GuidanceSplit(comm, Mesh(self.rank, range(2), cfg=2)["cfg"], clock)
 
         def step() -> None:
             clock.next_call()
             split.denoise(denoiser.network.forward, **denoiser.call)
             clock.tick()
 
-        return self._in_turn(denoiser, step, {"exact": 1})["exact"]
-
-    def _comm(self) -> Communicator:
-        return Communicator(TorchTransport(DEVICE, DEADLINE))
+        return step
 
     def _counted(self, memory: LiveMemory, call: Callable[[], object]) -> CallCounts:
-        recorder = Recorder(memory, self.world)
+        recorder = Recorder(memory)
         events, groups, waits = self._events.recorded, self._groups.groups, self._events.waits + self._groups.waits
         gc.collect()
         memory.begin()
+        gc.disable()  # what a cycle holds would be freed at one time or another
         with recorder:
             call()
+        gc.enable()
         counts = recorder.counts
         counts.events, counts.groups = self._events.recorded - events, self._groups.groups - groups
         blocking = self._events.waits + self._groups.waits - waits
@@ -96,6 +85,32 @@ class FakeRank:
         gc.collect()
         counts.peak, counts.held = memory.peak, memory.live()
         return counts
+
+
+def has_stale_steps(strategy: str) -> bool:
+    """Whether steps of a strategy differ: exact ones at the beginning, then those with stale values."""
+    return parse_strategy(strategy).policy.remembers
+
+
+@contextmanager
+def installed(denoiser: Denoiser, strategy: str, comm: Communicator, mesh: Mesh) -> Iterator[Callable[[], None]]:
+    """Make a denoiser parallel over axis `patch`, and yield what runs one step of it. Stale steps follow one exact."""
+    method, clock = parse_strategy(strategy), StepClock()
+    method = replace(method, warmup_steps=1) if method.policy.remembers else method
+    split = method.install(denoiser.network, comm, mesh["patch"], clock=clock, split="rows")
+    denoiser.prepare(split)
+
+    def step() -> None:
+        clock.next_call()
+        split.denoise(denoiser.network.forward, **denoiser.call)
+        clock.tick()
+        comm.traffic.book_stalls(block=False)
+
+    try:
+        yield step
+    finally:
+        split.finish()
+        split.restore()
 
 
 @contextmanager

@@ -1,0 +1,198 @@
+"""Time of the process in a step, without a GPU: networks as deep as SDXL and FLUX, so narrow that only Python counts.
+
+On a GPU this is the time in which the process enqueues a step. Tensors are on the CPU and messages go nowhere, but all
+of torch.distributed's own Python runs. The split step and the plain one of the same band run in turns; of each the
+least processor time counts, which other programs on the machine disturb least.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.denoisers import Denoiser, knowing_sites, knowing_tokens
+from benchmarks.gpu.fake_cuda import EventCounts, cuda_names
+from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
+from benchmarks.gpu.strategies import DEADLINE, installed
+from benchmarks.volumes.shapes import SDXL
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.exchange_part import edges_part
+from patchpar.comm.transport import TensorSpec
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.plan.mesh import Axis, Mesh
+from patchpar.shard.transformer.token_ranges import TokenGrid
+from patchpar.shard.unet.discover import discover
+
+CPU = torch.device("cpu")
+COLUMNS = 8
+STEPS_BEFORE = 4
+"""Steps that are not measured: an exact one, and those in which caches fill."""
+EXCHANGES = 200
+"""Exchanges in one measurement of a single one."""
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """A narrow network with a call of the whole image, and the plain call of one rank's band."""
+
+    whole: Denoiser
+    band: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTime:
+    """Seconds of the process in one step, plain and split, and the number of exchanges in the split one."""
+
+    plain: float
+    split: float
+    exchanges: int
+
+    @property
+    def added(self) -> float:
+        """Seconds added by each exchange point."""
+        return (self.split - self.plain) / self.exchanges
+
+
+def tiny_sdxl(world: int) -> Tiny:
+    """A UNet as deep as SDXL's, both guidance branches in one call."""
+    from diffusers import UNet2DConditionModel
+
+    narrow = {
+        "block_out_channels": (32, 64, 128),
+        "attention_head_dim": (1, 2, 4),
+        "cross_attention_dim": 32,
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 32 + 6 * 8,
+    }
+    network = UNet2DConditionModel(**{**SDXL, **narrow}).eval().requires_grad_(False)
+    call = {
+        "sample": torch.randn(2, 4, 8 * world, 32),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(2, 4, 32),
+        "added_cond_kwargs": {"text_embeds": torch.randn(2, 32), "time_ids": torch.zeros(2, 6)},
+        "return_dict": False,
+    }
+    band = {**call, "sample": call["sample"][:, :, :8].contiguous()}
+    whole = Denoiser(network=network, call=call, prepare=knowing_sites(discover(network, network.forward, (), call)))
+    return Tiny(whole=whole, band=lambda: network(**band))
+
+
+def tiny_flux(world: int) -> Tiny:
+    """A transformer as deep as FLUX.1 dev."""
+    from diffusers import FluxTransformer2DModel
+
+    network = FluxTransformer2DModel(
+        guidance_embeds=True,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    network = network.eval().requires_grad_(False)
+    rows = 2 * world
+    call = _tiny_flux_call(rows)
+    band = _tiny_flux_call(2)
+    prepare = knowing_tokens(network, TokenGrid(1, rows, COLUMNS))
+    return Tiny(whole=Denoiser(network=network, call=call, prepare=prepare), band=lambda: network(**band))
+
+
+def _tiny_flux_call(rows: int) -> dict[str, object]:
+    positions = torch.meshgrid(
+        torch.arange(1.0), torch.arange(float(rows)), torch.arange(float(COLUMNS)), indexing="ij"
+    )
+    return {
+        "hidden_states": torch.randn(1, rows * COLUMNS, 64),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+        "pooled_projections": torch.randn(1, 16),
+        "timestep": torch.full((1,), 0.5),
+        "guidance": torch.full((1,), 3.5),
+        "img_ids": torch.stack(positions, -1).reshape(-1, 3),
+        "txt_ids": torch.zeros(8, 3),
+        "return_dict": False,
+    }
+
+
+TINY: dict[str, Callable[[int], Tiny]] = {"sdxl": tiny_sdxl, "flux": tiny_flux}
+
+
+@torch.no_grad()
+def host_times(
+    model: str, rank: int, world: int, strategies: Sequence[str], turns: int
+) -> Iterator[tuple[str, HostTime]]:
+    """Yield for each strategy the time of a steady step of rank `rank` beside the plain one."""
+    with _quiet_rank(rank, world):
+        tiny = TINY[model](world)
+        for strategy in strategies:
+            comm = Communicator(TorchTransport(CPU, DEADLINE))
+            with installed(tiny.whole, strategy, comm, Mesh(rank, range(world), patch=world)) as step:
+                for _ in range(STEPS_BEFORE):
+                    step()
+                comm.traffic.clear()
+                step()
+                exchanges = sum(comm.traffic.rounds.values())
+                plain, split = in_turns((tiny.band, step), turns)
+            yield strategy, HostTime(plain=plain, split=split, exchanges=exchanges)
+
+
+@torch.no_grad()
+def exchange_times(rank: int, world: int, turns: int) -> dict[str, float]:
+    """Return seconds of the process for one exchange with the other ranks: start, and wait of the stream."""
+    with _quiet_rank(rank, world):
+        comm, axis = Communicator(TorchTransport(CPU, DEADLINE)), Mesh(rank, range(world), patch=world)["patch"]
+        found = {}
+        for name, exchange in _exchanges(comm, axis).items():
+
+            def many(exchange: Step = exchange) -> None:
+                for _ in range(EXCHANGES):
+                    exchange()
+                comm.traffic.clear()
+
+            found[name] = in_turns((many,), turns)[0] / EXCHANGES
+        return found
+
+
+def _exchanges(comm: Communicator, axis: Axis) -> dict[str, Step]:
+    keys, values, moments, row = (torch.zeros(1, 4, 1, 8) for _ in range(4))
+    spec = TensorSpec.of(keys)
+    return {
+        "keys and values of all ranks": lambda: (
+            AllGather(comm, axis, "kv", "here").start([keys, values], lambda _: [spec, spec]).wait()
+        ),
+        "moments of all ranks, edge rows of two": lambda: comm.gather_with_edges(
+            axis, "here", [moments], edges_part(axis, row, row, spec, spec)
+        ).wait(),
+    }
+
+
+def in_turns(steps: Sequence[Step], turns: int) -> list[float]:
+    """Return the least processor time of each step, run in turns."""
+    least = [float("inf")] * len(steps)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(turns):
+            for index, step in enumerate(steps):
+                start = time.process_time()
+                step()
+                least[index] = min(least[index], time.process_time() - start)
+    finally:
+        gc.enable()
+    return least
+
+
+@contextmanager
+def _quiet_rank(rank: int, world: int) -> Iterator[None]:
+    """Messages go nowhere; what should have come with them is whatever is in memory, flushed where it is denormal."""
+    torch.set_flush_denormal(True)
+    try:
+        with fake_nccl(rank, world, GroupCounts()), cuda_names(EventCounts()):
+            yield
+    finally:
+        torch.set_flush_denormal(False)
