@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.exchange_part import ExchangePart, Halo, edges_part
+from patchpar.comm.exchange_part import ExchangePart, edges_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands
@@ -15,6 +15,7 @@ from patchpar.plan.kv_selection import TokensAcross
 from patchpar.plan.mesh import Axis
 from patchpar.shard.stale.cache import StaleCache, StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.unet.layers import RawHalo
 
 THIS_STEP = ("fresh", "separate", None)  # timings without stale values
 
@@ -40,7 +41,7 @@ class LocalPatch:
     frozen: bool = False
     step_ratio: Tensor = field(default_factory=lambda: torch.ones(()))
     cache: StaleCache | None = None
-    halos: dict[str, Halo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
+    halos: dict[str, RawHalo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
 
     @property
     def group_rank(self) -> int:

@@ -12,7 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from patchpar.shard.kernels import correct_tokens, fit_tokens, fused_op, group_moments, write_tokens
+from patchpar.shard.kernels import (
+    concat_halo,
+    correct_tokens,
+    fit_tokens,
+    fused_op,
+    group_moments,
+    group_norm,
+    write_tokens,
+)
 
 
 class Case(NamedTuple):
@@ -55,6 +63,18 @@ def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
     return (torch.randn(20, 4, 3, 40).to(dtype), newest, newest + 1, fits, torch.tensor(0.5), table, list(runs[0]))
 
 
+def norm_args(dtype: torch.dtype) -> tuple[Any, ...]:
+    wide, weight = group_moments.empty_moments(torch.empty(0, dtype=dtype), 1).dtype, torch.randn(40).to(dtype)
+    moments = torch.rand(3, 1 + 2 * 2 * 4, dtype=wide) + 1
+    return (torch.randn(2, 40, 4, 8).to(dtype), moments, 4, 1e-5, weight, weight, moments.select(0, 1), 0.3, True)
+
+
+def halo_args(dtype: torch.dtype) -> tuple[Any, ...]:
+    x, rows = torch.randn(2, 8, 4, 6).to(dtype), torch.randn(2, 8, 1, 6).to(dtype)
+    wide = group_moments.empty_moments(x, 1).dtype
+    return (x, rows, None, 1, 2, -2, torch.randn(3, 16, dtype=wide), True)
+
+
 CASES = [
     Case(
         "group_moments",
@@ -65,6 +85,14 @@ CASES = [
     Case("write_tokens", write_tokens.write_tokens, write_tokens.launch_write_tokens, local_tokens),
     Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, samples),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
+    Case(
+        "merge_parts",
+        group_moments.merge_parts,
+        group_moments.launch_merge_parts,
+        lambda dtype: (torch.rand(3, 41, dtype=group_moments.empty_moments(torch.empty(0, dtype=dtype), 1).dtype),),
+    ),
+    Case("group_norm", group_norm.normalise_groups, group_norm.launch_group_norm, norm_args),
+    Case("concat_halo", concat_halo.concat_halo, concat_halo.launch_concat_halo, halo_args),
 ]
 NAMES = [case.name for case in CASES]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.shard.unet.layers import Normalise, merge_moments, moments_of, pack_moments
+from patchpar.shard.kernels.group_moments import moments_of_band
+from patchpar.shard.unet.layers import normalise
 from tests.tensors import relative
 from tests.unit.parts import cut
 
@@ -25,9 +26,8 @@ def norm_of(groups: int = 4, channels: int = 16, *, affine: bool = True) -> nn.G
 
 def over_shares(norm: nn.GroupNorm, x: Tensor, starts: Sequence[int], dim: int = -2) -> Tensor:
     parts = cut(x, starts, dim)
-    packed = [pack_moments(moments_of(part, norm.num_groups)) for part in parts]
-    normalise = Normalise(norm, merge_moments(packed, (x.shape[0], norm.num_groups)))
-    return torch.cat([normalise(part) for part in parts], dim)
+    moments = torch.stack([moments_of_band(part, norm.num_groups) for part in parts])
+    return torch.cat([normalise(norm, part, moments)[0] for part in parts], dim)
 
 
 def by_squares(norm: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -97,7 +97,18 @@ def test_shares_that_are_constant_each_by_itself() -> None:
     assert relative(over_shares(norm, x, (0, 6, 16)), norm(x)) < 1e-6
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_channels_last_is_kept(batch: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, x = norm_of().to(dtype), torch.randn(batch, 16, 16, 12).to(dtype).to(memory_format=torch.channels_last)
+    moments = torch.stack([moments_of_band(share, norm.num_groups) for share in cut(x, (0, 6, 16), -2)])
+    y, _ = normalise(norm, x, moments)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert relative(y, norm(x)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
 def test_strided_input() -> None:
     torch.manual_seed(0)
-    norm, x = norm_of(), torch.randn(2, 16, 16, 12).to(memory_format=torch.channels_last)
+    norm, x = norm_of(), torch.randn(2, 16, 12, 16).transpose(2, 3)
     assert relative(over_shares(norm, x, (0, 6, 16)), norm(x)) < 1e-6

@@ -10,12 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.fused_op import fused_op, is_fused
+from patchpar.shard.kernels.map_layout import dense, is_channels_last, power_of_2
+from patchpar.shard.kernels.moments import merge_moments
 from patchpar.shard.precision import wide
 
 TINY = 1e-12  # keeps 1/std finite on a constant map, far below the variance of any other
 TILE = 4096  # values that a program reads at once
 VALUES_PER_PART = 2**17  # of a group, where it is divided: 256 KiB in half precision, 5 us of one multiprocessor
+GROUPS = 16  # of a program that merges parts
 MOST_PROGRAMS = 1024  # several for each multiprocessor of any GPU
 
 
@@ -34,11 +37,6 @@ class GroupLayout(NamedTuple):
         if is_channels_last(x):
             return cls(size, width, x.shape[1], width)
         return cls(size * width, 1, 1, size * width)
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Whether the channels of `x` [B, C, ...] are side by side in memory, and the map is dense."""
-    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
 def parts_of_group(x: Tensor, groups: int) -> int:
@@ -92,7 +90,7 @@ def launch_group_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
     from patchpar.shard.kernels.programs.group_moments import group_moments_program
 
     packed, layout = empty_moments(x, groups, parts), GroupLayout.of(x, groups)
-    columns = 1 << (layout.width - 1).bit_length()
+    columns = power_of_2(layout.width)
     group_moments_program[(x.shape[0] * groups, parts)](
         x,
         packed,
@@ -122,3 +120,44 @@ group_moments = fused_op(
     launch=launch_group_moments,
     fake=empty_moments,
 )
+
+
+def merge_parts_eager(packed: Tensor) -> Tensor:
+    """Return the packed moments [1 + 2 * B * G] of whole groups from those of their parts [S, 1 + 2 * B * G]."""
+    merged = merge_moments(packed, (packed.shape[1] // 2, 1))
+    return torch.cat([merged.num.view(1), merged.mean_BG.flatten(), merged.m2_BG.flatten()])
+
+
+def launch_merge_parts(packed: Tensor) -> Tensor:
+    """Launch the kernel for `packed` [S, 1 + 2 * B * G]."""
+    from patchpar.shard.kernels.programs.group_moments import merge_parts_program
+
+    merged, (parts, size) = empty_merged_parts(packed), packed.shape
+    blocks = -(-(size // 2) // GROUPS)
+    merge_parts_program[(blocks,)](packed, merged, parts, size // 2, PARTS=power_of_2(parts), GROUPS=GROUPS)
+    return merged
+
+
+def empty_merged_parts(packed: Tensor) -> Tensor:
+    """Return an empty tensor for the moments [1 + 2 * B * G] of whole groups; `packed` is [S, 1 + 2 * B * G]."""
+    return packed.new_empty(packed.shape[1:])
+
+
+merge_parts = fused_op(
+    "merge_parts(Tensor packed) -> Tensor",
+    eager=merge_parts_eager,
+    launch=launch_merge_parts,
+    fake=empty_merged_parts,
+)
+
+
+def moments_of_band(x: Tensor, groups: int) -> Tensor:
+    """Return the packed moments [1 + 2 * B * G] of this rank's band `x` [B, C, ...].
+
+    On a GPU one launch, or two for large groups, straight from half precision and from channels_last maps.
+    """
+    if not is_fused(x):
+        return group_moments_eager(x, groups).view(-1)
+    parts = parts_of_group(x, groups)
+    packed = group_moments(dense(x), groups, parts)
+    return packed.view(-1) if parts == 1 else merge_parts(packed)

@@ -4,7 +4,7 @@ A hook replaces one module's forward and can be removed. Its `LocalPatch` has th
 decides for each kind of exchange point whose values are used, and whether they are fresh or stale.
 
     norm      fresh: moments to all ranks and raw edge rows to the neighbours in one round; the neighbour's rows are
-              normalised here and stored for the convolution that the norm feeds
+              stored raw for the convolution that the norm feeds, which normalises them
     conv      rows stored by that norm, if any, else from the neighbours; the bulk is convolved meanwhile
 
 Values for the next step are sent as soon as they exist, several in one bucket, and awaited one step later.
@@ -13,29 +13,25 @@ Values for the next step are sent as soon as they exist, several in one bucket, 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.comm.exchange_part import ExchangePart, Halo, Received, halo_of, moments_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
+from patchpar.shard.kernels.group_moments import moments_of_band
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.unet.layers import (
     Conv,
-    Moments,
-    Normalise,
-    as_published,
+    RawHalo,
     convolve_with_halo,
-    correct_moments,
-    is_heavy,
+    copies_band,
     is_thin,
     mend_borders,
-    merge_moments,
-    moments_of,
-    pack_moments,
+    normalise,
     stencil_of,
-    unpack_moments,
 )
 
 
@@ -51,35 +47,34 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         patch = self.patch
         if not patch.active:
             return self.fn_ref.original_forward(x)
-        own, shape = pack_moments(moments_of(x, module.num_groups)), (x.shape[0], module.num_groups)
+        own = moments_of_band(x, module.num_groups)
         entry = patch.entry(self.where, patch.policy.moments)
         if patch.fresh or patch.policy.moments == "fresh":
             return self._normalised_together(module, x, own, entry)
-        return Normalise(module, self._estimate(own, entry, shape))(x)
+        return self._normalised_stale(module, x, own, entry)
 
     def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None) -> Tensor:
         """Normalise with fresh moments of all ranks; fresh edge rows are exchanged in the same round."""
         patch = self.patch
         feeds = self.feeds if patch.fuses_edges else None
-        edges = patch.edges(x, feeds.before, feeds.after) if feeds is not None else None
-        received, rows_beyond = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
+        if feeds is None:
+            moments, halo = patch.comm.all_gather(patch.axis, "moments", self.where, own).wait(), None
+        else:
+            edges = patch.edges(x, feeds.before, feeds.after)
+            received, halo = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
+            moments = torch.stack([received[rank][0] if rank in received else own for rank in range(patch.axis.size)])
         if entry is not None:
-            entry.keep({patch.axis.ranks[group_rank]: values for group_rank, values in received.items()}, own)
-        of_all = [
-            own if group_rank == patch.group_rank else received[group_rank][0] for group_rank in range(patch.axis.size)
-        ]
-        normalise = Normalise(module, merge_moments(of_all, (x.shape[0], module.num_groups)))
-        if feeds is not None:
-            halo = Halo(*(feeds.activate(normalise, rows) for rows in rows_beyond))
-            patch.halos.update(dict.fromkeys(feeds.convs, halo))
-        return normalise(x)
+            entry.keep({patch.axis.ranks[other]: [moments.select(0, other)] for other in patch.axis.others}, own)
+        y, terms = normalise(module, x, moments)
+        if feeds is not None and halo is not None:
+            patch.halos.update(dict.fromkeys(feeds.convs, RawHalo(halo, terms, patch.dim, feeds.activations)))
+        return y
 
-    def _estimate(self, own: Tensor, entry: StaleEntry | None, shape: tuple[int, int]) -> Moments:
-        """Return moments of the whole from this rank's fresh ones and the others' stale ones."""
-        now = unpack_moments(own, shape)
-        if entry is None:  # separate: every band by itself
-            return now
+    def _normalised_stale(self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None) -> Tensor:
+        """Normalise with this rank's fresh moments and the others' stale ones."""
         patch = self.patch
+        if entry is None:  # separate: every band by itself
+            return normalise(module, x, own.unsqueeze(0))[0]
         others = [values[0] for values in entry.wait().values()]
         before = entry.own
         assert before is not None
@@ -87,11 +82,9 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             entry.own = own
             entry.pending = patch.cache.send(moments_part(patch.axis, [own]), self.where)
         if patch.policy.moments == "stale":
-            found = merge_moments([own, *others], shape)
-        else:
-            least = LEAST_VARIANCE[patch.policy.moments]
-            found = correct_moments(merge_moments([before, *others], shape), unpack_moments(before, shape), now, least)
-        return as_published(found, now.num) if patch.policy.published else found
+            return normalise(module, x, torch.stack([own, *others]), published=patch.policy.published)[0]
+        moments, least = torch.stack([before, *others]), LEAST_VARIANCE[patch.policy.moments]
+        return normalise(module, x, moments, own, least=least, published=patch.policy.published)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +95,6 @@ class ConvFed:
     before: int
     after: int
     activations: tuple[nn.Module, ...]
-
-    def activate(self, normalise: Normalise, rows: Tensor | None) -> Tensor | None:
-        """Return a neighbour's raw rows [B, C, ..., r, W] normalised and activated, as the convolution reads them."""
-        if rows is None:
-            return None
-        rows = normalise(rows)
-        for activation in self.activations:
-            rows = activation(rows)
-        return rows
 
 
 class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -135,13 +119,13 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         stencil = stencil_of(module, dim)
         own = x.narrow(dim, 0, x.shape[dim] - self.trailing)
         halo = self._start(own, stencil.before, stencil.after, left)
-        reads_beyond, is_here = stencil.before + stencil.after > 0, isinstance(halo, Halo)
-        if is_thin(own.shape[dim], stencil) or (reads_beyond and is_here and is_heavy(module, own)):
-            return convolve_with_halo(module, own, dim, stencil, _waited_for(halo))
+        reads_beyond, has_halo = stencil.before + stencil.after > 0, not callable(halo)
+        if is_thin(own.shape[dim], stencil) or (reads_beyond and copies_band(module, own, has_halo=has_halo)):
+            return convolve_with_halo(module, own, dim, stencil, halo() if callable(halo) else halo)
         y = self.fn_ref.original_forward(x)
-        return mend_borders(module, own, y, dim, stencil, _waited_for(halo))
+        return mend_borders(module, own, y, dim, stencil, _ready(halo))
 
-    def _start(self, x: Tensor, before: int, after: int, left: Halo | None) -> Halo | Callable[[], Halo]:
+    def _start(self, x: Tensor, before: int, after: int, left: RawHalo | None) -> Halo | RawHalo | Callable[[], Halo]:
         """Return the halo if it is available; else start the exchange, and return a function that waits for it."""
         patch = self.patch
         if self.reads_sample and patch.whole is not None:
@@ -156,7 +140,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return halo
 
         if left is not None:
-            return kept(left)
+            return left if entry is None else kept(left.ready())
         pending = patch.comm.gather_with_edges(patch.axis, self.where, [], patch.edges(x, before, after))
         return lambda: kept(pending.wait()[1])
 
@@ -173,8 +157,10 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return halo
 
 
-def _waited_for(halo: Halo | Callable[[], Halo]) -> Halo:
-    return halo if isinstance(halo, Halo) else halo()
+def _ready(halo: Halo | RawHalo | Callable[[], Halo]) -> Halo:
+    if isinstance(halo, RawHalo):
+        return halo.ready()
+    return halo() if callable(halo) else halo
 
 
 def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
@@ -182,7 +168,7 @@ def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, whe
     assert patch.cache is not None
     axis, dim, reach = patch.axis, patch.dim, max(before, after)
     ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
-    both = (x.narrow(dim, 0, reach).clone(), x.narrow(dim, x.shape[dim] - reach, reach).clone())
+    both = torch.stack([x.narrow(dim, 0, reach), x.narrow(dim, x.shape[dim] - reach, reach)]).unbind()
     specs = tuple(TensorSpec.of(rows) for rows in both)
     part = ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs), axis=axis, to_all=True)
     wait = patch.cache.send(part, where)

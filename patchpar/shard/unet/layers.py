@@ -5,9 +5,9 @@ is [B, C, h, W], or [B, C, F, h, W] with frames. `dim` is the split dim, counted
 along it, so columns work alike.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from torch.nn import functional as F
 
 from patchpar.comm.exchange_part import Halo
 from patchpar.plan.bands import Stencil
-from patchpar.shard.precision import wide
+from patchpar.shard.kernels.concat_halo import concat_halo, scaled_rows
+from patchpar.shard.kernels.fused_op import is_fused
+from patchpar.shard.kernels.group_norm import normalise_groups
+from patchpar.shard.kernels.map_layout import dense
 
 Conv = nn.Conv2d | nn.Conv3d
 
@@ -62,96 +65,48 @@ class GroupNormLike(Protocol):
     def eps(self) -> float: ...
 
 
+PASSING = (nn.Identity, nn.Dropout)  # what a model that is not in training passes through
 VALUES_PER_WEIGHT = 8  # map values for each weight, up to which a copy costs less than a second pass over the weights
-TINY = 1e-12  # keeps 1/std finite on a constant map, far below the variance of any other
+LAUNCHES_SAVED = 4  # by a copy of the band instead of a second and third convolution of its borders, or more
+BYTES_PER_LAUNCH = 2**23  # that a GPU copies while its host prepares a launch: about 5 us
 
 
-class Moments(NamedTuple):
-    """Count, mean and sum of squared deviations of each group, in fp32 or fp64. They merge exactly."""
+def normalise(
+    norm: GroupNormLike,
+    x: Tensor,
+    moments: Tensor,
+    now: Tensor | None = None,
+    *,
+    least: float = 0.0,
+    published: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the band `x` [B, C, ...] normalised with the packed `moments` [P, 1 + 2 * B * G] of all ranks.
 
-    num: Tensor  # [1], values per group
-    mean_BG: Tensor
-    m2_BG: Tensor
-
-
-def moments_of(x: Tensor, num_groups: int) -> Moments:
-    """Return the moments of this rank's band `x` [B, C, ...]. torch's group norm kernel computes them in one pass.
-
-    E[x^2] - E[x]^2 would cancel in half precision (std 1 at mean 30 is lost in bf16): fp32 and deviations do not.
+    Also the terms [3, B * C] of its channels, for a neighbour's rows. `now`, `least` and `published` are for
+    stale moments, see `kernels.group_norm`.
     """
-    batch, channels = x.shape[:2]
-    x = wide(x).contiguous()
-    size = math.prod(x.shape[2:])
-    _, mean_BG, rstd_BG = torch.native_group_norm(x, None, None, batch, channels, size, num_groups, TINY)
-    count = size * channels // num_groups
-    m2_BG = (rstd_BG.pow(-2) - TINY).clamp_min(0).mul(count)
-    return Moments(torch.full((1,), float(count), device=x.device, dtype=x.dtype), mean_BG, m2_BG)
+    x = dense(x) if is_fused(x) else x
+    return normalise_groups(x, moments, norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published)
 
 
-def pack_moments(moments: Moments) -> Tensor:
-    """Return the moments as one small tensor to send: [1 + 2 * B * G]."""
-    return torch.cat([moments.num, moments.mean_BG.flatten(), moments.m2_BG.flatten()])
+@dataclass(frozen=True, slots=True)
+class RawHalo:
+    """The neighbours' rows as the exchange of a norm brings them, and what makes a convolution's halo of them."""
 
+    halo: Halo
+    terms: Tensor  # [3, B * C], mean, scale and shift of each channel in that norm
+    dim: int
+    activations: tuple[nn.Module, ...] = ()
 
-def merge_moments(packed: Sequence[Tensor], shape: tuple[int, int]) -> Moments:
-    """Merge the packed moments [1 + 2 * B * G] of all bands; `shape` is (B, G).
+    def ready(self) -> Halo:
+        """Return the rows normalised and activated."""
+        found = scaled_rows(*self.halo, self.dim, self.terms)
+        return Halo(*(None if rows is None else self._activated(rows) for rows in found))
 
-    Exact for any counts and means (Chan, Golub, LeVeque 1979).
-    """
-    all_P = torch.stack(list(packed))
-    count_P11 = all_P[:, 0, None, None]
-    mean_PBG, m2_PBG = all_P[:, 1:].view(len(packed), 2, *shape).unbind(1)
-    count = count_P11.sum()
-    mean_BG = (mean_PBG * (count_P11 / count)).sum(0)
-    m2_BG = (m2_PBG + count_P11 * (mean_PBG - mean_BG).square()).sum(0)
-    return Moments(count, mean_BG, m2_BG)
-
-
-def unpack_moments(packed: Tensor, shape: tuple[int, int]) -> Moments:
-    """Return the moments that `pack_moments` packed into [1 + 2 * B * G]; `shape` is (B, G)."""
-    mean_BG, m2_BG = packed[1:].view(2, *shape).unbind(0)
-    return Moments(packed[:1], mean_BG, m2_BG)
-
-
-def correct_moments(whole: Moments, own: Moments, now: Moments, least: float = 0.0) -> Moments:
-    """Return the stale moments of the whole, plus the change of this rank's own since.
-
-    DistriFusion's corrected asynchronous group norm (arXiv:2402.19481, section 4): mean' = mean + (own now - own), and
-    the same for E[x^2], so var' = E'[x^2] - mean'^2, and the rank's own variance where that is below `least` times it:
-    0 in the paper. Written out, the squares of the means cancel, which keeps fp32 exact enough where means are large.
-    The variance is biased, as in nn.GroupNorm.
-    """
-    moved_BG = now.mean_BG - own.mean_BG
-    var_BG, own_var_BG, now_var_BG = (moments.m2_BG / moments.num for moments in (whole, own, now))
-    corrected_BG = var_BG + (now_var_BG - own_var_BG) + 2 * moved_BG * (own.mean_BG - whole.mean_BG)
-    corrected_BG = torch.where(corrected_BG < least * now_var_BG, now_var_BG, corrected_BG)
-    return Moments(whole.num, whole.mean_BG + moved_BG, corrected_BG * whole.num)
-
-
-def as_published(moments: Moments, num_own: Tensor) -> Moments:
-    """Return the moments with the variance times N/(N - 1), N = `num_own` [1] values per group of this rank's band.
-
-    DistriFusion's code does so; its paper (arXiv:2402.19481) does not mention it, and nn.GroupNorm is biased.
-    """
-    return moments._replace(m2_BG=moments.m2_BG * (num_own / (num_own - 1).clamp_min(1)))
-
-
-class Normalise:
-    """Group norm with given moments, for this rank's band and a neighbour's edge rows."""
-
-    def __init__(self, norm: GroupNormLike, moments: Moments) -> None:
-        batch, per_group = moments.mean_BG.shape[0], norm.num_channels // norm.num_groups
-        self._mean = moments.mean_BG.repeat_interleave(per_group, dim=1).flatten()
-        self._var = (moments.m2_BG / moments.num).repeat_interleave(per_group, dim=1).flatten()
-        self._weight = None if norm.weight is None else norm.weight.to(self._mean.dtype).repeat(batch)
-        self._bias = None if norm.bias is None else norm.bias.to(self._mean.dtype).repeat(batch)
-        self._eps = norm.eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise `x` [B, C, ...] in one pass: batch norm's inference kernel over B * C channels."""
-        flat = x.to(self._mean.dtype).reshape(1, x.shape[0] * x.shape[1], -1)
-        y = F.batch_norm(flat, self._mean, self._var, self._weight, self._bias, training=False, eps=self._eps)
-        return y.view(x.shape).to(x.dtype)
+    def _activated(self, rows: Tensor) -> Tensor:
+        for activation in self.activations:
+            rows = activation(rows)
+        return rows
 
 
 def stencil_of(conv: ConvolutionLike, dim: int) -> Stencil:
@@ -199,6 +154,17 @@ def is_thin(size: int, stencil: Stencil) -> bool:
     return size < 2 * stencil.extent
 
 
+def copies_band(conv: ConvolutionLike, x: Tensor, *, has_halo: bool) -> bool:
+    """Whether `convolve_with_halo` is faster for the band `x` [B, C, ..., h, W] than `mend_borders`.
+
+    Mending convolves the borders again and overlaps the bulk with the exchange; on a GPU its launches cost more than a
+    copy of a small map. On a CPU that depends on the weights, and on whether the exchange is over.
+    """
+    if x.device.type != "cpu":
+        return x.numel() * x.element_size() <= LAUNCHES_SAVED * BYTES_PER_LAUNCH
+    return has_halo and is_heavy(conv, x)
+
+
 def is_heavy(conv: ConvolutionLike, x: Tensor) -> bool:
     """Whether `x` [B, C, ..., h, W] is small beside the weights, so that `convolve_with_halo` after the halo is faster.
 
@@ -207,20 +173,27 @@ def is_heavy(conv: ConvolutionLike, x: Tensor) -> bool:
     return x.numel() <= VALUES_PER_WEIGHT * conv.weight.numel()
 
 
-def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
+def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Stencil, halo: Halo | RawHalo) -> Tensor:
     """Convolve the band `x` [B, C, ..., h, W] with its halo concatenated, zeros at the edges of the image.
 
-    For thin bands and large weights.
+    For thin bands, large weights, and GPUs, where the copy also normalises and activates a raw halo.
     """
-
-    def zeros(rows: int) -> list[Tensor]:
-        shape = list(x.shape)
-        shape[dim] = rows
-        return [x.new_zeros(shape)] if rows else []
-
-    before = zeros(stencil.before) if halo.before is None else [halo.before]
+    (before, after), terms, silu = _unpacked(halo)
     size = x.shape[dim]
     outputs = -(-size // stencil.stride)
-    needed = (outputs - 1) * stencil.stride + stencil.extent - stencil.padding - size
-    after = zeros(max(0, needed)) if halo.after is None else [halo.after]
-    return convolve(conv, torch.cat([*before, x, *after], dim), dim)
+    needed = max(0, (outputs - 1) * stencil.stride + stencil.extent - stencil.padding - size)
+    rows_before = stencil.before if before is None else before.shape[dim]
+    rows_after = needed if after is None else after.shape[dim]
+    if is_fused(x):
+        x, before, after = dense(x), *(None if rows is None else rows.contiguous() for rows in (before, after))
+    return convolve(conv, concat_halo(x, before, after, rows_before, rows_after, dim, terms, silu), dim)
+
+
+def _unpacked(halo: Halo | RawHalo) -> tuple[Halo, Tensor | None, bool]:
+    """Return rows, and what is left to do with them: terms [3, B * C] of a norm, if any, and whether SiLU."""
+    if isinstance(halo, Halo):
+        return halo, None, False
+    activations = [each for each in halo.activations if each.training or not isinstance(each, PASSING)]
+    if len(activations) > 1 or not all(isinstance(each, nn.SiLU) for each in activations):
+        return halo.ready(), None, False
+    return halo.halo, halo.terms, bool(activations)

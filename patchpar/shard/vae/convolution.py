@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from patchpar.comm.exchange_part import Halo
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.bands import Stencil
-from patchpar.shard.unet.layers import convolve_with_halo, is_thin, mend_borders, stencil_of
+from patchpar.shard.unet.layers import convolve_with_halo, copies_band, is_thin, mend_borders, stencil_of
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 Sizes = int | Sequence[int]
@@ -90,7 +90,7 @@ def _convolve_padded(
     def fetch() -> Halo:
         halo = beyond.halo()
         needed = None if halo.after is None else halo.after.narrow(band.dim, 0, stencil.after)
-        if is_thin(own.shape[band.dim], stencil):  # at an edge of the image the padded rows are read
+        if _copies(band, conv, own, stencil):  # at an edge of the image the padded rows are read
             top = x.narrow(band.dim, 0, before) if halo.before is None else halo.before
             bottom = x.narrow(band.dim, x.shape[band.dim] - after, stencil.after) if needed is None else needed
             return Halo(top, bottom)
@@ -109,10 +109,14 @@ def _finish(
 ) -> Tensor:
     """Convolve `xs`: our rows as the model passes them, and without its padding."""
     padded, own = xs
-    if is_thin(own.shape[band.dim], stencil):
+    if _copies(band, conv, own, stencil):
         return convolve_with_halo(conv, own, band.dim, stencil, fetch())
     y = _plain(function, padded, conv)
     return mend_borders(conv, own, y, band.dim, stencil, fetch())
+
+
+def _copies(band: VaeBand, conv: ConvolutionArguments, own: Tensor, stencil: Stencil) -> bool:
+    return is_thin(own.shape[band.dim], stencil) or copies_band(conv, own, has_halo=False)
 
 
 def _plain(function: Callable[..., Tensor], x: Tensor, conv: ConvolutionArguments) -> Tensor:

@@ -6,15 +6,17 @@ moments have arrived, so that the next convolution needs no exchange.
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.exchange_part import Halo
-from patchpar.shard.unet.layers import Moments, Normalise, merge_moments, moments_of, pack_moments
+from patchpar.shard.kernels.fused_op import is_fused
+from patchpar.shard.kernels.group_moments import moments_of_band
+from patchpar.shard.kernels.group_norm import scaled, terms_of
+from patchpar.shard.kernels.moments import merge_moments, unpack_moments
+from patchpar.shard.unet.layers import RawHalo, normalise
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 SLICES = 8  # of the channels, one at a time in fp32: all at once would need several times the peak of half precision
@@ -22,8 +24,7 @@ INPLACE = (F.silu, F.relu)
 POINTWISE = (*INPLACE, F.gelu, F.mish, F.dropout, torch.tanh)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupNormArguments:
+class GroupNormArguments(NamedTuple):
     """The arguments of a group norm, by the names of the module."""
 
     num_groups: int
@@ -31,17 +32,6 @@ class GroupNormArguments:
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-
-    def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, "GroupNormArguments"]]:
-        """Yield (groups, channels, norm of these alone), small enough to hold in fp32."""
-        step = self.num_groups if dtype == torch.float32 else -(-self.num_groups // SLICES)
-        width = self.num_channels // self.num_groups
-        for first in range(0, self.num_groups, step):
-            groups = slice(first, min(first + step, self.num_groups))
-            channels = slice(groups.start * width, groups.stop * width)
-            weight, bias = (None if x is None else x[channels] for x in (self.weight, self.bias))
-            count = groups.stop - groups.start
-            yield groups, channels, GroupNormArguments(count, count * width, weight, bias, self.eps)
 
 
 def group_norm(
@@ -57,34 +47,55 @@ def group_norm(
     input and output [B, C, ..., h, W] or [B, C, l], weight and bias [C].
     """
     norm = GroupNormArguments(num_groups, input.shape[1], weight, bias, eps)
-    own = pack_moments(_moments(norm, input))
     sends_edges = input.ndim >= 4 and band.feeds.get(band.where, True)
+    own = _moments(input, num_groups)
     received, halo = band.start([own], band.patch.edges(input, 1, 1) if sends_edges else None)()
     everyone = [
         received[group_rank][0] if group_rank in received else own for group_rank in range(len(band.patch.bands))
     ]
-    moments = merge_moments(everyone if received else [own], (input.shape[0], num_groups))
-    y = _normalised(norm, moments, input)
+    y, terms = _normalised(norm, input, torch.stack(everyone if received else [own]))
     if sends_edges:
-        rows = Halo(*(None if x is None else _normalised(norm, moments, x) for x in halo))
-        band.leave(NeighbourRows(weakref.ref(y), lambda: rows, norm=band.where))
+        rows = RawHalo(halo, terms, band.dim)
+        band.leave(NeighbourRows(weakref.ref(y), rows.ready, norm=band.where))
     return y
 
 
-def _moments(norm: GroupNormArguments, x: Tensor) -> Moments:
-    found = [moments_of(x[:, channels], part.num_groups) for _, channels, part in norm.slices(x.dtype)]
+def _is_sliced(x: Tensor) -> bool:
+    """Whether `x` [B, C, ...] is normalised some groups at a time, as copies in fp32."""
+    return not is_fused(x) and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _slices(x: Tensor, num_groups: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (groups, channels of `x` [B, C, ...] with these), few enough to be held in fp32."""
+    step, width = -(-num_groups // SLICES), x.shape[1] // num_groups
+    for first in range(0, num_groups, step):
+        count = min(step, num_groups - first)
+        yield count, x.narrow(1, first * width, count * width)
+
+
+def _moments(x: Tensor, num_groups: int) -> Tensor:
+    """Return the packed moments [1 + 2 * B * G] of our rows x [B, C, ..., h, W]."""
+    if not _is_sliced(x):
+        return moments_of_band(x, num_groups)
+    found = [
+        unpack_moments(moments_of_band(part, groups), (x.shape[0], groups)) for groups, part in _slices(x, num_groups)
+    ]
     num, means, m2s = zip(*found, strict=True)
-    return Moments(num[0], torch.cat(means, 1), torch.cat(m2s, 1))
+    return torch.cat([num[0], torch.cat(means, 1).flatten(), torch.cat(m2s, 1).flatten()])
 
 
-def _normalised(norm: GroupNormArguments, moments: Moments, x: Tensor) -> Tensor:
-    if x.dtype == torch.float32:
-        return Normalise(norm, moments)(x)
-    y = torch.empty_like(x)
-    for groups, channels, part in norm.slices(x.dtype):
-        own = Moments(moments.num, moments.mean_BG[:, groups], moments.m2_BG[:, groups])
-        y[:, channels] = Normalise(part, own)(x[:, channels])
-    return y
+def _normalised(norm: GroupNormArguments, x: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return our rows x [B, C, ..., h, W] normalised, and the terms [3, B * C] of their channels."""
+    if not _is_sliced(x):
+        return normalise(norm, x, moments)
+    merged = merge_moments(moments, (x.shape[0], norm.num_groups))
+    terms = terms_of(merged, norm.num_channels // norm.num_groups, norm.eps, norm.weight, norm.bias)
+    y, first = torch.empty_like(x), 0
+    for _, part in _slices(x, norm.num_groups):
+        of_part = terms.view(3, *x.shape[:2]).narrow(2, first, part.shape[1]).reshape(3, -1)
+        y.narrow(1, first, part.shape[1]).copy_(scaled(part, of_part))
+        first += part.shape[1]
+    return y, terms
 
 
 def pointwise(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

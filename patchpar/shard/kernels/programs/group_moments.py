@@ -49,3 +49,23 @@ def group_moments_program(
     tl.store(out + 1 + total + index, m2_of_all)
     if index == 0:
         tl.store(out, num)
+
+
+@triton.jit
+def merge_parts_program(packed, merged, parts, total, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+    """Merge the moments of the parts of GROUPS groups (Chan, Golub, LeVeque 1979)."""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    is_group = group < total
+    part = tl.arange(0, PARTS)[:, None]
+    row = packed + part * (1 + 2 * total)
+    count = tl.load(row, mask=part < parts, other=0.0)
+    inside = (part < parts) & is_group[None, :]
+    means = tl.load(row + 1 + group[None, :], mask=inside, other=0.0)
+    m2s = tl.load(row + 1 + total + group[None, :], mask=inside, other=0.0)
+    num = tl.sum(count)
+    mean = tl.sum(count * means, 0) / num
+    apart = means - mean[None, :]
+    tl.store(merged + 1 + group, mean, mask=is_group)
+    tl.store(merged + 1 + total + group, tl.sum(m2s + count * apart * apart, 0), mask=is_group)
+    if tl.program_id(0) == 0:
+        tl.store(merged, num)

@@ -1,0 +1,128 @@
+"""A band with the rows beyond it, as a convolution reads them: one copy, which also normalises and activates the rows.
+
+Shape letters: B batch, C channels, h rows of the band, r rows of a neighbour, W columns. A map is [B, C, h, W], or
+[B, C, F, h, W] with frames; "rows" are slices along `dim`, so columns work alike.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.shard.kernels.fused_op import fused_op, is_fused
+from patchpar.shard.kernels.group_norm import scaled
+from patchpar.shard.kernels.map_layout import empty_with_rows, is_channels_last, power_of_2
+
+TILE = 2048  # values of a program
+
+
+def halo_rows(rows: Tensor, terms: Tensor | None, silu: bool) -> Tensor:
+    """Return a neighbour's raw rows [B, C, ..., r, W], normalised by `terms` [3, B * C] if given, and activated."""
+    rows = rows if terms is None else scaled(rows, terms)
+    return F.silu(rows) if silu else rows
+
+
+def concat_halo_eager(
+    x: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    rows_before: int,
+    rows_after: int,
+    dim: int,
+    terms: Tensor | None = None,
+    silu: bool = False,
+) -> Tensor:
+    """Return `x` [B, C, ..., h, W] between `before` and `after` [B, C, ..., r, W], in the format of `x`.
+
+    Where one of these is None there are zeros, `rows_before` or `rows_after` of them. With `terms` [3, B * C] they are
+    raw, and normalised as the norm before `x` did, see `kernels.group_norm`; with `silu` activated too.
+    """
+    pieces = [
+        empty_with_rows(x, dim, count).zero_() if rows is None else halo_rows(rows, terms, silu)
+        for rows, count in ((before, rows_before), (after, rows_after))
+    ]
+    pieces = [piece for piece in (pieces[0], x, pieces[1]) if piece.shape[dim]]
+    if is_channels_last(x):
+        return torch.cat([piece.movedim(1, -1) for piece in pieces], dim - 1).movedim(-1, 1)
+    return torch.cat(pieces, dim)
+
+
+def launch_concat_halo(
+    x: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    rows_before: int,
+    rows_after: int,
+    dim: int,
+    terms: Tensor | None = None,
+    silu: bool = False,
+) -> Tensor:
+    """Launch the kernel for `x` [B, C, ..., h, W], contiguous or channels_last, and contiguous rows beyond."""
+    from patchpar.shard.kernels.programs.concat_halo import concat_halo_program
+
+    y, last = empty_concat_halo(x, before, after, rows_before, rows_after, dim), is_channels_last(x)
+    shape, at = (x.movedim(1, -1).shape, dim - 1) if last else (x.shape, dim)
+    runs, inner = math.prod(shape[:at]), math.prod(shape[at + 1 :]) if at + 1 else 1
+    batch, channels = x.shape[:2]
+    length = y.shape[dim] * inner
+    places = min(power_of_2(length), TILE)
+    runs_at_once = min(power_of_2(runs), TILE // places)
+    concat_halo_program[(-(-runs // runs_at_once) * -(-length // places),)](
+        x,
+        before,
+        after,
+        terms,
+        y,
+        runs,
+        runs // (batch if last else batch * channels),
+        inner,
+        rows_before,
+        x.shape[dim],
+        rows_after,
+        channels,
+        batch * channels,
+        CHANNELS_LAST=last,
+        SILU=silu,
+        RUNS=runs_at_once,
+        PLACES=places,
+        num_warps=8,
+    )
+    return y
+
+
+def empty_concat_halo(
+    x: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    rows_before: int,
+    rows_after: int,
+    dim: int,
+    terms: Tensor | None = None,
+    silu: bool = False,
+) -> Tensor:
+    """Return an empty map for `x` [B, C, ..., h, W] and the rows beyond."""
+    return empty_with_rows(x, dim, rows_before + x.shape[dim] + rows_after)
+
+
+concat_halo = fused_op(
+    "concat_halo(Tensor x, Tensor? before, Tensor? after, int rows_before, int rows_after, int dim, "
+    "Tensor? terms=None, bool silu=False) -> Tensor",
+    eager=concat_halo_eager,
+    launch=launch_concat_halo,
+    fake=empty_concat_halo,
+)
+
+
+def scaled_rows(before: Tensor | None, after: Tensor | None, dim: int, terms: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the neighbours' raw rows [B, C, ..., r, W] normalised by `terms` [3, B * C], in one launch."""
+    there = [rows for rows in (before, after) if rows is not None]
+    if not there or not is_fused(there[0]):
+        return tuple(None if rows is None else scaled(rows, terms) for rows in (before, after))
+    first, last = (None if rows is None else rows.contiguous() for rows in (before, after))
+    counts = [0 if rows is None else rows.shape[dim] for rows in (first, last)]
+    joined = concat_halo(there[0].narrow(dim, 0, 0), first, last, counts[0], counts[1], dim, terms)
+    return (
+        None if first is None else joined.narrow(dim, 0, counts[0]),
+        None if last is None else joined.narrow(dim, counts[0], counts[1]),
+    )

@@ -1,0 +1,146 @@
+"""Group norm with the moments of all ranks: merged, corrected where they are stale, and applied in one pass.
+
+Shape letters: B batch, C channels, G groups, P ranks, N = 1 + 2 * B * G. Moments are packed, see `kernels.moments`. The
+norm is (x - mean) * scale + shift; `terms` [3, B * C] are these three for each channel of each sample.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.map_layout import is_channels_last, power_of_2
+from patchpar.shard.kernels.moments import (
+    Moments,
+    as_published,
+    correct_moments,
+    merge_moments,
+    unpack_moments,
+)
+
+TILE = 4096  # values of a program
+MOST_CHANNELS = 128  # of a program, where they are side by side in memory
+
+
+def scaled(x: Tensor, terms: Tensor) -> Tensor:
+    """Return `x` [B, C, ...] normalised by `terms` [3, B * C] in one pass, by batch norm's inference kernel.
+
+    The format of the map is kept.
+    """
+    if x.ndim == 3:  # tokens, or a map without width: batch norm knows formats of four and five dims
+        return scaled(x.unsqueeze(-1), terms).squeeze(-1)
+    wide = x.to(terms.dtype)
+    if not is_channels_last(x):
+        return _batch_norm(wide.reshape(1, x.shape[0] * x.shape[1], -1), terms).view(x.shape).to(x.dtype)
+    samples = [
+        _batch_norm(wide.narrow(0, index, 1), of_sample)
+        for index, of_sample in enumerate(terms.view(3, x.shape[0], -1).unbind(1))
+    ]
+    return (samples[0] if len(samples) == 1 else torch.cat(samples)).to(x.dtype)
+
+
+def _batch_norm(x: Tensor, terms: Tensor) -> Tensor:
+    mean, scale, shift = terms.unbind(0)
+    return F.batch_norm(x, mean.detach(), torch.ones_like(mean), scale, shift, eps=0.0)
+
+
+def group_norm_eager(
+    x: Tensor,
+    moments: Tensor,
+    groups: int,
+    eps: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    now: Tensor | None = None,
+    least: float = 0.0,
+    published: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return `x` [B, C, ...] normalised with `moments` [P, N] of all ranks, and the terms [3, B * C] used.
+
+    With `now` [N], this rank's moments of this step, all of `moments` are of the last step, and are corrected with
+    `least`, see `correct_moments`; with `published`, see `as_published`. For these the first row is this rank's.
+    """
+    shape = (x.shape[0], groups)
+    found = merge_moments(moments, shape)
+    own = unpack_moments(moments.select(0, 0), shape)
+    if now is not None:
+        found = correct_moments(found, own, unpack_moments(now, shape), least)
+    if published:
+        found = as_published(found, own.num if now is None else now.narrow(0, 0, 1))
+    terms = terms_of(found, x.shape[1] // groups, eps, weight, bias)
+    return scaled(x, terms), terms
+
+
+def terms_of(moments: Moments, width: int, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return the terms [3, B * C] of groups of `width` channels with `moments` [B, G]."""
+    mean, dtype = moments.mean_BG.unsqueeze(-1).expand(-1, -1, width), moments.mean_BG.dtype
+    scale = (moments.m2_BG / moments.num).add_(eps).rsqrt_().unsqueeze(-1)
+    scale = scale.expand(-1, -1, width) if weight is None else scale * weight.to(dtype).view(1, -1, width)
+    shift = torch.zeros_like(mean) if bias is None else bias.to(dtype).view(1, -1, width).expand_as(mean)
+    return torch.stack([mean, scale, shift]).view(3, -1)
+
+
+def launch_group_norm(
+    x: Tensor,
+    moments: Tensor,
+    groups: int,
+    eps: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    now: Tensor | None = None,
+    least: float = 0.0,
+    published: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for `x` [B, C, ...], contiguous or channels_last; a program has pixels of some channels."""
+    from patchpar.shard.kernels.programs.group_norm import group_norm_program
+
+    y, terms = empty_group_norm(x, moments, groups, eps)
+    batch, channels = x.shape[:2]
+    size, last = math.prod(x.shape[2:]), is_channels_last(x)
+    if last:
+        block_channels = min(power_of_2(channels), MOST_CHANNELS)
+        block_pixels = min(power_of_2(size), TILE // block_channels)
+    else:
+        block_pixels = min(power_of_2(size), TILE)
+        block_channels = min(power_of_2(channels), TILE // block_pixels)
+    group_norm_program[(-(-size // block_pixels), -(-channels // block_channels), batch)](
+        x,
+        y,
+        terms,
+        moments,
+        now,
+        weight,
+        bias,
+        moments.shape[0],
+        groups,
+        channels,
+        channels // groups,
+        size,
+        channels * size,
+        1 if last else size,
+        channels if last else 1,
+        float(eps),
+        float(least),
+        UNBIASED=published,
+        RANKS=power_of_2(moments.shape[0]),
+        CHANNELS=block_channels,
+        PIXELS=block_pixels,
+        num_warps=8,
+    )
+    return y, terms
+
+
+def empty_group_norm(x: Tensor, moments: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for the map, in the format of `x` [B, C, ...], and for the terms [3, B * C]."""
+    return torch.empty_like(x), moments.new_empty((3, x.shape[0] * x.shape[1]))
+
+
+normalise_groups = fused_op(
+    "group_norm(Tensor x, Tensor moments, int groups, float eps, Tensor? weight=None, Tensor? bias=None, "
+    "Tensor? now=None, float least=0.0, bool published=False) -> (Tensor, Tensor)",
+    eager=group_norm_eager,
+    launch=launch_group_norm,
+    fake=empty_group_norm,
+)

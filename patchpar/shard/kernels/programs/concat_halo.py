@@ -1,0 +1,90 @@
+"""Triton program of `concat_halo`."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def concat_halo_program(
+    x,
+    before,
+    after,
+    terms,
+    y,
+    runs,
+    runs_per_map,
+    inner,
+    rows_before,
+    rows,
+    rows_after,
+    channels,
+    maps,
+    CHANNELS_LAST: tl.constexpr,
+    SILU: tl.constexpr,
+    RUNS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Write PLACES places of RUNS runs of `y`, [runs, rows_before + rows + rows_after, inner] in memory.
+
+    `runs_per_map`: of one channel, or of one sample where channels are last. `maps`: samples times channels.
+    """
+    first, size, last = rows_before * inner, rows * inner, rows_after * inner
+    length = first + size + last
+    blocks = tl.cdiv(length, PLACES)
+    run = tl.program_id(0) // blocks * RUNS + tl.arange(0, RUNS)[:, None]
+    place = tl.program_id(0) % blocks * PLACES + tl.arange(0, PLACES)[None, :]
+    is_run = run < runs
+    is_own = is_run & (place >= first) & (place < first + size)
+    value = tl.load(x + run.to(tl.int64) * size + (place - first), mask=is_own, other=0.0)
+    if before is not None:
+        is_before = is_run & (place < first)
+        halo = _halo_rows(
+            before, terms, run, place, is_before, first, runs_per_map, channels, maps, CHANNELS_LAST, SILU
+        )
+        value = tl.where(is_before, halo.to(value.dtype), value)
+    if after is not None:
+        start = first + size
+        is_after = is_run & (place >= start) & (place < start + last)
+        halo = _halo_rows(
+            after, terms, run, place - start, is_after, last, runs_per_map, channels, maps, CHANNELS_LAST, SILU
+        )
+        value = tl.where(is_after, halo.to(value.dtype), value)
+    tl.store(y + run.to(tl.int64) * length + place, value, mask=is_run & (place < length))
+
+
+@triton.jit
+def _halo_rows(
+    rows,
+    terms,
+    run,
+    place,
+    mask,
+    size,
+    runs_per_map,
+    channels,
+    maps,
+    CHANNELS_LAST: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """Return values of `rows`, a contiguous map with `size` values in each run of `y`, normalised and activated.
+
+    They are rounded to their dtype in between, as two layers would round.
+    """
+    block = run // runs_per_map
+    if CHANNELS_LAST:  # block: the sample
+        pixels, channel = size // channels, place % channels
+        map_of = block * channels + channel
+        at = map_of.to(tl.int64) * (runs_per_map * pixels) + (run % runs_per_map) * pixels + place // channels
+    else:
+        map_of = block + place * 0
+        at = run.to(tl.int64) * size + place
+    found = tl.load(rows + at, mask=mask, other=0.0)
+    if terms is not None:
+        mean = tl.load(terms + map_of, mask=mask, other=0.0)
+        scale = tl.load(terms + maps + map_of, mask=mask, other=0.0)
+        shift = tl.load(terms + 2 * maps + map_of, mask=mask, other=0.0)
+        found = ((found.to(tl.float32) - mean) * scale + shift).to(found.dtype)
+    if SILU:
+        wide = found.to(tl.float32)
+        found = (wide / (1.0 + tl.exp(-wide))).to(found.dtype)
+    return found

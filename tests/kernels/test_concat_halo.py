@@ -1,0 +1,76 @@
+"""The kernel that puts a band between its neighbours' rows: its eager twin's values, to the bit where it copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.shard.kernels.concat_halo import concat_halo_eager, launch_concat_halo
+from patchpar.shard.kernels.map_layout import is_channels_last
+
+SHAPES = {"map": (2, 6, 4, 5), "wide": (1, 3, 9, 300), "video": (2, 4, 3, 4, 5)}
+ROWS = {"both": (True, True, 1, 1), "first band": (False, True, 1, 2), "last band": (True, False, 2, 1)}
+ROWS |= {"one side": (True, False, 1, 0), "zeros": (False, False, 1, 1)}
+CLOSE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # two roundings
+
+
+def arranged(shape: str, dim: int, rows: str, *, channels_last: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    x = torch.randn(SHAPES[shape]).to(dtype)
+    has_before, has_after, before, after = ROWS[rows]
+
+    def beyond(count: int) -> Tensor:
+        size = list(x.shape)
+        size[dim] = count
+        return torch.randn(size).to(dtype)
+
+    halo = (beyond(before) if has_before else None, beyond(after) if has_after else None)
+    x = x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+    return x, *halo, before, after, dim
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_copy_equals_its_twin(interpreted: Callable[..., Any], rows: str, dim: int, channels_last: bool) -> None:
+    for shape in SHAPES:
+        args = arranged(shape, dim, rows, channels_last=channels_last, dtype=torch.float16)
+        found, twin = interpreted(launch_concat_halo, *args), concat_halo_eager(*args)
+        assert torch.equal(found, twin)
+        assert found.stride() == twin.stride()
+        assert is_channels_last(found) is channels_last
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("silu", [False, True])
+def test_raw_rows_are_normalised_and_activated(
+    interpreted: Callable[..., Any], dtype: torch.dtype, channels_last: bool, silu: bool
+) -> None:
+    for shape in SHAPES:
+        for dim in (-2, -1):
+            args = arranged(shape, dim, "both", channels_last=channels_last, dtype=dtype)
+            terms = torch.randn(3, args[0].shape[0] * args[0].shape[1])
+            found, twin = interpreted(launch_concat_halo, *args, terms, silu), concat_halo_eager(*args, terms, silu)
+            torch.testing.assert_close(found, twin, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+            assert torch.equal(found.narrow(dim, 1, args[0].shape[dim]), args[0]), "the band itself is copied"
+            assert not torch.allclose(found, concat_halo_eager(*args, terms, not silu), atol=1e-2)
+
+
+def test_a_convolution_of_it_is_that_of_the_whole(interpreted: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    whole, weight = torch.randn(1, 4, 12, 6), torch.randn(4, 4, 3, 3)
+    edges = [0, 5, 12]
+    found = []
+    for start, end in pairwise(edges):
+        before = whole[:, :, start - 1 : start].contiguous() if start else None
+        after = whole[:, :, end : end + 1].contiguous() if end < 12 else None
+        padded = interpreted(launch_concat_halo, whole[:, :, start:end].contiguous(), before, after, 1, 1, -2)
+        found.append(F.conv2d(padded, weight, padding=(0, 1)))
+    torch.testing.assert_close(torch.cat(found, -2), F.conv2d(whole, weight, padding=1))
