@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from patchpar.comm.transport import Collectives, Incoming, Messages, Outgoing, TensorSpec, Transport, Work
-from patchpar.comm.transport.packing import gather_buffers
+from patchpar.comm.transport.packing import copies_of, gather_buffers
 from patchpar.plan.mesh import Axis
 
 Tensors = tuple[Tensor, ...]
@@ -46,7 +45,7 @@ class ExchangePart:
 
     def kept(self) -> "ExchangePart":
         """Return the same part with copies of its tensors, to be sent later: the originals may change or be freed."""
-        copies = iter(_copied([x for _, tensors in self.outgoing for x in tensors]))
+        copies = iter(copies_of([x for _, tensors in self.outgoing for x in tensors]))
         outgoing = [(peers, tuple(next(copies) for _ in tensors)) for peers, tensors in self.outgoing]
         return replace(self, outgoing=outgoing)
 
@@ -93,13 +92,6 @@ def batch_of(parts: Sequence[ExchangePart], *, bulk: bool) -> MessageBatch:
     axis = axes.pop() if len(axes) == 1 else None
     to_all = axis is not None and all(part.to_all for part in filled)
     return MessageBatch(_outgoing(parts), _incoming(parts), axis, to_all, bulk)
-
-
-def _copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return copies of `tensors`, of any shape: by one launch where they are alike."""
-    if len(tensors) > 1 and len({(x.shape, x.dtype) for x in tensors}) == 1:
-        return torch.stack(tuple(tensors)).unbind()
-    return [x.clone() for x in tensors]
 
 
 def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:

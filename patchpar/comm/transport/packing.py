@@ -56,6 +56,13 @@ def layout_of(specs: tuple[TensorSpec, ...]) -> MessageLayout:
     return MessageLayout(specs, dtype, tuple(offsets), end)
 
 
+def copies_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return contiguous copies of `tensors`, of any shape: by one launch where they are alike."""
+    if len(tensors) > 1 and len({(x.shape, x.dtype) for x in tensors}) == 1:
+        return torch.stack(tuple(tensors)).unbind()
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
 def pack(tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
     """Return a buffer [size] with `tensors`, of any shape, as `layout_of` their specs lays them out.
 
@@ -129,7 +136,10 @@ def row_of(messages: tuple[tuple[TensorSpec, ...], ...]) -> MessageRow:
 def pack_row(messages: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, MessageRow]:
     """Return a buffer [bytes] on `device` with the tensors of `messages`, of any shape, and where they lie."""
     row = row_of(tuple(tuple(map(TensorSpec.of, tensors)) for tensors in messages))
-    flat = {id(x): x.detach().reshape(-1) for tensors in messages for x in tensors}  # a tensor to several ranks: once
+    given = {id(x): x.detach() for tensors in messages for x in tensors}  # a tensor to several ranks: once
+    strided = [key for key, x in given.items() if not x.is_contiguous()]
+    given |= zip(strided, copies_of([given[key] for key in strided]), strict=True)
+    flat = {key: x.view(-1) for key, x in given.items()}
     dtypes = {x.dtype for x in flat.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     parts, end = [], 0

@@ -114,14 +114,17 @@ concat_halo = fused_op(
 )
 
 
-def scaled_rows(before: Tensor | None, after: Tensor | None, dim: int, terms: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the neighbours' raw rows [B, C, ..., r, W] normalised by `terms` [3, B * C], in one launch."""
+def ready_rows(
+    before: Tensor | None, after: Tensor | None, dim: int, terms: Tensor, *, silu: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the neighbours' raw rows [B, C, ..., r, W] normalised by `terms` [3, B * C] and activated: one launch."""
     there = [rows for rows in (before, after) if rows is not None]
     if not there or not is_fused(there[0]):
-        return tuple(None if rows is None else scaled(rows, terms) for rows in (before, after))
+        found = (None if rows is None else halo_rows(rows, terms, silu) for rows in (before, after))
+        return next(found), next(found)
     first, last = (None if rows is None else rows.contiguous() for rows in (before, after))
     counts = [0 if rows is None else rows.shape[dim] for rows in (first, last)]
-    joined = concat_halo(there[0].narrow(dim, 0, 0), first, last, counts[0], counts[1], dim, terms)
+    joined = concat_halo(there[0].narrow(dim, 0, 0), first, last, counts[0], counts[1], dim, terms, silu)
     return (
         None if first is None else joined.narrow(dim, 0, counts[0]),
         None if last is None else joined.narrow(dim, counts[0], counts[1]),

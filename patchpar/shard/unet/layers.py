@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from patchpar.comm.exchange_part import Halo
 from patchpar.plan.bands import Stencil
-from patchpar.shard.kernels.concat_halo import concat_halo, scaled_rows
+from patchpar.shard.kernels.concat_halo import concat_halo, ready_rows
 from patchpar.shard.kernels.fused_op import is_fused
 from patchpar.shard.kernels.group_norm import normalise_groups
 from patchpar.shard.kernels.map_layout import dense
@@ -100,8 +100,17 @@ class RawHalo:
 
     def ready(self) -> Halo:
         """Return the rows normalised and activated."""
-        found = scaled_rows(*self.halo, self.dim, self.terms)
-        return Halo(*(None if rows is None else self._activated(rows) for rows in found))
+        silu = self.activates_by_silu
+        halo = Halo(*ready_rows(*self.halo, self.dim, self.terms, silu=bool(silu)))
+        return halo if silu is not None else Halo(*(None if rows is None else self._activated(rows) for rows in halo))
+
+    @property
+    def activates_by_silu(self) -> bool | None:
+        """Whether the rows are only activated by SiLU; False where they are not activated; None for anything else."""
+        activations = [each for each in self.activations if each.training or not isinstance(each, PASSING)]
+        if len(activations) > 1 or not all(isinstance(each, nn.SiLU) for each in activations):
+            return None
+        return bool(activations)
 
     def _activated(self, rows: Tensor) -> Tensor:
         for activation in self.activations:
@@ -193,7 +202,5 @@ def _unpacked(halo: Halo | RawHalo) -> tuple[Halo, Tensor | None, bool]:
     """Return rows, and what is left to do with them: terms [3, B * C] of a norm, if any, and whether SiLU."""
     if isinstance(halo, Halo):
         return halo, None, False
-    activations = [each for each in halo.activations if each.training or not isinstance(each, PASSING)]
-    if len(activations) > 1 or not all(isinstance(each, nn.SiLU) for each in activations):
-        return halo.ready(), None, False
-    return halo.halo, halo.terms, bool(activations)
+    silu = halo.activates_by_silu
+    return (halo.ready(), None, False) if silu is None else (halo.halo, halo.terms, silu)

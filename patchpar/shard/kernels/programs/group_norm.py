@@ -36,6 +36,31 @@ def group_norm_program(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
     group = sample * groups + channel // width
+    mean, var = _mean_and_variance(moments, now, group, is_channel, total, ranks, least, UNBIASED, RANKS)
+    scale = 1.0 / tl.sqrt(var + eps)
+    if weight is not None:
+        scale *= tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
+    shift = tl.zeros_like(scale)
+    if bias is not None:
+        shift += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    if tl.program_id(0) == 0:
+        out, maps = terms + sample * channels + channel, tl.num_programs(2) * channels
+        tl.store(out, mean, mask=is_channel)
+        tl.store(out + maps, scale, mask=is_channel)
+        tl.store(out + 2 * maps, shift, mask=is_channel)
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    at = sample.to(tl.int64) * stride_sample
+    at += channel.to(tl.int64)[:, None] * stride_channel + pixel.to(tl.int64)[None, :] * stride_pixel
+    inside = is_channel[:, None] & (pixel < size)[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, (value - mean[:, None]) * scale[:, None] + shift[:, None], mask=inside)
+
+
+@triton.jit
+def _mean_and_variance(
+    moments, now, group, is_channel, total, ranks, least, UNBIASED: tl.constexpr, RANKS: tl.constexpr
+):
+    """Return those of the `group` of each channel: merged over ranks, and corrected by `now` where it is given."""
     rank = tl.arange(0, RANKS)[:, None]
     row, is_rank = moments + rank * (1 + 2 * total), rank < ranks
     count = tl.load(row, mask=is_rank, other=0.0)
@@ -59,20 +84,4 @@ def group_norm_program(
         own_num = now_num
     if UNBIASED:
         var *= own_num / tl.maximum(own_num - 1.0, 1.0)
-    scale = 1.0 / tl.sqrt(var + eps)
-    if weight is not None:
-        scale *= tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
-    shift = tl.zeros_like(scale)
-    if bias is not None:
-        shift += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
-    if tl.program_id(0) == 0:
-        out, maps = terms + sample * channels + channel, tl.num_programs(2) * channels
-        tl.store(out, mean, mask=is_channel)
-        tl.store(out + maps, scale, mask=is_channel)
-        tl.store(out + 2 * maps, shift, mask=is_channel)
-    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
-    at = sample.to(tl.int64) * stride_sample
-    at += channel.to(tl.int64)[:, None] * stride_channel + pixel.to(tl.int64)[None, :] * stride_pixel
-    inside = is_channel[:, None] & (pixel < size)[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, (value - mean[:, None]) * scale[:, None] + shift[:, None], mask=inside)
+    return mean, var
