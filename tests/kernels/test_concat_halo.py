@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar.shard.kernels import concat_halo
 from patchpar.shard.kernels.concat_halo import concat_halo_eager, launch_concat_halo
 from patchpar.shard.kernels.map_layout import is_channels_last
 
@@ -61,6 +63,30 @@ def test_raw_rows_are_normalised_and_activated(
             torch.testing.assert_close(found, twin, rtol=CLOSE[dtype], atol=CLOSE[dtype])
             assert torch.equal(found.narrow(dim, 1, args[0].shape[dim]), args[0]), "the band itself is copied"
             assert not torch.allclose(found, concat_halo_eager(*args, terms, not silu), atol=1e-2)
+
+
+def ready_rows_of_a_gpu(*args: Any, silu: bool) -> Any:
+    """What `ready_rows` returns where tensors are on a GPU. For a process that only interprets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(concat_halo, "is_fused", lambda x: True)
+        patch.setattr(concat_halo, "concat_halo", launch_concat_halo)
+        return concat_halo.ready_rows(*args, silu=silu)
+
+
+@pytest.mark.parametrize("rows", ["both", "first band", "last band", "zeros"])
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_rows_alone_are_made_ready_by_one_launch(
+    interpreted: Callable[..., Any], launches: Callable[..., Any], rows: str, dim: int
+) -> None:
+    for silu in (False, True):
+        x, before, after, *_ = arranged("map", dim, rows, channels_last=False, dtype=torch.float16)
+        args = (before, after, dim, torch.randn(3, x.shape[0] * x.shape[1]))
+        ready = partial(ready_rows_of_a_gpu, silu=silu)
+        for found, twin in zip(interpreted(ready, *args), concat_halo.ready_rows(*args, silu=silu), strict=True):
+            assert (found is None) == (twin is None)
+            if found is not None:
+                torch.testing.assert_close(found, twin, rtol=2e-3, atol=2e-3)
+        assert len(launches(ready, *args)) == (rows != "zeros")
 
 
 def test_a_convolution_of_it_is_that_of_the_whole(interpreted: Callable[..., Any]) -> None:

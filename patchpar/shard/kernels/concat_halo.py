@@ -66,9 +66,9 @@ def launch_concat_halo(
     runs, inner = math.prod(shape[:at]), math.prod(shape[at + 1 :]) if at + 1 else 1
     batch, channels = x.shape[:2]
     length = y.shape[dim] * inner
-    places = min(power_of_2(length), TILE)
-    runs_at_once = min(power_of_2(runs), TILE // places)
-    concat_halo_program[(-(-runs // runs_at_once) * -(-length // places),)](
+    positions = min(power_of_2(length), TILE)
+    runs_at_once = min(power_of_2(runs), TILE // positions)
+    concat_halo_program[(-(-runs // runs_at_once) * -(-length // positions),)](
         x,
         before,
         after,
@@ -85,7 +85,7 @@ def launch_concat_halo(
         CHANNELS_LAST=last,
         SILU=silu,
         RUNS=runs_at_once,
-        PLACES=places,
+        POSITIONS=positions,
         num_warps=8,
     )
     return y

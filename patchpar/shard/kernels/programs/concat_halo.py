@@ -22,34 +22,34 @@ def concat_halo_program(
     CHANNELS_LAST: tl.constexpr,
     SILU: tl.constexpr,
     RUNS: tl.constexpr,
-    PLACES: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):
-    """Write PLACES places of RUNS runs of `y`, [runs, rows_before + rows + rows_after, inner] in memory.
+    """Write POSITIONS positions of RUNS runs of `y`, [runs, rows_before + rows + rows_after, inner] in memory.
 
     `runs_per_map`: of one channel, or of one sample where channels are last. `maps`: samples times channels.
     """
     first, size, last = rows_before * inner, rows * inner, rows_after * inner
     length = first + size + last
-    blocks = tl.cdiv(length, PLACES)
+    blocks = tl.cdiv(length, POSITIONS)
     run = tl.program_id(0) // blocks * RUNS + tl.arange(0, RUNS)[:, None]
-    place = tl.program_id(0) % blocks * PLACES + tl.arange(0, PLACES)[None, :]
+    position = tl.program_id(0) % blocks * POSITIONS + tl.arange(0, POSITIONS)[None, :]
     is_run = run < runs
-    is_own = is_run & (place >= first) & (place < first + size)
-    value = tl.load(x + run.to(tl.int64) * size + (place - first), mask=is_own, other=0.0)
+    is_own = is_run & (position >= first) & (position < first + size)
+    value = tl.load(x + run.to(tl.int64) * size + (position - first), mask=is_own, other=0.0)
     if before is not None:
-        is_before = is_run & (place < first)
+        is_before = is_run & (position < first)
         halo = _halo_rows(
-            before, terms, run, place, is_before, first, runs_per_map, channels, maps, CHANNELS_LAST, SILU
+            before, terms, run, position, is_before, first, runs_per_map, channels, maps, CHANNELS_LAST, SILU
         )
         value = tl.where(is_before, halo.to(value.dtype), value)
     if after is not None:
         start = first + size
-        is_after = is_run & (place >= start) & (place < start + last)
+        is_after = is_run & (position >= start) & (position < start + last)
         halo = _halo_rows(
-            after, terms, run, place - start, is_after, last, runs_per_map, channels, maps, CHANNELS_LAST, SILU
+            after, terms, run, position - start, is_after, last, runs_per_map, channels, maps, CHANNELS_LAST, SILU
         )
         value = tl.where(is_after, halo.to(value.dtype), value)
-    tl.store(y + run.to(tl.int64) * length + place, value, mask=is_run & (place < length))
+    tl.store(y + run.to(tl.int64) * length + position, value, mask=is_run & (position < length))
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _halo_rows(
     rows,
     terms,
     run,
-    place,
+    position,
     mask,
     size,
     runs_per_map,
@@ -72,12 +72,12 @@ def _halo_rows(
     """
     block = run // runs_per_map
     if CHANNELS_LAST:  # block: the sample
-        pixels, channel = size // channels, place % channels
+        pixels, channel = size // channels, position % channels
         map_of = block * channels + channel
-        at = map_of.to(tl.int64) * (runs_per_map * pixels) + (run % runs_per_map) * pixels + place // channels
+        at = map_of.to(tl.int64) * (runs_per_map * pixels) + (run % runs_per_map) * pixels + position // channels
     else:
-        map_of = block + place * 0
-        at = run.to(tl.int64) * size + place
+        map_of = block + position * 0
+        at = run.to(tl.int64) * size + position
     found = tl.load(rows + at, mask=mask, other=0.0)
     if terms is not None:
         mean = tl.load(terms + map_of, mask=mask, other=0.0)
