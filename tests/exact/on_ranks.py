@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers.models.attention_processor import AttnAddedKVProcessor, AttnProcessor, CustomDiffusionAttnProcessor
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from patchpar.errors import PatchparError
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.unet import layer_hooks, layers
 from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.unet.layers import convolve
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies import parse_strategy
 from patchpar.strategies.exact import ExactPatch
@@ -71,6 +74,34 @@ def parity(
         found.append(Errors(split=errors[0], alone=errors[1]))
         bands.exchange = "on"
     return found
+
+
+@torch.no_grad()
+def channels_last_with_joined_halos(this: PoolRank, name: str) -> tuple[float, list[str]]:
+    """The error where every band is joined with its halo, as on GPUs; and formats of maps that convolutions read.
+
+    "kept" are channels last in bands and whole, "other" are contiguous in both, "lost" differ.
+    """
+    denoiser, call = denoisers.build(name).to(memory_format=torch.channels_last), denoisers.call(name, 12, 8)
+    whole_formats, found = {}, []
+
+    def note(conv: nn.Module, args: Any) -> None:
+        whole_formats[conv] = args[0].is_contiguous(memory_format=torch.channels_last)
+
+    def noted(conv: nn.Module, x: Tensor, dim: int) -> Tensor:
+        kept = x.is_contiguous(memory_format=torch.channels_last)
+        found.append("lost" if kept != whole_formats[conv] else "kept" if kept else "other")
+        return convolve(conv, x, dim)
+
+    handles = [each.register_forward_pre_hook(note) for each in denoiser.modules() if isinstance(each, nn.Conv2d)]
+    whole = first(denoiser(**call))
+    for handle in handles:
+        handle.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_hooks, "copies_band", lambda conv, x, *, has_halo: True)
+        patch.setattr(layers, "convolve", noted)
+        bands = first(patched(this, denoiser).denoise(denoiser.forward, **call))
+    return relative(bands, whole), found
 
 
 @torch.no_grad()

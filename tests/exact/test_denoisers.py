@@ -48,6 +48,13 @@ def test_four_bands_of_rows(ranks: Any, name: str) -> None:
         check(found)
 
 
+def test_halos_joined_as_on_gpus_keep_channels_last(ranks: Any) -> None:
+    for error, formats in ranks.run(f"{ON_RANKS}:channels_last_with_joined_halos", 2, "sdxl"):
+        assert error <= LIMIT
+        assert "lost" not in formats, formats
+        assert formats.count("kept") > 10, formats
+
+
 def test_bands_of_the_shorter_side_when_asked(ranks: Any) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 2, "sd", [(16, 8)], "columns"):
         check(found)

@@ -18,7 +18,7 @@ from patchpar.shard.unet.layers import (
     normalise,
     stencil_of,
 )
-from tests.unit.shares import with_halo
+from tests.unit.parts import with_halo
 
 STARTS = (0, 6, 16)
 ACTIVATIONS = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patchpar.shard.vae import convolution
+from tests.breadth import first_of
 from tests.tensors import psnr_db
 
 from .autoencoders import KINDS, build, given, in_bands, of_bands, plain
@@ -28,6 +30,15 @@ def test_without_exchange_it_is_not(name: str, method: str) -> None:
     """The negative control: every band alone."""
     want = plain(build(name), method, *given(name, method, *UNEVEN))
     assert psnr_db(in_bands(name, method, UNEVEN, 3, exchanging=False)[0].x, want) < 60
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", first_of(KINDS, "AutoencoderKL", "AutoencoderKLWan"))
+def test_halos_joined_as_on_gpus(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "copies_band", lambda conv, x, *, has_halo: True)
+    want = plain(build(name), method, *given(name, method, *UNEVEN))
+    for result in in_bands(name, method, UNEVEN, 3):
+        assert psnr_db(result.x, want) >= 100
 
 
 @pytest.mark.parametrize("world", [2, 4])
