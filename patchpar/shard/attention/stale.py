@@ -7,12 +7,13 @@ For bands of images and for ranges of tokens alike. Tokens that every rank has (
 fresh.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather
+from patchpar.comm.exchange_part import Received
 from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
@@ -118,13 +119,22 @@ def _attend_beside_tokens(
         state.repeat(attended, patch.step_ratio)
         return state.attend(call, attended)
     state.refresh(attended, patch.step_ratio, _fits_of_all(patch, where, attended, state))
-    send = cache.send if patch.policy.published else cache.send_at_once
     if state.derived:
-        entry.pending = send(state.part(attended), where)
+        entry.pending = _sent(patch, where, attended, state)
         return state.attend(call, attended)
     result = state.attend(call, attended)  # before the next values may arrive where it reads
-    entry.pending = send(state.part(attended), where)
+    entry.pending = _sent(patch, where, attended, state)
     return result
+
+
+def _sent(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens) -> Callable[[], Received]:
+    """Send this rank's tokens for the next step; return a function that waits for the others'."""
+    assert patch.cache is not None
+    if patch.policy.published:
+        return patch.cache.send(state.part(attended), where)
+    if state.rows is not None:
+        return patch.cache.gather_at_once(patch.axis, where, state.rows)
+    return patch.cache.send_at_once(state.part(attended), where)
 
 
 def _fits_of_all(

@@ -147,6 +147,16 @@ class RemoteTokens:
         """Return this rank's tokens [l, 2, B, N, D] of what attention reads."""
         return self._slots.of(attended, self.axis.rank)
 
+    @property
+    def rows(self) -> Tensor | None:
+        """What all ranks gather for the next step, [P, l, 2, B, N, D]; None where they do not send all of equally many.
+
+        This rank's row has its tokens.
+        """
+        slots = self._newest_slots
+        gathers = slots.are_equal and self.options.selection == AllRows() and self.options.bits == 16
+        return self._newest.view(self.axis.size, slots.counts[0], *self._token) if gathers else None
+
     def part(self, attended: Tensor) -> ExchangePart:
         """Return what this rank sends and receives for the next step. The tensors must not change until then."""
         mine, own = self.axis.rank, self._own(attended)

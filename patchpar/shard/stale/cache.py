@@ -21,6 +21,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import Work
 from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.plan.mesh import Axis
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
 
@@ -207,6 +208,19 @@ class StaleCache:
         """Send for the next step."""
         exchange = self.comm.exchange(where, [part], bulk=True)
         return lambda: exchange.wait()[0]
+
+    def gather_at_once(self, axis: Axis, where: str, rows: Tensor) -> Callable[[], Received]:
+        """Send this rank's row of `rows` [P, ...] to all ranks of the axis, and receive theirs for the next step there.
+
+        `rows` must not change until the function returned has waited for them.
+        """
+        exchange = self.comm.all_gather(axis, "kv", where, rows[axis.rank], into=rows, bulk=True)
+
+        def wait() -> Received:
+            exchange.wait()
+            return {}
+
+        return wait
 
     def end(self) -> None:
         """End a denoiser call: send what is left in the bucket."""
