@@ -104,10 +104,7 @@ class ImageFlags(SizedFlags):
         self.check_counts("num_images")
 
     def for_images(self) -> dict[str, Any]:
-        """Return keyword arguments of the pipeline's call by diffusers' names.
-
-        Each image has its own generator, so that it does not depend on the other images.
-        """
+        """Return the call's arguments by diffusers' names. Images are independent: each has a generator of its own."""
         from torch import Generator
 
         generators = [Generator("cpu").manual_seed(self.seed + number) for number in range(self.images)]

@@ -1,7 +1,4 @@
-"""Executors of ranks that run in this process: the common base, and the executor of a single rank.
-
-With a single rank a call is a plain function call, and exceptions are not changed.
-"""
+"""Executors of ranks that run in this process: their base, and that of a single rank, where a call is a plain one."""
 
 import queue
 import socket

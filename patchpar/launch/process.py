@@ -121,10 +121,7 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, give_up: float) -> bool:
-        """Wait until the worker has ended or `time.monotonic()` reaches `give_up`; return whether it has ended.
-
-        Processes that it has started are killed.
-        """
+        """Wait until it has ended or it is `give_up`; return whether it has. Processes it has started are killed."""
         while self.is_alive():
             if time.monotonic() >= give_up:
                 return False

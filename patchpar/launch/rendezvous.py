@@ -45,10 +45,7 @@ def this_host() -> str:
 
 
 def meet(name: str, rank: int, world_size: int, deadline: float) -> dict[int, socket.socket]:
-    """Return connected sockets: rank 0's to each other rank, theirs to rank 0. Collective.
-
-    `deadline`: seconds for all ranks to connect. Raises LaunchError.
-    """
+    """Return sockets from rank 0 to each other rank. Collective, within `deadline` seconds. Raises LaunchError."""
     give_up = time.monotonic() + deadline
     if rank == 0:
         return _accept_all("\0" + name, world_size, give_up, deadline)

@@ -1,7 +1,4 @@
-"""Adapters from safetensors only: LoRA and textual inversions, from a file, a folder or the hub.
-
-IP-Adapters also have an image encoder, see `ip_adapters`.
-"""
+"""LoRA and textual inversions from safetensors only, in a file, a folder or the hub. See also `ip_adapters`."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

@@ -27,10 +27,7 @@ PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A checked model folder, with the bytes and the number of weights in its chosen safetensors files.
-
-    `absent`: optional components that this pipeline does not have.
-    """
+    """A checked model folder and the weights in its chosen safetensors files. `absent`: components that it lacks."""
 
     path: Path
     pipeline: str

@@ -204,10 +204,7 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def parameters_of(kind: type) -> dict[str, Any]:
-    """Return the parameters of a pipeline's call with their defaults.
-
-    A class that takes `**kwargs` passes them on to its base class, whose parameters are included.
-    """
+    """Return the parameters of a pipeline's call with defaults; those of its base class where it takes `**kwargs`."""
     found: dict[str, Any] = {}
     for each in kind.__mro__:
         if "__call__" in vars(each):

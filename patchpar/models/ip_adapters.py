@@ -44,10 +44,7 @@ class IPAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEncoderSource:
-    """Where an image encoder is: a local folder or a repository of the hub, and the folder in it.
-
-    `is_beside`: the method joins this folder to the adapter's location.
-    """
+    """A folder or hub repository, and the folder inside. `is_beside`: the method joins it to the adapter's location."""
 
     source: str
     inside: str

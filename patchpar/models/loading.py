@@ -66,10 +66,7 @@ def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
 
 
 def for_task(pipe: Any, task: str | None) -> Any:
-    """Return the pipeline for "image-to-image" with the same networks; unchanged without a task.
-
-    Raises UnsupportedModel if diffusers has none for the model.
-    """
+    """Return the pipeline of the same networks for `task`; itself for None. Raises UnsupportedModel if none exists."""
     if task is None:
         return pipe
     from diffusers import AutoPipelineForImage2Image  # slow: imports every such pipeline

@@ -21,10 +21,7 @@ class ComponentEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIndex:
-    """The content of an index. `pipeline`: a class of diffusers, or (module, class) if code comes with the model.
-
-    `absent`: optional components that this pipeline does not have.
-    """
+    """`pipeline`: a class of diffusers, or (module, class) of the model's own code. `absent`: components it lacks."""
 
     file: Path
     pipeline: str | tuple[str, ...]

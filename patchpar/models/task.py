@@ -41,10 +41,7 @@ class PipelineTask:
 
 
 def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> PipelineTask | None:
-    """Return the task of a model in a folder or in the package; None if it is unknown before loading.
-
-    `options`: of from_pretrained. Raises PlanError if `model` is no model.
-    """
+    """Return the task of a model loaded with `options`; None if unknown before. Raises PlanError if it is no model."""
     folder = resolve_model(model, options)[2]
     return None if folder is None else purpose_of(folder.pipeline)
 

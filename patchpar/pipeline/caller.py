@@ -32,10 +32,7 @@ DATA_CALLBACKS = (
 
 
 class CallController:
-    """One call at the caller: keeps the callback, shows progress, answers the ranks.
-
-    `owner` is what the callback gets as the pipeline. `kind`: where the ranks run, see `Executor`.
-    """
+    """Callback, progress and replies of a call. `owner`: the callback's pipeline. `kind`: where ranks run."""
 
     def __init__(self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str) -> None:
         self.kwargs = dict(kwargs)

@@ -71,10 +71,7 @@ class PipelineRunner:
     # --- the pipeline -------------------------------------------------------------------------------------------
 
     def load(self, model: str, options: Mapping[str, Any], weight_bytes: int = 0) -> PipelineInfo:
-        """Load with diffusers, from safetensors only, onto this rank's device.
-
-        Raises PlanError, before loading, if the device has less memory free than the weights take.
-        """
+        """Load onto this rank's device, from safetensors only. Raises PlanError before loading if memory is short."""
         self._check_memory(weight_bytes)
         options = with_dtype(options)
         task = options.pop("task", None)
@@ -129,10 +126,7 @@ class PipelineRunner:
         return _set_by_attributes(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
-        """Return an attribute of the pipeline on rank 0, or with `everywhere` on all ranks.
-
-        Raises UnsupportedModel for a network, which stays in its worker.
-        """
+        """Return an attribute on rank 0, or with `everywhere` on all ranks. Raises UnsupportedModel for a network."""
         value = attrgetter(name)(self.pipe)
         return value if everywhere else self._sent(f"pipe.{name}", value)
 
@@ -149,10 +143,7 @@ class PipelineRunner:
     # --- the plan -----------------------------------------------------------------------------------------------
 
     def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
-        """Make denoisers and VAEs parallel. Ranks beyond the plan's stay idle.
-
-        `verify`: a path is the folder of the verification results. `vae`: a mode of `shard.vae.modes`.
-        """
+        """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. `verify` and `vae`: see CallOptions."""
         self.restore()
         works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
         if self._transport is None and (self.context.world_size > 1 or works):

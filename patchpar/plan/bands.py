@@ -29,10 +29,7 @@ class Bands:
         return len(self.starts) - 1
 
     def at_level(self, group_rank: int, own_rows: int, whole: int) -> "Bands":
-        """Return the bands on a feature map where `group_rank` has `own_rows` rows: halved (rounding up) or enlarged.
-
-        `whole` is only used for the message when no power of two fits.
-        """
+        """Return the bands on a map, halved (rounding up) or enlarged, with `own_rows` of `whole` rows here."""
         own = self.size(group_rank)
         if own_rows >= own and own_rows % own == 0:
             return Bands(tuple(start * (own_rows // own) for start in self.starts))
@@ -45,10 +42,7 @@ class Bands:
 
 
 def split_bands(total: int, group_ranks: int, unit: int) -> Bands:
-    """Split `total` rows into a band per group rank, in multiples of `unit`; the last band also gets the remainder.
-
-    Raises ValueError if there are fewer units than ranks.
-    """
+    """Split rows into bands of multiples of `unit`, the remainder in the last. Raises ValueError for too many ranks."""
     units = total // unit
     if group_ranks > units:
         raise ValueError(f"{total} latent rows make {units} bands of {unit} rows, too few for {group_ranks} ranks")

@@ -17,10 +17,7 @@ Fitted on the embedded model, where keys move by 6 % a step in 20 steps and by 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
-    """`quality`: aim at this PSNR against exact, in dB. `budget`: bytes that a rank may send per step on average.
-
-    `correction`: what owners send of the change of their keys.
-    """
+    """`quality`: least PSNR against exact, in dB. `budget`: mean bytes sent per step. `correction`: of stale keys."""
 
     quality: float | None = None
     budget: float | None = None

@@ -18,10 +18,7 @@ Step = Callable[..., Any]
 
 
 class SchedulerStepOverride:
-    """Calls `run(step, ...)` where `scheduler.step(...)` is called, with the previous `step`.
-
-    A copy of the scheduler steps itself, through `in_copies` if given.
-    """
+    """Calls `run(step, ...)` for `scheduler.step(...)`; a copy of the scheduler steps itself, or by `in_copies`."""
 
     def __init__(self, scheduler: Any, run: Step, in_copies: Step | None = None, *, before: Step | None = None) -> None:
         self._before: Step = scheduler.step if before is None else before

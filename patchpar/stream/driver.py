@@ -34,10 +34,7 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """`credit`: blocks that have begun and have not been taken. `blocks`: length of the stream, or None for no end.
-
-    `restarts`: how often a stream is resumed after a worker has died.
-    """
+    """`credit`: blocks begun and not taken. `blocks`: length, None for no end. `restarts`: after a worker has died."""
 
     credit: int
     blocks: int | None = None

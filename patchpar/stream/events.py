@@ -49,10 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Another sink: one clean latent frame [1, C, 1, H, W].
-
-    `video`: for image-to-video models, latents [1, C, F, H, W] of the image followed by grey images.
-    """
+    """Another sink [1, C, 1, H, W]. `video`: latents of image and grey images, [1, C, F, H, W], for image-to-video."""
 
     latents: Tensor
     video: Tensor | None = None

@@ -54,10 +54,7 @@ class FlowSchedule:
         return self.sampler == "renoise" and self.sigmas[step + 1] > 0
 
     def advance(self, step: int, x: Tensor, velocity: Tensor, noise: Tensor | None) -> Tensor:
-        """Return `x` at the noise level after `step`. All tensors have the same shape; computed in float32.
-
-        `noise`: new noise where `needs_noise` says so, else None.
-        """
+        """Return `x` after `step`, all of the same shape, computed in float32. `noise`: new where `needs_noise`."""
         sigma, after = self.sigmas[step], self.sigmas[step + 1]
         if self.sampler == "euler":
             return (x.float() + (after - sigma) * velocity.float()).to(x.dtype)

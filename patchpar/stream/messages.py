@@ -77,10 +77,7 @@ class ProducedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRun:
-    """One run of the stages on `ranks` ranks, with latents of `rows` x `columns`.
-
-    `first_block`: number of its first block, above 0 in a resumed stream.
-    """
+    """One run on `ranks` ranks, with latents of `rows` x `columns`, from block `first_block` on (above 0: resumed)."""
 
     ranks: int
     seed: int

@@ -31,10 +31,7 @@ class StageSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """`sizes`: denoising steps of each stage, in order. Raises PlanError.
-
-    `decode`: on its "own" rank, or on the "last" stage. `inner`: ranks per denoising step.
-    """
+    """`sizes`: steps of each stage. `decode`: on its "own" rank, or the "last" stage. `inner`: ranks per step."""
 
     sizes: tuple[int, ...]
     decode: Decode = "own"

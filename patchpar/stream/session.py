@@ -28,10 +28,7 @@ from patchpar.stream.stage import StageStats
 
 
 class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
-    """One stream, made by `StreamingPipeline.stream`. A context manager and an iterator, plain and async.
-
-    Controls return the block and time at which they take effect.
-    """
+    """One stream: a context manager and an iterator, plain and async. Controls return when they take effect."""
 
     def __init__(
         self,

@@ -89,10 +89,7 @@ def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnsetBudget:
-    """Seconds from audio to its image, in a live stream with realtime pacing.
-
-    `buffer`: delay of the clock after the usual block, so that the slowest block is in time as well.
-    """
+    """Seconds from live audio to its image. `buffer`: delay of the clock so that the slowest block is in time."""
 
     fill: float
     steps: float

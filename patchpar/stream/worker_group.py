@@ -45,10 +45,7 @@ class ModelLoading:
 
 
 def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Any]:
-    """Start ranks on these devices, call `load` with `asked`, and return them with the result of rank 0.
-
-    Raises LaunchError, PlanError, UnsupportedModel.
-    """
+    """Start ranks and `load` `asked`: them and rank 0's result. Raises LaunchError, PlanError, UnsupportedModel."""
     executor: Ranks = InlineExecutor(names[0], engine, deadline=deadline)
     if len(names) > 1:
         executor = LocalExecutor(names, engine, deadline=deadline, preload=[engine.partition(":")[0]])

@@ -115,10 +115,7 @@ class TimedFrames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEnding:
-    """How a stream ended: normally, by ctrl-C, by a signal, or by an error.
-
-    `seconds`: length of the output. `code`: the exit code after a signal, 0 without one.
-    """
+    """How a stream of `seconds` ended: by itself, by ctrl-C or a signal (`code` is the exit code), or by `error`."""
 
     seconds: float
     code: int = 0

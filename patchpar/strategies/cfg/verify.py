@@ -53,10 +53,7 @@ class GuidanceCheck:
         self._watched, self.unsure = WatchedNetwork(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
-        """Compare `joined`, if it has several branches, with the denoiser's own forward of `call`.
-
-        Collective: all ranks of the axis call it together. Raises VerificationError.
-        """
+        """Compare `joined`, if of several branches, with the plain forward. Collective. Raises VerificationError."""
         if self.clock.branches == 1:  # each branch has its own call, and no batch is split
             return
         if self.unsure and self._watched.has_changed:

@@ -139,10 +139,7 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
 @contextmanager
 def _noise_of_whole_batch(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> Iterator[None]:
-    """While open, diffusers' noise is our part of the noise sampled for all prompts. Raises PlanError.
-
-    Lists of generators are left alone: they sample prompt by prompt.
-    """
+    """While open, noise is our part of that for all prompts, unless generators are a list. Raises PlanError."""
     from diffusers.utils import torch_utils
 
     plain, given, own = torch_utils.randn_tensor, kwargs.get("generator"), part.stop - part.start
@@ -258,10 +255,7 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], par
 
 
 def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, own: int) -> None:
-    """Refuse noise sampled without the given generator, and with another number of rows than images.
-
-    The order of the rows for all prompts is unknown then.
-    """
+    """Refuse rows of noise of an unknown order: sampled without the given generator, and not one for each image."""
     images = images_each(kwargs)
     if rows != own * images:
         raise PlanError(

@@ -26,10 +26,7 @@ ROUNDING = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextArguments:
-    """A call's arguments for all prompts and for those of this rank: `own` of `total`.
-
-    `rows(count)`: our part of `count` rows of all prompts.
-    """
+    """A call for all prompts, and for this rank's `own` of `total`. `rows(count)`: our part of `count` rows of all."""
 
     whole_call: Mapping[str, Any]
     own_call: Mapping[str, Any]

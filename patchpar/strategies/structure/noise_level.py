@@ -53,10 +53,7 @@ class NoiseLevel:
 
 
 def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> NoiseLevel:
-    """Return the level of a denoiser call at `timestep`, as passed to the denoiser, in `step` or the current step.
-
-    Raises UnsupportedModel as `kind_of` does.
-    """
+    """Return the level at the denoiser's `timestep`, in `step` or the current one. Raises as `kind_of` does."""
     kind = kind_of(scheduler)
     given = float(torch.as_tensor(timestep).detach().flatten()[0])
     span = scheduler.config.get("num_train_timesteps", 1000)

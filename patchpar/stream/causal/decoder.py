@@ -1,7 +1,4 @@
-"""Block-by-block decoding of latents. The frames are those of the whole video decoded at once.
-
-Shapes: B batch, C latent channels, F latent frames, H x W latent pixels.
-"""
+"""Block-by-block decoding of latents [B, C, F, H, W], with the frames of the whole video decoded at once."""
 
 from dataclasses import dataclass, field
 from typing import Any

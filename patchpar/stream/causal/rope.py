@@ -29,10 +29,7 @@ class PatchGrid:
 
 
 class RotaryPositions:
-    """Cosines and sines for tokens of `grid`, equal to those of Wan's own rotary module.
-
-    `widths`: channels of a head that are rotated by time, row and column.
-    """
+    """Wan's cosines and sines for tokens of `grid`. `widths`: channels of a head rotated by time, row and column."""
 
     def __init__(self, widths: tuple[int, int, int], grid: PatchGrid, device: torch.device) -> None:
         self.grid, self.device = grid, device

@@ -17,10 +17,7 @@ from patchpar.stream.messages import ModelFacts
 
 
 class LtxFrames(FrameNetwork):
-    """A FrameNetwork. `scale`: seconds, rows and columns of pixels per latent, for rotary positions.
-
-    Raises UnsupportedModel if it cannot take a noise level per frame.
-    """
+    """`scale`: seconds, rows and columns of pixels per latent. Raises UnsupportedModel without levels by frame."""
 
     def __init__(self, transformer: LTXVideoTransformer3DModel, scale: tuple[float, float, float]) -> None:
         config = transformer.config

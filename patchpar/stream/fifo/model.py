@@ -113,9 +113,6 @@ class FifoModel:
 
     @torch.no_grad()
     def decode(self, memory: object, frame: Tensor | None) -> Tensor:
-        """Decode a latent frame [1, C, 1, H, W]; None ends the video.
-
-        Returns the images that no later frame changes, [frames, height, width, 3] in uint8.
-        """
+        """Return the images [frames, height, width, 3] in uint8 that are final after this frame; None is the end."""
         decoder = self.decoder
         return as_pixels(decoder.finish(memory) if frame is None else decoder.decode(memory, frame))

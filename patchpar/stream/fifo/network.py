@@ -14,10 +14,7 @@ from patchpar.stream.messages import ModelFacts
 
 
 class FrameNetwork(ABC):
-    """A diffusers transformer called with frames of different noise levels.
-
-    Shapes: B batch, C channels, F frames, H x W latent pixels, T text tokens, D width.
-    """
+    """A transformer called with frames of different noise levels: [B, C, F, H, W], texts [B, T, D]."""
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer

@@ -146,10 +146,7 @@ def generate_first_video(
 
 
 def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: int, first: int) -> FrameQueue:
-    """Return a full queue: the video's frames at the noisy end, its first frame repeated before them, noise added.
-
-    `first`: the number of the video's first frame.
-    """
+    """Return a full queue of the video, its first frame (number `first`) repeated before it, with noise added."""
     frames = torch.split(video_BCFHW, 1, 2)
     extra = options.levels - options.window
 

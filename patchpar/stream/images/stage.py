@@ -32,10 +32,7 @@ Take = Callable[[float], ImageRequest | EndStream | None]
 
 
 def calls_of(rank: int, ranks: int, calls: int) -> range:
-    """Return the denoiser calls of one rank, as even as possible, the fewer on the earlier ranks.
-
-    Raises PlanError if there are more ranks than calls.
-    """
+    """Return a rank's denoiser calls, evenly, the fewer on earlier ranks. Raises PlanError for too many ranks."""
     if ranks > calls:
         raise PlanError(f"{ranks} ranks, but an image takes {calls} denoiser calls: use at most {calls} ranks")
     return range(rank * calls // ranks, (rank + 1) * calls // ranks)

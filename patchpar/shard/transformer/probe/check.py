@@ -52,10 +52,7 @@ class _BlockTrial:
         self.whole = observe_block(block.module, block.arguments, severance)
 
     def proved(self, plan: BlockPlan, ranges: TokenRanges, lines: int | None = None) -> BlockPlan:
-        """Return the plan with all arguments that count split tokens. Raises UnsupportedModel.
-
-        `lines`: the number of rows or frames, where these must stay whole.
-        """
+        """Return the plan with the arguments that count tokens; `lines` stay whole. Raises UnsupportedModel."""
         reasons = []
         by_line = [()] if lines is None else list(self._counting((lines,)))
         bounds = list(self._counting(range(1, self.sizes[0]), MOST_BOUNDS))

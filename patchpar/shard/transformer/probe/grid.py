@@ -148,10 +148,7 @@ def _is_outer(x_OIC: Tensor) -> bool:
 
 
 def grid_of(shapes: Shapes) -> TokenGrid | None:
-    """Return the grid that the convolutions are over; None where there are none. Raises UnsupportedModel.
-
-    A frame may be a plane of one convolution and one row of another.
-    """
+    """Return the one grid that all convolutions are over, by rows or frames, or None. Raises UnsupportedModel."""
     grids = {shape for shape in shapes.values() if shape[0] > 1} or set(shapes.values())
     if not grids:
         return None

@@ -12,10 +12,7 @@ from patchpar.shard.hooks import HookSet
 
 @contextmanager
 def shortened(denoiser: nn.Module, alike: Iterable[Sequence[str]]) -> Iterator[None]:
-    """Compute only the first of the blocks at paths that are `alike` while open; the others return its output.
-
-    Blocks that are called with other shapes compute as well.
-    """
+    """Compute the first of blocks that are `alike` only, unless shapes differ; the others return its output."""
     with ExitStack() as stack:
         for paths in alike:
             first, *others = (denoiser.get_submodule(path) for path in paths)

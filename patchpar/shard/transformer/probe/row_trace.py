@@ -99,10 +99,7 @@ def _other(x: Tensor, amid: Tensor) -> Tensor:
 
 
 def moved_indices(before: Tensor, after: Tensor) -> list[Tensor]:
-    """Return for each dim a bool tensor [size]: the indices that differ by more than rounding.
-
-    `before` and `after` have the same shape.
-    """
+    """Return for each dim which indices differ by more than rounding, bool [size], of tensors of the same shape."""
     if before.is_floating_point() or before.is_complex():
         finite = before.abs().nan_to_num(0.0, 0.0, 0.0)
         floor = TOLERANCE * finite.amax() if finite.numel() else 0.0
