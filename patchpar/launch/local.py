@@ -94,7 +94,7 @@ class LocalExecutor(Executor):
                 finally:
                     self._is_busy = False
                 if call.replay:
-                    self._keep(call, sent=message if message.block is None else None)
+                    self._keep(call, message)
                 return result
         finally:
             message.close()
@@ -103,24 +103,15 @@ class LocalExecutor(Executor):
         self, method: str, *args: Any, replay: bool | str | CallEffects = True, expected: float = 0.0, **kwargs: Any
     ) -> None:
         """Repeat this call on workers that are started later; the current ones have done it in another way."""
+        change = CallEffects.of(replay)
         with self._lock:
-            self._keep(
-                EngineCall(
-                    method=method, args=args, kwargs=kwargs, callbacks=Callbacks(), replay=replay, expected=expected
-                ),
-                sent=None,
-            )
+            self._journal.add(ReplayedCall(method=method, args=args, kwargs=kwargs, expected=expected, change=change))
 
-    def _keep(self, call: EngineCall, *, sent: EncodedMessage | None) -> None:
-        """Add a call to those that new workers repeat."""
-        replay = call.replay
-        change = (
-            replay if isinstance(replay, CallEffects) else CallEffects(sets=None if replay is True else str(replay))
-        )
+    def _keep(self, call: EngineCall, sent: EncodedMessage) -> None:
+        change, small = CallEffects.of(call.replay), sent if sent.block is None else None
+        method, args, kwargs = call.method, call.args, call.kwargs
         self._journal.add(
-            ReplayedCall(
-                method=call.method, args=call.args, kwargs=call.kwargs, expected=call.expected, sent=sent, change=change
-            )
+            ReplayedCall(method=method, args=args, kwargs=kwargs, expected=call.expected, change=change, sent=small)
         )
 
     def _enter(self) -> None:

@@ -27,6 +27,11 @@ class CallEffects:
     unless: tuple[str, ...] = ()
     parts: NamedAdapters | None = None
 
+    @classmethod
+    def of(cls, replay: bool | str | CallEffects) -> CallEffects:
+        """Return the effects that `Executor.call` is told by its argument `replay`."""
+        return replay if isinstance(replay, CallEffects) else cls(sets=None if replay is True else str(replay))
+
     def concerns(self, name: str) -> bool:
         """Return whether this may change what has that dotted name."""
         mine = self.sets
@@ -41,8 +46,8 @@ class ReplayedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expected: float
-    sent: EncodedMessage | None  # the encoded call if it is small; large arguments are not stored twice
     change: CallEffects
+    sent: EncodedMessage | None = None  # the encoded call if it is small; large arguments are not stored twice
 
     def message(self) -> EncodedMessage:
         """Return the encoded call."""

@@ -8,13 +8,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME, PICKLES
 
-READ_FILES = (
-    "load_lora_weights",
-    "load_lora_adapter",
-    "load_attn_procs",
-    "load_textual_inversion",
-    "lora_state_dict",
-)
+READ_FILES = ("load_lora_weights", "load_lora_adapter", "load_attn_procs", "load_textual_inversion", "lora_state_dict")
 """Methods of pipelines and networks that read weights from the location in their first argument."""
 SOURCES = ("pretrained_model_name_or_path_or_dict", "pretrained_model_name_or_path")
 SUFFIX = ".safetensors"

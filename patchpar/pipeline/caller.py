@@ -25,10 +25,7 @@ from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import merge_outputs
 
-DATA_CALLBACKS = (
-    "PipelineCallback",
-    "MultiPipelineCallbacks",
-)  # diffusers' classes, which have `tensor_inputs`
+DATA_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")  # diffusers' classes, which have `tensor_inputs`
 
 
 class CallController:

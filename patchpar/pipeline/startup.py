@@ -46,11 +46,7 @@ class PipelineOptions:
             found = TorchrunExecutor(ENGINE, deadline=self.deadline)
         elif self.starts_workers:
             found = LocalExecutor(
-                self.devices.names,
-                ENGINE,
-                deadline=self.deadline,
-                start_timeout=self.start_timeout,
-                preload=PRELOAD,
+                self.devices.names, ENGINE, deadline=self.deadline, start_timeout=self.start_timeout, preload=PRELOAD
             )
         else:
             found = InlineExecutor(self.devices.names[0], ENGINE, deadline=self.deadline)

@@ -31,7 +31,7 @@ class StageSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """`sizes`: steps of each stage. `decode`: on its "own" rank, or the "last" stage. `inner`: ranks per step."""
+    """`sizes`: steps by stage. `decode`: on its "own" rank or the "last". `inner`: ranks per step. Raises PlanError."""
 
     sizes: tuple[int, ...]
     decode: Decode = "own"

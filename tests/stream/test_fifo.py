@@ -21,8 +21,7 @@ from patchpar.stream.fifo.model import FifoModel, FifoRun
 from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
 from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
 from patchpar.stream.fifo.wan import WanFrames
-from patchpar.stream.flow_schedule import FlowSchedule
-from patchpar.stream.keyed_noise import keyed_noise
+from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder
 from patchpar.stream.stage_link import BlockSignal

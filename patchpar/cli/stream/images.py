@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.flags import given
 from patchpar.cli.output_files import SUFFIXES
-from patchpar.cli.stream.outputs import FrameOutputs
-from patchpar.cli.stream.run import ProgressMeter, StreamReport, TimedFrames, living_line, paced, show_all
+from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.image_file import check_pixels, read_image_file
 from patchpar.models.task import RequestedTask

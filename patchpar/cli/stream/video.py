@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from patchpar.cli.console import stdout_kept_clean
-from patchpar.cli.stream.outputs import FrameOutputs
-from patchpar.cli.stream.run import ProgressMeter, StreamReport, TimedFrames, living_line, show_all
+from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, show_all
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:

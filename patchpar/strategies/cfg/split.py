@@ -30,8 +30,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
 from patchpar.shard.guidance_branches import at_own_index
-from patchpar.shard.returned_caches import gives_back, with_given, without_given
-from patchpar.shard.step_caches import are_as_before, held_by
+from patchpar.shard.step_caches import are_as_before, gives_back, held_by, with_given, without_given
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
 
 Shapes = Sequence[Sequence[tuple[int, ...]]]

@@ -20,8 +20,7 @@ from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
-from patchpar.stream.flow_schedule import FlowSchedule
-from patchpar.stream.keyed_noise import keyed_noise
+from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

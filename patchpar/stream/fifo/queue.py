@@ -22,9 +22,8 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, is_whole, make_plain
-from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.json_fields import whole
-from patchpar.stream.keyed_noise import keyed_noise
 
 Velocity = Callable[[Tensor, Sequence[float]], Tensor]
 """The model's prediction for frames [1, C, F, H, W] at F noise levels, 0 to 1: noise minus clean frame."""

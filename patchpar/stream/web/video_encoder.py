@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from torch import Tensor
@@ -46,17 +46,10 @@ class VideoFormat:
             raise PlanError(f"frames are {self.height} x {self.width}: video needs an even height and width")
 
 
-class VideoSink(Protocol):
-    """A file object open for writing."""
-
-    def write(self, data: bytes) -> int:
-        """Write bytes."""
-
-
 class VideoWriter:
     """Writes a video to `target`, a path or a file object. Dropped frames leave a gap of their length."""
 
-    def __init__(self, target: str | VideoSink, form: VideoFormat) -> None:
+    def __init__(self, target: str | IO[bytes], form: VideoFormat) -> None:
         import av
 
         self._container: Any = av.open(target, "w", format=form.container)
