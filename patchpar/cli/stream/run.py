@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from patchpar.stream.base_session import BaseSession
-
-if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
+    from patchpar.stream.base_session import BaseSession
     from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 
 WINDOW = 3.0
