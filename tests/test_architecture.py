@@ -62,6 +62,16 @@ MAY_NAME_ACCELERATORS = {
     "comm.transport.stream_waits": "NCCL",
     "cli.doctor": "what to print of NVIDIA's cards",
 }
+# Modules that intercept calls of torch, with the reason. Any other uses HookSet and SdpaMode.
+MAY_INTERCEPT = {
+    "shard.hooks": ("hooks of modules, installed and removed in one place", {"hook"}),
+    "shard.sdpa": ("attention, for all that replace it", {"mode"}),
+    "shard.vae.functions": ("the functions of a VAE that read beyond a band", {"mode"}),
+    "shard.transformer.token_call": ("modules of a block that sum or convolve tokens", {"mode"}),
+    "shard.transformer.compiled_op": ("tracing of compiled blocks", {"mode"}),
+    "shard.unet.discover": ("transforms in a first call", {"mode"}),
+    "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),
+}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
 MAY_TALK_TO_RANKS = ("comm.transport", "launch")
 MAX_FILE_LINES = 300
@@ -250,6 +260,35 @@ def test_one_module_knows_the_types_of_accelerators(path: Path) -> None:
 def test_every_exception_names_an_accelerator() -> None:
     for module in MAY_NAME_ACCELERATORS:
         assert accelerators_named((PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text()), module
+
+
+def interceptions(source: str) -> set[str]:
+    """Return by which means a source intercepts calls of torch functions or of modules."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    hooks = {"hook" for name in names if name.startswith(("register_forward", "register_module_forward"))}
+    return hooks | {"mode" for name in names if name in ("TorchFunctionMode", "TorchDispatchMode")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_torch_is_intercepted_in_few_modules(path: Path) -> None:
+    """Hooks go through HookSet, which removes them without a trace; a mode needs a reason of its own."""
+    me = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    assert interceptions(path.read_text()) == MAY_INTERCEPT.get(me, ("", set()))[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch.overrides import TorchFunctionMode\nclass A(TorchFunctionMode): ...", {"mode"}),
+        ("import torch\nclass A(torch.utils._python_dispatch.TorchDispatchMode): ...", {"mode"}),
+        ("module.register_forward_pre_hook(hook)", {"hook"}),
+        ("hooks.before(module, hook)", set()),
+    ],
+)
+def test_the_interception_rule_sees(source: str, found: set[str]) -> None:
+    assert interceptions(source) == found
 
 
 @pytest.mark.parametrize(

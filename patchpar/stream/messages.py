@@ -98,7 +98,6 @@ class ModelFacts:
     audio: Any
     per_latent: int
     spatial: int
-    takes_prompt: bool
     starts_from_image: bool = False
     late: int = 0
 

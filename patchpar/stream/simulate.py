@@ -59,11 +59,6 @@ class StreamForecast:
     busy: tuple[float, ...]
     in_flight: int
 
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """Fraction of time that each stage is idle."""
-        return tuple(1 - fraction for fraction in self.busy)
-
     def __str__(self) -> str:
         gaps = ", ".join(f"{1000 * gap:.0f}" for gap in self.gaps)
         busy = ", ".join(f"{fraction:.0%}" for fraction in self.busy)

@@ -16,6 +16,7 @@ from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal_options import CausalOptions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, sound, text, transformer
 from tests.tensors import noise
+from training.banded import BandedWan
 
 BLOCKS = 6
 
@@ -37,7 +38,7 @@ def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 
     )
 
 
-def banded(net: CausalWan, *, has_sink: bool, hears: bool = True) -> Tensor:
+def banded(net: BandedWan, *, has_sink: bool, hears: bool = True) -> Tensor:
     return net.banded(
         torch.cat(blocks(), 2),
         torch.full((1, BLOCKS), 500.0),

@@ -39,7 +39,7 @@ def test_decoding_on_the_last_stage_costs_rate() -> None:
 def test_the_slowest_stage_never_rests_and_the_others_do() -> None:
     forecast = simulate(StreamPlan.even(4, 5), LIVE_AVATAR)
     assert forecast.busy[:4] == pytest.approx([1.0] * 4)
-    assert forecast.bubbles[4] == pytest.approx(1 - 0.150 / (12 / 45.2), abs=1e-3)
+    assert forecast.busy[4] == pytest.approx(0.150 / (12 / 45.2), abs=1e-3)
     assert forecast.gaps == pytest.approx([12 / 45.2] * 3)
 
 

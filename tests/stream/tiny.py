@@ -11,7 +11,6 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from torch import Tensor
 
 from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
-from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream, WanStreamOptions
@@ -19,6 +18,7 @@ from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.flow_schedule import FlowSchedule
 from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
+from training.banded import BandedWan
 
 FRAMES, ROWS, COLUMNS, TEXT = 2, 4, 6, 5
 AUDIO = AudioConfig(dim=24, heads=2, after=(0,), fps=20, rate=2000, bands=3, tokens=3, per_latent=2)
@@ -84,9 +84,9 @@ def causal(
     heads: int = 2,
     inner: StepGroup | None = None,
     **options: Any,
-) -> CausalWan:
+) -> BandedWan:
     chosen = CausalOptions(**{"frames": FRAMES, "window": 3, "sink_distance": 5} | options)
-    return CausalWan(transformer(dtype, heads=heads), chosen, conditioner(dtype) if hears else None, inner)
+    return BandedWan(transformer(dtype, heads=heads), chosen, conditioner(dtype) if hears else None, inner)
 
 
 def stream(

@@ -2,7 +2,6 @@
 
     SinkPass     one frame attends to itself; its keys and values are stored as the sink
     BlockPass    one block attends to the window and the sink
-    BandedPass   many blocks at once under a mask, for training and as a check: the same function
 
 Every block attends to itself, the blocks of its window, and the sink at a fixed distance from itself ("rolling", Live
 Avatar, arXiv:2512.04677, section 4.3). The window holds keys rotated when they were written ("abs"), or unrotated keys
@@ -14,7 +13,6 @@ Shapes: B batch, L tokens, n attention heads of this rank, d width of a head.
 
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from patchpar.stream.causal.kv_window import KVWindow
@@ -73,38 +71,3 @@ class BlockPass:
         return AttentionOperands(
             rotate(q, self._own), keys if self._sink is not None else rotate(keys, self._all), values, None
         )
-
-
-class BandedPass:
-    """`blocks` blocks at once, after a sink frame if `has_sink`. Every block has its own copy of the sink's keys."""
-
-    def __init__(self, positions: RotaryPositions, options: CausalOptions, blocks: int, has_sink: bool) -> None:
-        frames, n = options.frames, positions.grid.tokens
-        self._sink_tokens = n if has_sink else 0
-        starts = [block * frames for block in range(blocks)]
-        own = ([0] if has_sink else []) + list(range(blocks * frames))
-        self._own = positions.at(own)
-        self._copies = positions.at([start + options.sink_distance for start in starts]) if has_sink else None
-        self._blocks = blocks
-        block = torch.arange(blocks).repeat_interleave(frames * n)
-        age = block[:, None] - block[None, :]
-        band = (age >= 0) & (age < options.window)
-        self.mask = (_with_sink(band, block, n, blocks) if has_sink else band).to(positions.device)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """Attend under the mask; keys are those of all tokens [B, L, n, d], then one copy of the sink per block."""
-        keys, values = rotate(k, self._own), v
-        if self._copies is not None:
-            sinks, sink_values = (x[:, : self._sink_tokens].repeat(1, self._blocks, 1, 1) for x in (k, v))
-            keys, values = torch.cat([keys, rotate(sinks, self._copies)], 1), torch.cat([v, sink_values], 1)
-        return AttentionOperands(rotate(q, self._own), keys, values, self.mask)
-
-
-def _with_sink(band: Tensor, block: Tensor, n: int, blocks: int) -> Tensor:
-    """The mask with the sink's n tokens in front, which attend to themselves only, and its copies at the end."""
-    length = len(block)
-    mask = torch.zeros(n + length, n + length + blocks * n, dtype=torch.bool)
-    mask[:n, :n] = True
-    mask[n:, n : n + length] = band
-    mask[n:, n + length :] = block[:, None] == torch.arange(blocks).repeat_interleave(n)[None, :]
-    return mask

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.attention_passes import BandedPass, BlockPass, ForwardPass, SinkPass
+from patchpar.stream.causal.attention_passes import BlockPass, ForwardPass, SinkPass
 from patchpar.stream.causal.kv_window import KVWindow, WindowSize
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
@@ -38,7 +38,7 @@ class CausalWan:
     """A `WanTransformer3DModel` called with one block of a stream at a time. Raises UnsupportedModel.
 
     `audio`: cross-attention to audio after some of its blocks, or None. `inner`: the ranks among which every forward
-    pass but `banded` is split; all of them have to make the same calls.
+    pass is split; all of them have to make the same calls.
     """
 
     def __init__(
@@ -109,47 +109,15 @@ class CausalWan:
         with self._during(now, heard, frames=self._shared(x_BCFHW)):
             return self._forward(x_BCFHW, torch.full((1,), timestep, device=x_BCFHW.device), text_BTD)
 
-    def banded(
-        self,
-        x_BCFHW: Tensor,
-        timesteps_BN: Tensor,
-        text_BTD: Tensor,
-        *,
-        sink_BCFHW: Tensor | None = None,
-        audio_BFnC: Tensor | None = None,
-    ) -> Tensor:
-        """Return the prediction for N blocks in one forward under a mask, [B, C, F, H, W] with F = N * frames.
-
-        The same function as `velocity` block by block, but differentiable. `timesteps_BN`: a timestep, 0 to 1000, for
-        each block; these may differ. `sink_BCFHW`: one clean frame. `audio_BFnC`: tokens of all F latent frames.
-        Raises PlanError.
-        """
-        positions = self._at(x_BCFHW)
-        blocks, rest = divmod(x_BCFHW.shape[2], self.options.frames)
-        if rest or timesteps_BN.shape[1] != blocks:
-            raise PlanError(
-                f"{x_BCFHW.shape[2]} latent frames and {timesteps_BN.shape[1]} noise levels: "
-                f"a block has {self.options.frames} frames and one noise level"
-            )
-        levels = timesteps_BN.repeat_interleave(self.options.frames * positions.grid.tokens, 1)
-        if sink_BCFHW is not None:
-            levels = torch.cat([levels.new_zeros(len(levels), positions.grid.tokens), levels], 1)
-            x_BCFHW = torch.cat([sink_BCFHW, x_BCFHW], 2)
-        banded = BandedPass(positions, self.options, blocks, sink_BCFHW is not None)
-        silent = positions.grid.tokens if sink_BCFHW is not None else 0
-        with self._during(banded, None if audio_BFnC is None else BlockAudio(audio_BFnC), silent=silent):
-            out = self._forward(x_BCFHW, levels, text_BTD)
-        return out[:, :, 1:] if sink_BCFHW is not None else out
-
     def _forward(self, x_BCFHW: Tensor, timestep: Tensor, text_BTD: Tensor) -> Tensor:
         return self.transformer(x_BCFHW, timestep, text_BTD, return_dict=False)[0]
 
     @contextmanager
     def _during(
-        self, now: ForwardPass, heard: BlockAudio | None = None, *, silent: int = 0, frames: ShardedFrames | None = None
+        self, now: ForwardPass, heard: BlockAudio | None = None, *, frames: ShardedFrames | None = None
     ) -> Iterator[None]:
         passing = self._passing
-        passing.now, passing.silent_tokens, passing.frames = now, silent, frames
+        passing.now, passing.frames = now, frames
         if self.audio is not None and heard is not None:
             passing.audio, passing.audio_scale = self.audio.encode(heard.tokens_BFnC), heard.scale
         try:
@@ -183,17 +151,13 @@ class CausalWan:
 
 
 class CurrentPass:
-    """State of the current forward pass. `silent_tokens`: tokens at the front of the sequence without audio.
-
-    `frames`: the sharding of the pass, or None if this rank computes all of it.
-    """
+    """State of the current forward pass. `frames`: its sharding, or None if this rank computes all of it."""
 
     def __init__(self) -> None:
         self.now: ForwardPass | None = None
         self.frames: ShardedFrames | None = None
         self.audio: Tensor | None = None
         self.audio_scale = 1.0
-        self.silent_tokens = 0
 
 
 class CausalProcessor:
@@ -233,12 +197,10 @@ class AudioHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], hidden_BLD: Tensor) -> Tensor | None:
         """Run as a forward hook; None leaves the output unchanged."""
-        heard, silent = self._passing.audio, self._passing.silent_tokens
+        heard = self._passing.audio
         if heard is None:
             return None
-        front, rest = hidden_BLD[:, :silent], hidden_BLD[:, silent:]
-        added = self._passing.audio_scale * self._audio(self._layer, rest, heard)
-        return torch.cat([front, rest + added], 1) if silent else rest + added
+        return hidden_BLD + self._passing.audio_scale * self._audio(self._layer, hidden_BLD, heard)
 
 
 def split_tokens(hooks: HookSet, transformer: WanTransformer3DModel, passing: CurrentPass) -> None:

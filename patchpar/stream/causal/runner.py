@@ -65,7 +65,6 @@ class StreamRunner(StageRunner):
             audio=None if audio is None else audio.config,
             per_latent=int(vae.scale_factor_temporal),
             spatial=int(vae.scale_factor_spatial),
-            takes_prompt=self._pipe.text_encoder is not None,
             starts_from_image=self._starts_from_image,
         )
 

@@ -64,7 +64,6 @@ class LtxFamily(ModelFamily):
             audio=None,
             per_latent=vae.temporal_compression_ratio,
             spatial=vae.spatial_compression_ratio,
-            takes_prompt=True,
             late=latents_late(vae),
         )
 

@@ -59,7 +59,6 @@ class WanFamily(ModelFamily):
             audio=None,
             per_latent=int(vae.get("scale_factor_temporal", 4)),
             spatial=int(vae.get("scale_factor_spatial", 8)),
-            takes_prompt=True,
         )
 
     def network(self, transformer: WanTransformer3DModel, facts: ModelFacts, fps: float) -> WanFrames:
