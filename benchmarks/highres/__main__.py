@@ -30,12 +30,12 @@ from benchmarks.highres.counting import accuracy, subjects
 from benchmarks.highres.generation import METHODS, NATIVE, ImageCache, Look, evaluated, pipeline, sheet
 from benchmarks.highres.speed import table
 from benchmarks.highres.stand_in import embedded, of_sdxl
+from benchmarks.highres.traffic import rounds_of
 from benchmarks.highres.traffic import table as sent
 from benchmarks.highres.two_ranks import rows as on_two_ranks
 from benchmarks.page import write_page
 from patchpar import StructureGuidance
 from patchpar.strategies.structure.sizing import starts_of
-from patchpar.strategies.structure.work_schedule import rounds_of
 
 CALIBRATED = {
     "calibrated": StructureGuidance(),

@@ -158,3 +158,8 @@ def table(strategies: dict[str, StructureGuidance], scales: tuple[int, ...]) -> 
                 rest = [f"{value:.2f}" for value in (most(found.after), mean(found.last), of_image(strategy, found))]
                 wait = f"{1000 * exposed(scale, found.after):.0f} ms"
                 yield f"| {scale} x {scale}, {name} | {' | '.join([str(ranks), *means, *rest, wait])} |"
+
+
+def rounds_of(patches: int, branches: int, ranks: int) -> float:
+    """Return the duration of a step, in evaluations of all branches of a patch."""
+    return -(-patches * branches // ranks) / branches

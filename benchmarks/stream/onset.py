@@ -28,13 +28,14 @@ import torch
 
 from benchmarks.page import publish
 from benchmarks.stream.__main__ import Sleeper
+from benchmarks.stream.budget import OnsetBudget, onset
 from benchmarks.stream.long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
 from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.simulate import OnsetBudget, StreamCosts, onset
+from patchpar.stream.simulate import StreamCosts
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
 from patchpar.stream.stage_link import BlockSignal
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.stream.budget import onset
 from benchmarks.stream.drift import rows
 from benchmarks.stream.image_ranks import WARM, Streamed
 from benchmarks.stream.long import Record, table
 from benchmarks.stream.onset import Found, half_open, lag_of
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.simulate import StreamCosts, onset
+from patchpar.stream.simulate import StreamCosts
 
 
 def record(sizes: list[tuple[int, int]]) -> Record:

@@ -6,8 +6,9 @@ from itertools import chain
 
 import pytest
 
+from benchmarks.highres.traffic import rounds_of
 from patchpar.strategies.structure.windows import Tiling
-from patchpar.strategies.structure.work_schedule import Evaluation, Unit, assign_units, evaluations_of, rounds_of
+from patchpar.strategies.structure.work_schedule import Evaluation, Unit, assign_units, evaluations_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 20])

@@ -104,8 +104,3 @@ def evaluations_of(units: tuple[Unit, ...], branches: int) -> list[Evaluation]:
         groups = [tuple(found)] if len(found) == branches else [(branch,) for branch in found]
         calls += [Evaluation(patch, group) for group in groups]
     return calls
-
-
-def rounds_of(patches: int, branches: int, ranks: int) -> float:
-    """Return the duration of a step, in evaluations of all branches of a patch."""
-    return -(-patches * branches // ranks) / branches
