@@ -30,7 +30,7 @@ def friendly_errors(debug: bool) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         typer.secho(f"error: {_text_of(error)}", fg="red", err=True)
-        raise typer.Exit(_exit_code(error)) from None
+        raise typer.Exit(BAD_USE if isinstance(error, PlanError) else FAILURE) from None
 
 
 @contextlib.contextmanager
@@ -81,7 +81,3 @@ def _text_of(error: Exception) -> str:
     text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's traceback
     message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
     return f"{message} (--debug shows where)" if is_cut or message is not text else message
-
-
-def _exit_code(error: Exception) -> int:
-    return BAD_USE if isinstance(error, PlanError) else FAILURE

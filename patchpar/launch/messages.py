@@ -86,8 +86,7 @@ def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], 
         named = {f"argument {number + 1}": value for number, value in enumerate(args)}
         named.update({f"argument {name!r}": value for name, value in kwargs.items()})
         for name, value in named.items():
-            reason = _reason_against(value)
-            if reason:
+            if reason := _reason_against(value):
                 raise PlanError(
                     f"{method}: {name} (a {type(value).__name__}) cannot be sent to worker processes: {reason}"
                 ) from error

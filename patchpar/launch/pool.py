@@ -27,7 +27,7 @@ from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
 from patchpar.launch.request_failure import error_of, is_reusable
-from patchpar.launch.request_loop import RequestLoop, RequestOutcome
+from patchpar.launch.request_loop import RequestLoop
 from patchpar.launch.worker_output import FirstPrinter
 
 STOP_SECONDS = 2.0  # for a worker to exit after a STOP frame
@@ -140,7 +140,8 @@ class WorkerPool:
         error = error_of(outcome, self._workers, limits)
         self.is_usable = is_reusable(outcome, self._workers)
         if error is not None:
-            _close_results(outcome)
+            for result in outcome.results.values():
+                result.close()
             raise error
         return [_decoded(outcome.results[rank]) for rank in range(len(self._workers))]
 
@@ -178,11 +179,6 @@ def _decoded(message: EncodedMessage) -> Any:
     try:
         return decode(message)
     finally:
-        message.close()
-
-
-def _close_results(outcome: RequestOutcome) -> None:
-    for message in outcome.results.values():
         message.close()
 
 

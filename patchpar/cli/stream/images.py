@@ -46,9 +46,8 @@ class ImageFrames:
         return cls(source=source, fps=fps or rate)
 
     def __iter__(self) -> Iterator[Image]:
-        return self._from_folder() if self.source.is_dir() else self._from_video()
-
-    def _from_folder(self) -> Iterator[Image]:
+        if not self.source.is_dir():
+            return self._from_video()
         return (read_image_file(path, f"--input {path}") for path in _images_in(self.source))
 
     def _from_video(self) -> Iterator[Image]:

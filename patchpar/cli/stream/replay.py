@@ -50,9 +50,10 @@ def replay(request: ReplayFlags) -> None:
         report.tell(request.json, differing=differing)
         report.finish(is_endless=False)
         if differing:
+            made_with = (f"it was recorded with {name} {number}" for name, number in recording.origin.versions.items())
             raise PatchparError(
                 f"{len(differing)} of {len(recording.blocks)} blocks differ from the recording, from block "
-                f"{differing[0]} on: another model, another version ({_made_with(recording)}), or a changed journal"
+                f"{differing[0]} on: another model, another version ({', '.join(made_with)}), or a changed journal"
             )
         if not request.json:
             typer.echo(f"{len(recording.blocks)} blocks, every frame equal to the recording")
@@ -98,7 +99,3 @@ def _compared(session: Any, recording: StreamRecording, differing: list[int]) ->
         if not recording.is_as_it_was(chunk):
             differing.append(chunk.block)
         yield chunk
-
-
-def _made_with(recording: StreamRecording) -> str:
-    return ", ".join(f"it was recorded with {name} {number}" for name, number in recording.origin.versions.items())
