@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from patchpar.comm.transport import Collectives, Incoming, Messages, Outgoing, TensorSpec, Transport, Work
-from patchpar.comm.transport.packing import copies_of, gather_buffers
+from patchpar.comm.transport.packing import adjacent_rows, copies_of, gather_buffers
 from patchpar.plan.mesh import Axis
 
 Tensors = tuple[Tensor, ...]
@@ -23,7 +23,8 @@ class ExchangePart:
 
     `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values. `axis`: every
     rank of it takes part in this exchange now, also one that has nothing to send; None if that is not so. `to_all`:
-    every rank of the axis sends the same tensors to all others.
+    every rank of the axis sends the same tensors to all others. `at_once`: nobody reads `into` from now until the
+    wait, so that it may be written before.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class ExchangePart:
     into: Mapping[int, Tensors] = field(default_factory=dict)
     axis: Axis | None = None
     to_all: bool = False
+    at_once: bool = False
 
     @property
     def bytes_sent(self) -> int:
@@ -72,10 +74,22 @@ class MessageBatch:
         if not self.to_all:
             return collectives.exchange(ranks, self.outgoing, self.incoming, where, bulk=self.bulk)
         (own,) = self.outgoing
-        buffers = gather_buffers(own.tensors, [message.specs for message in self.incoming])
+        buffers = self._rows_of_one_buffer(own.tensors) or gather_buffers(
+            own.tensors, [each.specs for each in self.incoming]
+        )
         if buffers is None:
             return transport.send_recv(self.outgoing, self.incoming, where)
         return collectives.all_gather(ranks, buffers, self.incoming, where, bulk=self.bulk)
+
+    def _rows_of_one_buffer(self, own: Tensors) -> tuple[Tensor, Tensor] | None:
+        """Return the tensor sent and all ranks' in order, if they are rows of one buffer that may be written now."""
+        into = {message.peer: message.into or () for message in self.incoming if message.at_once}
+        if self.axis is None or len(own) != 1 or len(into) != len(self.incoming):
+            return None
+        by_rank = [into.get(rank, own) for rank in self.axis.ranks]
+        parts = [found[0] for found in by_rank if len(found) == 1 and found[0] is not None]
+        rows = adjacent_rows(parts) if len(parts) == self.axis.size else None
+        return None if rows is None else (own[0].detach().view(-1), rows)
 
 
 def collectives_of(transport: Transport, axis: Axis | None) -> Collectives | None:
@@ -115,7 +129,8 @@ def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
         for peer, expected in part.incoming.items():
             specs.setdefault(peer, []).extend(expected)
             into.setdefault(peer, []).extend(part.into.get(peer, [None] * len(expected)))
-    return [Incoming(peer, tuple(expected), tuple(into[peer])) for peer, expected in specs.items()]
+    at_once = all(part.at_once for part in parts)
+    return [Incoming(peer, tuple(expected), tuple(into[peer]), at_once) for peer, expected in specs.items()]
 
 
 def by_part(parts: Sequence[ExchangePart], incoming: Sequence[Incoming], received: Messages) -> list[Received]:

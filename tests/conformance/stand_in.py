@@ -109,6 +109,7 @@ class StandIn:
             "isend": "send",
             "irecv": "receive",
             "P2POp": lambda what, x, peer, group: (what, x, peer, group),
+            "ProcessGroupNCCL": mock.Mock(),
             "batch_isend_irecv": self._batch,
             "all_gather_single": self._all_gather,
             "all_gather_into_tensor": self._all_gather,
@@ -128,7 +129,7 @@ class StandIn:
             stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
             yield
 
-    def _new_group(self, ranks: Sequence[int], **_: Any) -> RankGroup:
+    def _new_group(self, ranks: Sequence[int], *_: Any) -> RankGroup:
         """All ranks make the same groups in the same order."""
         number = self.rank.num_groups
         self.rank.num_groups += 1

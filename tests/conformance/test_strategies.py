@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Transport
+from patchpar.comm.transport import Transport, packing, torch_work
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
 from tests.breadth import first_of
@@ -41,6 +42,7 @@ STRATEGIES = (
 OFTEN = (("exact", 4), ("displaced:preset=paper", 3), ("fresh-edges", 3), ("fresh-edges:context=pooled,bits=4", 2))
 ROUNDING = 1e-5  # partial attentions are merged as they arrive
 WORLDS = {"exact:ulysses=2": (2, 4)}  # 2 divides the number of ranks
+RECEIVED_DIRECTLY = ("exact", "displaced", "fresh-edges", "fresh-edges:correction=none,extrapolated=false")
 BUILDING = threading.Lock()
 EXACT_AT_FIRST = ("displaced", "pcpp", "fresh-edges")
 
@@ -63,12 +65,12 @@ class ThreadPlace:
         return Mesh(self.rank, range(self.world), **degrees)
 
 
-def run_of(strategy: str) -> Run:
+def run_of(strategy: str, size: tuple[int, int] = (27, 9)) -> Run:
     """Some evaluations, of which the first is exact; 27 rows, so that no number of bands up to five is even."""
     if strategy.startswith(EXACT_AT_FIRST):
         strategy += ("," if ":" in strategy else ":") + "warmup_steps=1"
-        return Run(strategy=strategy, evaluations=3)
-    return Run(strategy=strategy, evaluations=1)
+        return Run(strategy=strategy, size=size, evaluations=3)
+    return Run(strategy=strategy, size=size, evaluations=1)
 
 
 def predicted(transport: Transport, run: Run, world: int) -> list[list[Tensor]]:
@@ -89,7 +91,28 @@ def probed_once() -> None:
     first_of([(strategy, world) for strategy in STRATEGIES for world in WORLDS.get(strategy, (2, 3, 4, 5))], *OFTEN),
 )
 def test_a_strategy_keeps_the_rules(strategy: str, world: int) -> None:
-    run, stand_in = run_of(strategy), StandIn(world)
+    keeps_the_rules(run_of(strategy), world)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    first_of(
+        [(strategy, world) for strategy in RECEIVED_DIRECTLY for world in (2, 4)],
+        *((each, 2) for each in RECEIVED_DIRECTLY),
+    ),
+)
+def test_equal_shares_are_received_where_they_are_read(strategy: str, world: int) -> None:
+    """One operation into the buffer of all ranks' keys and values, without a copy."""
+    with mock.patch.object(torch_work, "_into", wraps=torch_work._into) as received:
+        keeps_the_rules(run_of(strategy, (32, 8)), world)
+    found = [packing.offset_of(own) == packing.offset_of(x) for (own, x), _ in received.call_args_list]
+    assert found
+    assert all(found)
+
+
+def keeps_the_rules(run: Run, world: int) -> None:
+    """Run it on ranks of the simulator, and on ranks that share memory."""
+    stand_in = StandIn(world)
     found = stand_in.run(lambda transport: predicted(transport, run, world))
     assert [each for each in found if isinstance(each, BaseException)] == []
     assert stand_in.faults == []

@@ -23,6 +23,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.enqueued: list[str] = []
+        self.groups: list[Group] = []
         self.stuck = False
         self.seconds = 0.0
 
@@ -51,8 +52,10 @@ class Event:
 class Group:
     """A process group. Aborting it lets the stream go on."""
 
-    def __init__(self, gpu: Gpu, ranks: Sequence[int]) -> None:
+    def __init__(self, gpu: Gpu, ranks: Sequence[int], options: Any) -> None:
         self.gpu, self.ranks = gpu, list(ranks)
+        self.is_urgent = options is not None and options.is_high_priority_stream
+        gpu.groups.append(self)
 
     def abort(self) -> None:
         self.gpu.enqueued.append("abort")
@@ -93,7 +96,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "get_backend_config": lambda: "cpu:nccl",
         "get_rank": lambda: 2,
         "get_world_size": lambda: 3,
-        "new_group": lambda ranks, timeout, backend: Group(gpu, ranks),
+        "new_group": lambda ranks, timeout, backend, options: Group(gpu, ranks, options),
+        "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
         "destroy_process_group": lambda group: None,
         "barrier": lambda group, device_ids: gpu.enqueued.append(f"barrier {group.ranks} {device_ids}"),
         "isend": "send",
@@ -102,7 +106,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "batch_isend_irecv": batch,
     }
     for name, fake in distributed.items():
-        monkeypatch.setattr(torch.distributed, name, fake)
+        monkeypatch.setattr(torch.distributed, name, fake, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     return gpu
@@ -118,6 +122,15 @@ SPEC = TensorSpec((2,), torch.float32)
 def test_all_ranks_meet_before_the_first_exchange(gpu: Gpu) -> None:
     transport()
     assert gpu.enqueued == ["barrier [0, 1, 2] [3]"]
+
+
+def test_what_this_step_needs_has_a_stream_of_its_own_and_priority(gpu: Gpu) -> None:
+    """Two groups of the same ranks are two communicators with a stream each."""
+    line = transport()
+    assert [(group.ranks, group.is_urgent) for group in gpu.groups] == [([0, 1, 2], True), ([0, 1, 2], False)]
+    assert line.collectives is not None
+    line.collectives.form([(0, 1, 2), (0, 2)])
+    assert [(group.ranks, group.is_urgent) for group in gpu.groups[2:]] == [([0, 2], True), ([0, 2], False)]
 
 
 def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:

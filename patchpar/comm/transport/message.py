@@ -61,12 +61,14 @@ class Outgoing:
 class Incoming:
     """One message expected from one rank. `into`: buffers for the values; None allocates.
 
-    Buffers are written when the message is waited for, not before.
+    Buffers are written when the message is waited for, not before, unless `at_once`: then nobody reads them until the
+    wait, and on a GPU they may be written as soon as the stream gets to the exchange.
     """
 
     peer: int
     specs: tuple[TensorSpec, ...]
     into: tuple[Tensor | None, ...] | None = None
+    at_once: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -84,6 +84,22 @@ def pack(tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
     return torch.cat(parts)
 
 
+def offset_of(x: Tensor) -> tuple[int, int]:
+    """Return where `x`, of any shape, begins: its storage, and the byte there. Fake tensors have no address."""
+    return x.untyped_storage()._cdata, int(x.storage_offset()) * x.element_size()
+
+
+def adjacent_rows(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors of any shape that lie one after the other as one [parts, elements]; None if they do not."""
+    first, size = parts[0], parts[0].numel()
+    storage, start = offset_of(first)
+    for index, x in enumerate(parts):
+        alike = x.is_contiguous() and x.dtype == first.dtype and x.numel() == size
+        if not alike or offset_of(x) != (storage, start + index * size * first.element_size()):
+            return None
+    return first.detach().as_strided((len(parts), size), (size, 1))
+
+
 def gather_buffers(own: Sequence[Tensor], others: Sequence[tuple[TensorSpec, ...]]) -> tuple[Tensor, Tensor] | None:
     """Return `own`, tensors of any shape, as [elements], and a buffer [ranks, elements] for those of all ranks.
 

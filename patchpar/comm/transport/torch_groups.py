@@ -1,13 +1,15 @@
 """Process groups of torch.distributed that belong to one transport: no other user of the default group meets them.
 
 Each has a communicator and, with NCCL, a stream of its own. Of every set of ranks there are two: small messages that
-are needed now do not queue behind bulk that is needed in the next step.
+are needed now do not queue behind bulk that is needed in the next step. Theirs is a stream of high priority.
 """
 
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of a wait is `StreamWaits`'s
@@ -16,8 +18,8 @@ NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of
 class ProcessGroups:
     """The groups of `backend`. Collective: all ranks of the default group construct theirs and form groups together."""
 
-    def __init__(self, backend: str, deadline: float) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, device: torch.device, deadline: float) -> None:
+        self.backend, self._device = backend, device
         self._timeout = NCCL_TIMEOUT if backend == "nccl" else timedelta(seconds=deadline)
         self._formed: set[tuple[tuple[int, ...], bool]] = set()
         self._own: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}  # with this rank in it
@@ -29,7 +31,8 @@ class ProcessGroups:
                 if (ranks, bulk) in self._formed:
                     continue
                 self._formed.add((ranks, bulk))
-                made = dist.new_group(list(ranks), timeout=self._timeout, backend=self.backend)
+                options = self._urgent() if self.backend == "nccl" and not bulk else None
+                made = dist.new_group(list(ranks), self._timeout, self.backend, options)
                 if dist.get_rank() in ranks:
                     self._own[ranks, bulk] = made
 
@@ -44,8 +47,14 @@ class ProcessGroups:
     def abort(self) -> None:
         """End all operations in flight, so that whoever waits for them goes on. The groups cannot be used again."""
         for group in self._own.values():
-            with contextlib.suppress(RuntimeError):  # gloo's has none: its waits have deadlines of their own
-                group.abort()
+            owner = group if hasattr(group, "abort") else group._get_backend(self._device)  # up to torch 2.6
+            with contextlib.suppress(RuntimeError, AttributeError):  # gloo's waits have deadlines of their own
+                owner.abort()
+
+    def _urgent(self) -> Any:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout  # or torch warns that it is not that of the group
+        return options
 
     def destroy(self) -> None:
         """Release all groups. Idempotent."""

@@ -32,7 +32,7 @@ class TorchTransport(Poisonable):
         self._wire = torch.device("cpu") if self.staged else device
         self.waits = None if backend in HOST_BACKENDS else StreamWaits(lambda: self.deadline, self.poison)
         everyone = tuple(range(dist.get_world_size()))
-        self._groups = ProcessGroups(backend, deadline)
+        self._groups = ProcessGroups(backend, self._wire, deadline)
         collective = collective or self.waits is not None
         self._groups.form([everyone], with_bulk=collective)
         self._group = self._groups.of(everyone, bulk=False)

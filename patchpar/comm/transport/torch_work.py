@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchpar.comm.transport.message import Incoming, Messages, Work
-from patchpar.comm.transport.packing import layout_of
+from patchpar.comm.transport.packing import layout_of, offset_of
 from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
 from patchpar.errors import ExchangeError
 
@@ -91,7 +91,7 @@ class TorchWork(Work[Messages]):
 
 def _into(own: Tensor, x: Tensor) -> Tensor:
     """Return `own` with the values of `x`, of the same shape; the backend may have written them there already."""
-    return own if own.data_ptr() == x.data_ptr() else own.copy_(x)
+    return own if offset_of(own) == offset_of(x) else own.copy_(x)
 
 
 def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:

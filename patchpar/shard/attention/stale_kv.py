@@ -174,7 +174,7 @@ class RemoteTokens:
         outgoing = [(peers, (self._message(own, pieces),)) for pieces, peers in self._receivers().items()]
         into = {self.axis.ranks[p]: (self._newest_slots.of(self._newest, p),) for p in senders}
         specs = {rank: (TensorSpec.of(x),) for rank, (x,) in into.items()}
-        return ExchangePart("kv", outgoing, specs, into, self.axis, to_all)
+        return ExchangePart("kv", outgoing, specs, into, self.axis, to_all, at_once=True)
 
     def _message(self, own: Tensor, pieces: tuple[PooledRows, ...]) -> Tensor:
         taken = take(own, pieces, self.grid)
