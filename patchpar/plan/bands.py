@@ -8,6 +8,7 @@ convolution would straddle two ranks. 40 rows, total stride 8, 3 ranks:
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,26 @@ class Bands:
 
     def at_level(self, group_rank: int, own_rows: int, whole: int) -> "Bands":
         """Return the bands on a map, halved (rounding up) or enlarged, with `own_rows` of `whole` rows here."""
-        own = self.size(group_rank)
-        if own_rows >= own and own_rows % own == 0:
-            return Bands(tuple(start * (own_rows // own) for start in self.starts))
-        stride = 2
-        while stride <= own:
-            if -(-own // stride) == own_rows:
-                return Bands(tuple(-(-start // stride) for start in self.starts))
-            stride *= 2
-        raise ValueError(f"a map with {own_rows} rows of this rank does not belong to a band of {own} of {whole} rows")
+        found = _at_level(self, group_rank, own_rows)
+        if found is None:
+            own = self.size(group_rank)
+            raise ValueError(
+                f"a map with {own_rows} rows of this rank does not belong to a band of {own} of {whole} rows"
+            )
+        return found
+
+
+@lru_cache(maxsize=1024)  # every layer asks, in every call
+def _at_level(bands: Bands, group_rank: int, own_rows: int) -> Bands | None:
+    own = bands.size(group_rank)
+    if own_rows >= own and own_rows % own == 0:
+        return Bands(tuple(start * (own_rows // own) for start in bands.starts))
+    stride = 2
+    while stride <= own:
+        if -(-own // stride) == own_rows:
+            return Bands(tuple(-(-start // stride) for start in bands.starts))
+        stride *= 2
+    return None
 
 
 def split_bands(total: int, group_ranks: int, unit: int) -> Bands:

@@ -9,6 +9,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 AXES = ("data", "cfg", "patch")  # outermost first: the axis that communicates most has neighbouring ranks
 
@@ -35,7 +36,12 @@ class Axis:
     @property
     def others(self) -> tuple[int, ...]:
         """Group ranks (not global ranks) of all others, the nearest first."""
-        return tuple(sorted((p for p in range(self.size) if p != self.rank), key=lambda p: abs(p - self.rank)))
+        return _nearest_first(self.rank, self.size)
+
+
+@cache
+def _nearest_first(rank: int, size: int) -> tuple[int, ...]:
+    return tuple(sorted((p for p in range(size) if p != rank), key=lambda p: abs(p - rank)))
 
 
 class Mesh:

@@ -1,6 +1,7 @@
 """This rank's part of the current denoiser call: its band at every level, its edge rows, and its stale values."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -106,14 +107,24 @@ class LocalPatch:
     def grid(self, own_tokens: int) -> LevelGrid:
         """Return the tokens of all ranks on the level where this rank has `own_tokens`. Raises UnsupportedModel."""
         assert self.whole is not None
-        own, across = self.bands.size(self.group_rank), self.whole.shape[-1 if self.dim == -2 else -2]
-        stride = 1
-        while stride <= max(own, across):
-            rows, columns = -(-own // stride), -(-across // stride)
-            if own_tokens == rows * columns:
-                return LevelGrid(self.level(rows), TokensAcross(columns), self.dim)
-            stride *= 2
-        raise UnsupportedModel(
-            f"{own_tokens} tokens of this rank fit no level of a band of {own} rows, {across} across: this attention "
-            "cannot be split, use plan cfg=2 or data=N"
-        )
+        across = self.whole.shape[-1 if self.dim == -2 else -2]
+        found = _grid_of(self.bands, self.group_rank, across, own_tokens)
+        if found is None:
+            raise UnsupportedModel(
+                f"{own_tokens} tokens of this rank fit no level of a band of {self.bands.size(self.group_rank)} rows, "
+                f"{across} across: this attention cannot be split, use plan cfg=2 or data=N"
+            )
+        rows, columns = found
+        return LevelGrid(self.level(rows), TokensAcross(columns), self.dim)
+
+
+@lru_cache(maxsize=1024)  # every attention layer asks, in every call
+def _grid_of(bands: Bands, group_rank: int, across: int, own_tokens: int) -> tuple[int, int] | None:
+    """Return the rows of the band and the columns of the map that has so many tokens."""
+    own, stride = bands.size(group_rank), 1
+    while stride <= max(own, across):
+        rows, columns = -(-own // stride), -(-across // stride)
+        if own_tokens == rows * columns:
+            return rows, columns
+        stride *= 2
+    return None

@@ -12,6 +12,7 @@ import torch
 from diffusers.models.attention_processor import AttnAddedKVProcessor, AttnProcessor, CustomDiffusionAttnProcessor
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as attention_by_another_name
 from torch.utils._pytree import tree_map_only
 
 from patchpar.errors import PatchparError
@@ -227,6 +228,18 @@ class Unprojected(Cosines):
         return attn.to_out[0](weights @ hidden_states)
 
 
+class OneHead:
+    """Attention of somebody's own with torch's function, which it has imported by another name."""
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        found = attention_by_another_name(*(x.unsqueeze(1) for x in (query, key, value)))
+        return attn.to_out[0](found.squeeze(1))
+
+
 def _processor(make: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda denoiser: denoiser.set_attn_processor(make())
 
@@ -248,6 +261,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "sliced": _sliced,
     "custom diffusion": _processor(lambda: CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False)),
     "cosines": _processor(Cosines),
+    "one head": _processor(OneHead),
     "unprojected": _processor(Unprojected),
     "products, added keys": _processor(AttnAddedKVProcessor),
     "widened": _widen,

@@ -16,6 +16,7 @@ CASES = [
     ("sd", "sliced"),
     ("sd", "custom diffusion"),
     ("sdxl", "cosines"),
+    ("sdxl", "one head"),
     ("svd", "products"),
     ("unconditional", "products"),
     ("added_keys", "products, added keys"),
@@ -23,7 +24,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change"), first_of(CASES, ("sd", "sliced"), ("sdxl", "cosines")))
+@pytest.mark.parametrize(
+    ("name", "change"), first_of(CASES, ("sd", "sliced"), ("sdxl", "cosines"), ("sdxl", "one head"))
+)
 def test_in_bands(ranks: Any, name: str, change: str) -> None:
     """Rows on two ranks, columns on three: the keys are everybody's, in the order of the whole picture."""
     for world, size in ((2, (12, 8)), (3, odd_size(name, 3)[::-1])):

@@ -37,6 +37,11 @@ class LevelGrid(NamedTuple):
         return self.rows(group_rank) * self.across.num_tokens
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(map(self.num_tokens, range(len(self.bands))))
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of all ranks."""
         return self.bands.total * self.across.num_tokens

@@ -1,18 +1,21 @@
 """A block's plan applied to a call of the block: which leaves of its arguments are cut, by their number.
 
-Names are looked up once for each signature, since a block may be called some thousand times for an image.
+Names are looked up once for each form of a call, since a block may be called some thousand times for an image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from patchpar.shard.transformer.local_tokens import LocalTokens
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan, TokenRows
+
+_LEAVES = (Tensor, int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +31,17 @@ class ArgumentRule:
 
 
 class ArgumentRules:
-    """The rules of one block, by the signature of the call."""
+    """The rules of one block, by the form of the call."""
 
     def __init__(self, plan: TokenPlan, path: str, module: nn.Module) -> None:
         self._plan, self._path, self._module = plan, path, module
-        self._found: list[tuple[TreeSpec, tuple[object, ...], ArgumentRule]] = []
+        self._found: dict[Any, ArgumentRule] = {}
 
-    def find(self, leaves: Sequence[Any], spec: TreeSpec, args: Any, kwargs: Any) -> ArgumentRule:
-        """Return the rule for this call; `leaves` and `spec` are of (args, kwargs). Raises UnsupportedModel."""
-        sorts = tuple(leaf.ndim if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        for known_spec, known_sorts, rule in self._found:
-            if known_sorts == sorts and known_spec == spec:
-                return rule
-        rule = self._made(CallArguments.of(self._module, args, kwargs))
-        self._found.append((spec, sorts, rule))
+    def find(self, form: Any, args: Any, kwargs: Any) -> ArgumentRule:
+        """Return the rule for this call; `form` is of (args, kwargs). Raises UnsupportedModel."""
+        rule = self._found.get(form)
+        if rule is None:
+            rule = self._found[form] = self._made(CallArguments.of(self._module, args, kwargs))
         return rule
 
     def _made(self, arguments: CallArguments) -> ArgumentRule:
@@ -53,3 +53,54 @@ class ArgumentRules:
         mixing = plan.mixing or TokenMixing()
         counts = (plan.counts, mixing.row_counts, mixing.frame_counts, plan.bounds)
         return ArgumentRule(plan, inputs, *(tuple(numbers[name] for name in each) for each in counts))
+
+
+def leaves_and_form(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of arguments or outputs as torch's pytree orders them, and the form, which is hashable.
+
+    The form has the types of containers and leaves, of tensors the number of dims.
+    """
+    leaves: list[Any] = []
+    return leaves, _form_of(tree, leaves)
+
+
+def _form_of(tree: Any, leaves: list[Any]) -> Any:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return (kind, *[_form_of(each, leaves) for each in tree])
+    if kind is dict:
+        return (kind, tuple(tree), *[_form_of(each, leaves) for each in tree.values()])
+    if isinstance(tree, _LEAVES):
+        leaves.append(tree)
+        return tree.own.ndim if isinstance(tree, LocalTokens) else tree.ndim if isinstance(tree, Tensor) else kind
+    found, spec = tree_flatten(tree)  # an object, or a container of another kind
+    leaves += found
+    return _Node(spec, str(spec), tuple(_form_of(each, []) if each is not tree else kind for each in found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A container of a kind that torch's pytree knows, or an object, which is a leaf. `text`: its spec, hashable."""
+
+    spec: Any
+    text: str
+    forms: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.text, self.forms))
+
+
+def with_leaves(form: Any, leaves: Sequence[Any]) -> Any:
+    """Return the tree of that form with these leaves."""
+    return _filled(form, iter(leaves))
+
+
+def _filled(form: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(form, _Node):
+        return tree_unflatten([next(leaves) for _ in form.forms], form.spec)
+    if not isinstance(form, tuple):
+        return next(leaves)
+    kind = form[0]
+    if kind is dict:
+        return dict(zip(form[1], [_filled(each, leaves) for each in form[2:]], strict=True))
+    return kind([_filled(each, leaves) for each in form[1:]])

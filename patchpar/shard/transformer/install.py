@@ -16,13 +16,12 @@ from typing import Any
 
 from diffusers.hooks import ModelHook
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.transformer.attention import TokenSplit
-from patchpar.shard.transformer.block_arguments import ArgumentRules
+from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall
 from patchpar.shard.transformer.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.transformer.local_tokens import all_whole
@@ -107,11 +106,11 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         if call is None:
             return forward(*args, **kwargs)
         if not call.inside and self.rules is not None:
-            leaves, spec = tree_flatten((args, kwargs))
-            rule = self.rules.find(leaves, spec, args, kwargs)
+            leaves, form = leaves_and_form((args, kwargs))
+            rule = self.rules.find(form, args, kwargs)
             if rule.plan is not None:
                 block = BlockCall(self.path, rule.plan)
-                args, kwargs = tree_unflatten(call.own_leaves(block, rule, leaves), spec)
+                args, kwargs = with_leaves(form, call.own_leaves(block, rule, leaves))
                 return self._run(call, block, forward, args, kwargs)
         args, kwargs = all_whole((args, kwargs))  # once, rather than queries, keys and values
         if self.compiled is None:

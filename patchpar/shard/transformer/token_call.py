@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.sdpa import TORCHS, AttentionCall, AttentionReplaced, answered_by, as_torch_lays
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
-from patchpar.shard.transformer.block_arguments import ArgumentRule
+from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall
 from patchpar.shard.transformer.compiled_op import attention_traced
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
@@ -102,11 +101,11 @@ class TokenCall:
                 output = forward(*args, **kwargs)
         finally:
             self.block = None
-        leaves, spec = tree_flatten(output)
+        leaves, form = leaves_and_form(output)
         for number, rows in block.plan.outputs.items():
             source = TokenSource(rows, block.ranges, block.path, self._gathered)
             leaves[number] = local_tokens(leaves[number], source)
-        return tree_unflatten(leaves, spec)
+        return with_leaves(form, leaves)
 
     def _around(self, block: BlockCall, *, traced: bool) -> AbstractContextManager[Any]:
         if traced:

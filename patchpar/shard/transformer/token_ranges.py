@@ -7,7 +7,7 @@ in runs         0 0 0 0 | 1 1 1 1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -52,28 +52,25 @@ class TokenGrid(NamedTuple):
 class TokenRanges:
     """Rows `starts[i]` to `starts[i + 1]` are those of rank i; `across` is the layout of a row and its planes.
 
-    In a run every token is a row. `group_rank` is this rank. `grid`: None where it is not known.
+    In a run every token is a row. `group_rank` is this rank. `grid`: None where it is not known. `num_tokens`: of all
+    ranks, `sizes` of each and `count` of this one.
     """
 
     group_rank: int
     starts: tuple[int, ...]
     across: TokensAcross = TOKEN
     grid: TokenGrid | None = None
+    num_tokens: int = field(init=False, compare=False, repr=False)
+    sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    count: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all ranks."""
-        return self.starts[-1] * self.across.num_tokens
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of tokens of each rank."""
-        return tuple((stop - start) * self.across.num_tokens for start, stop in pairwise(self.starts))
-
-    @property
-    def count(self) -> int:
-        """The number of tokens of this rank."""
-        return self.sizes[self.group_rank]
+    def __post_init__(self) -> None:
+        """Compute what every layer asks for, once."""
+        tokens = self.across.num_tokens
+        sizes = tuple((stop - start) * tokens for start, stop in pairwise(self.starts))
+        for name, value in (("num_tokens", self.starts[-1] * tokens), ("sizes", sizes)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "count", sizes[self.group_rank] if sizes else 0)
 
     @property
     def num_rows(self) -> int:

@@ -22,7 +22,7 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
-from patchpar.shard.sdpa import AttentionCall, SdpaMode
+from patchpar.shard.sdpa import AttentionCall, AttentionReplaced, SdpaMode
 from patchpar.shard.stale.token_grid import LevelGrid
 
 PROJECTIONS = ("to_k", "to_v")
@@ -32,12 +32,14 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Self-attention over the tokens of the whole image: the processor runs unchanged, its attention call is replaced.
 
     `own_kernel`: the processor does not call scaled_dot_product_attention (but baddbmm, slice by slice, or xformers).
-    Then `to_k` and `to_v` read this rank's tokens and return the keys and values of all ranks.
+    Then `to_k` and `to_v` read this rank's tokens and return the keys and values of all ranks. `elsewhere`: it calls
+    that function by another name than the one in torch.nn.functional, so that all functions must be intercepted.
     """
 
-    def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False) -> None:
+    def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False, elsewhere: bool = False) -> None:
         super().__init__()
         self.patch, self.where, self.own_kernel = patch, where, own_kernel
+        self._replaced = SdpaMode if elsewhere else AttentionReplaced
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""
@@ -47,7 +49,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             with keys_of_all(self.patch, self.where, module):
                 return self.fn_ref.original_forward(*args, **kwargs)
         self._called = False
-        with SdpaMode(self._attend):
+        with self._replaced(self._attend):
             result = self.fn_ref.original_forward(*args, **kwargs)
         if not self._called:
             raise UnsupportedModel(
@@ -105,9 +107,8 @@ def keys_of_all(patch: LocalPatch, where: str, module: nn.Module) -> Iterator[No
 def gathered_tokens(patch: LocalPatch, where: str, own_BlC: Tensor) -> Tensor:
     """All-gather each rank's tokens [B, l, C] to the image's [B, L, C]. Raises ExchangeError, UnsupportedModel."""
     grid = patch.grid(own_BlC.shape[1])
-    sizes = [grid.num_tokens(group_rank) for group_rank in range(patch.axis.size)]
     gather = AllGather(patch.comm, patch.axis, "kv", where)
-    return joined_tokens(gather.parts(own_BlC.contiguous(), 1, sizes), grid)
+    return joined_tokens(gather.parts(own_BlC.contiguous(), 1, grid.sizes), grid)
 
 
 def joined_tokens(parts_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
@@ -132,12 +133,11 @@ def attend_over_bands(patch: LocalPatch, where: str, call: AttentionCall) -> Ten
     grid, entry = patch.grid(own), patch.entry(where, patch.policy.context)
     if entry is not None:
         return attend_with_past(patch, where, grid, call, entry)
-    sizes = tuple(grid.num_tokens(group_rank) for group_rank in range(patch.axis.size))
     shared = ShardedQKV(
         q_BNlD=call.query,
         k_BMlD=call.key,
         v_BMlD=call.value,
-        sizes=sizes,
+        sizes=grid.sizes,
         group_rank=patch.group_rank,
         common=call.key.shape[2] - own,  # added keys: of text, before those of the image
         common_asks=False,

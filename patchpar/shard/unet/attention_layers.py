@@ -13,17 +13,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.sdpa import AttentionCall, SdpaMode
+from patchpar.shard.sdpa import AttentionCall, AttentionReplaced, SdpaMode
 
 
 @dataclass(slots=True)
 class ObservedAttention:
-    """Observations of one run by module path: input shapes of keys, and layers that call torch's attention."""
+    """Observations of one run by module path: input shapes of keys, and layers that call torch's attention.
+
+    `elsewhere`: those that call it by another name than that in torch.nn.functional.
+    """
 
     keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
     own: dict[str, tuple[int, ...]] = field(default_factory=dict)  # hidden states of layers without another context
     with_kernel: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
     under_way: list[str] = field(default_factory=list)
+    _by_name: bool = False
 
     def shape(self, path: str) -> tuple[int, ...] | None:
         """Return the shape of the input of a layer's keys."""
@@ -36,6 +41,14 @@ class ObservedAttention:
     def attended(self, call: AttentionCall) -> Tensor:
         """Note the running layer for a call of torch's attention, and return its output [B, N, q, E]."""
         self.with_kernel.update(self.under_way[-1:])
+        if not self._by_name:
+            self.elsewhere.update(self.under_way[-1:])
+        self._by_name = False
+        return call.run()
+
+    def called_by_name(self, call: AttentionCall) -> Tensor:
+        """Note that the name in torch.nn.functional was called; torch's function is called next, see `attended`."""
+        self._by_name = True
         return call.run()
 
     def paths(self) -> Iterator[str]:
@@ -46,7 +59,7 @@ class ObservedAttention:
 @contextmanager
 def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[None]:
     """Context with torch forward hooks on every attention layer."""
-    with HookSet() as hooks, SdpaMode(seen.attended):
+    with HookSet() as hooks, SdpaMode(seen.attended), AttentionReplaced(seen.called_by_name):
         for path, module in denoiser.named_modules():
             if not hasattr(module, "processor"):
                 continue

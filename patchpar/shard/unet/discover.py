@@ -60,7 +60,8 @@ class ExchangeSites:
     """Every module in which a denoiser needs other ranks' values, and its total stride.
 
     `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
-    processors compute attention without scaled_dot_product_attention. `pools`: modules that pool maps to one size.
+    processors compute attention without scaled_dot_product_attention. `elsewhere`: those that call it by another name
+    than that in torch.nn.functional. `pools`: modules that pool maps to one size.
     `beside`: paths of arguments that are maps of the image beside the latent, from `as_large_as_the_latent`.
     """
 
@@ -70,6 +71,7 @@ class ExchangeSites:
     total_stride: int
     transforms: tuple[str, ...] = ()
     own_kernel: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
     beside: tuple[str, ...] = ()
     pools: tuple[str, ...] = ()
 
@@ -129,6 +131,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         total_stride=stride,
         transforms=tuple(first.transforms),
         own_kernel=frozenset(attentions) - seen.with_kernel,
+        elsewhere=frozenset(attentions) & seen.elsewhere,
         beside=beside,
         pools=tuple(path for path in first.maps if _pools(first.maps[path], second.maps.get(path))),
     )

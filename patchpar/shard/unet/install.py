@@ -63,7 +63,7 @@ class UNetSharder:
             own_kernel = path in sites.own_kernel
             if own_kernel and self.patch.policy.context is not None:
                 raise refusal_of_past(path, self._modules[path], self.patch.policy.name)
-            self._hook(path, AttentionHook(self.patch, path, own_kernel=own_kernel))
+            self._hook(path, AttentionHook(self.patch, path, own_kernel=own_kernel, elsewhere=path in sites.elsewhere))
         for path, module in self._modules.items():
             if takes_masks(module) and path not in sites.attentions:
                 self._hook(path, MaskHook(self.patch))
