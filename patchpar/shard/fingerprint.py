@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from patchpar.shard.hooks import OURS, hooks_of, is_ours, package_of, written_forward
+from patchpar.shard.sdpa import beneath
 
 KNOWN = frozenset(
     {
@@ -174,7 +175,7 @@ class _Reader:
         found = [
             (f"{module.__name__}.{name}", self._code(value))
             for module in TORCH_MODULES
-            for name, value in vars(module).items()
+            for name, value in ((name, beneath(value)) for name, value in vars(module).items())
             if _replaces_torchs(value)
         ]
         return (*found, *((name, self._codes(getattr(torch_modules, name).values())) for name in GLOBAL_HOOKS))

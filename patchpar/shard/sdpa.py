@@ -122,6 +122,11 @@ _NAME = "scaled_dot_product_attention"
 _REPLACEMENT = _Replacement()
 
 
+def beneath(function: Any) -> Any:
+    """Return what a function of torch.nn.functional is without a replacement by this or another thread."""
+    return _REPLACEMENT.before if function is _dispatch else function
+
+
 class AttentionReplaced:
     """Context in which `attend` replaces torch.nn.functional.scaled_dot_product_attention in this thread.
 

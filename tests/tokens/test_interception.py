@@ -15,6 +15,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.sdpa import AttentionReplaced
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.install import TransformerSharder
@@ -193,6 +194,14 @@ def test_other_threads_and_nested_calls() -> None:
     assert torch.equal(inner, want + 1 + 1)
     assert torch.equal(outer, want + 1)
     assert F.scaled_dot_product_attention is before
+
+
+def test_a_replacement_is_no_change_of_the_network() -> None:
+    """One rank may look for changes while another one, in a thread, or this one itself, has attention replaced."""
+    model = Denoiser()
+    before = fingerprint(model)
+    with AttentionReplaced(lambda call: call.run()):
+        assert fingerprint(model) == before
 
 
 def test_a_function_that_another_library_has_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
