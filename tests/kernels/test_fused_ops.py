@@ -19,6 +19,7 @@ from patchpar.shard.kernels import (
     fused_op,
     group_moments,
     group_norm,
+    merge_partials,
     write_tokens,
 )
 
@@ -93,6 +94,17 @@ CASES = [
     ),
     Case("group_norm", group_norm.normalise_groups, group_norm.launch_group_norm, norm_args),
     Case("concat_halo", concat_halo.concat_halo, concat_halo.launch_concat_halo, halo_args),
+    Case(
+        "merge_attention",
+        merge_partials.merge_attention,
+        merge_partials.launch_merge,
+        lambda dtype: (
+            torch.randn(2, 9, 3, 40).to(dtype).transpose(1, 2),
+            torch.randn(2, 3, 9),
+            [torch.randn(2, 9, 3, 40).to(dtype).transpose(1, 2)] * 3,
+            [torch.randn(2, 3, 9)] * 3,
+        ),
+    ),
 ]
 NAMES = [case.name for case in CASES]
 

@@ -302,6 +302,9 @@ def test_tokens_that_are_not_there() -> None:
     q, k, v = (x[:, :, :4] for x in whole(heads=2, key_heads=2, tokens=9))
     with pytest.raises(UnsupportedModel, match="group rank 0 has 0 common and 5 own tokens"):
         ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(5, 4), group_rank=0)
+    q, k, v = whole(heads=2, key_heads=2, tokens=9)
+    with pytest.raises(UnsupportedModel, match=r"keys are \(2, 2, 9, 16\) and values \(2, 2, 9, 8\)"):
+        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v[..., :8], sizes=(9,), group_rank=0)
     q, k, v = whole(heads=3, key_heads=2, tokens=9)
     with pytest.raises(UnsupportedModel, match="3 query heads cannot share 2 key heads"):
         ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(9,), group_rank=0)

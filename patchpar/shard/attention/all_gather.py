@@ -74,12 +74,12 @@ def _gathered_from_uneven(comm: Communicator, axis: Axis, where: str, shared: Sh
 
 def attend_in_parts(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
-    own = [x.contiguous() for x in shared.own_keys]
-    pending = AllGather(comm, axis, "kv", where).start(own, shared.key_specs)
+    gather = AllGather(comm, axis, "kv", where)
+    pending = gather.start([shared.stacked_keys()], lambda group_rank: [shared.stacked_spec(group_rank)])
 
     def partials() -> Iterator[Partial]:
         yield attend_own(shared)
-        for group_rank, (k_BMkD, v_BMkD) in zip(axis.others, pending.arriving(), strict=True):
-            yield from attend_others(shared, group_rank, k_BMkD, v_BMkD)
+        for group_rank, (stacked,) in zip(axis.others, pending.arriving(), strict=True):
+            yield from attend_others(shared, group_rank, stacked)
 
     return merge_partials(partials()).out_BNlD

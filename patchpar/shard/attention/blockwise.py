@@ -36,11 +36,15 @@ def attend_own(shared: ShardedQKV) -> Partial:
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
-def attend_others(shared: ShardedQKV, group_rank: int, k_BMkD: Tensor, v_BMkD: Tensor) -> Iterator[Partial]:
-    """Yield attention of all this rank's queries to another's keys; nothing where causality masks all of them."""
+def attend_others(shared: ShardedQKV, group_rank: int, stacked: Tensor) -> Iterator[Partial]:
+    """Yield attention of all this rank's queries to another's keys; nothing where causality masks all of them.
+
+    `stacked`: its keys and values [2, B, M, k, D].
+    """
     if shared.causal and group_rank > shared.group_rank:
         return
     bias = shared.bias(shared.own_rows, [shared.span(group_rank)])
+    k_BMkD, v_BMkD = stacked.unbind()
     yield attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
 
 

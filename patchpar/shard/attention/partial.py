@@ -3,14 +3,16 @@
 Shape letters: B batch, N heads, l queries, k keys of a part, D head width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.shard.attention.lse_kernels import attend_with_lse
-from patchpar.shard.precision import wide
+from patchpar.shard.kernels.fused_op import is_fused
+from patchpar.shard.kernels.merge_partials import MOST_PARTS, merge_attention, merge_in_turn
 
 
 class Partial(NamedTuple):
@@ -32,18 +34,24 @@ def attend(
 
 
 def merge_partials(partials: Iterable[Partial]) -> Partial:
-    """Merge attention over parts of the keys, [B, N, l, D] and [B, N, l], one by one in fp32 (arXiv:2310.01889)."""
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    dtype = torch.float32
-    for partial in partials:
-        if out is None or lse is None:
-            (out, lse), dtype = partial, partial.out_BNlD.dtype
-            continue
-        ahead_BNl = (partial.lse_BNl - lse).nan_to_num()  # -inf in both for a query with all keys of both masked
-        weight_BNl1 = torch.sigmoid(ahead_BNl).unsqueeze(-1)
-        out = torch.lerp(wide(out), wide(partial.out_BNlD), weight_BNl1)
-        lse = torch.logaddexp(lse, partial.lse_BNl)
-    assert out is not None, "attention over no keys"
-    assert lse is not None
-    return Partial(out.to(dtype), lse)
+    """Merge attention over parts of the keys, [B, N, l, D] and [B, N, l], in fp32 (arXiv:2310.01889).
+
+    On a GPU all parts by one kernel; elsewhere one by one, so that each is merged before the next is waited for.
+    """
+    parts = iter(partials)
+    first = next(parts, None)
+    assert first is not None, "attention over no keys"
+    if not is_fused(first.out_BNlD):
+        return Partial(*merge_in_turn(chain([first], parts)))
+    while others := list(islice(parts, MOST_PARTS - 1)):
+        outs, lses = (laid_alike(tensors) for tensors in zip(first, *others, strict=True))
+        first = Partial(*merge_attention(outs[0], lses[0], outs[1:], lses[1:]))
+    return first
+
+
+def laid_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one shape, of any, in one memory layout: they have it where they are of one kernel."""
+    if len({x.stride() for x in tensors}) == 1:
+        return list(tensors)
+    layout = torch.empty_like(tensors[0])
+    return [x if x.stride() == layout.stride() else torch.empty_like(layout).copy_(x) for x in tensors]

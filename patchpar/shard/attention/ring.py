@@ -41,18 +41,19 @@ def attend_both_ways(comm: Communicator, axis: Axis, where: str, shared: Sharded
 
 def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:
     def partials() -> Iterator[Partial]:
-        held = {stream: [x.contiguous() for x in shared.own_keys] for stream in streams}
+        own = shared.stacked_keys()
+        held = dict.fromkeys(streams, own)
         rounds = max(stream.hops for stream in streams)
         pending = _pass_on(comm, axis, where, shared, held, 1) if rounds else None
         yield attend_own(shared)
         for step in range(1, rounds + 1):
             assert pending is not None
             live = [stream for stream in streams if step <= stream.hops]
-            held = dict(zip(live, pending.wait(), strict=True))
+            held = {stream: stacked for stream, (stacked,) in zip(live, pending.wait(), strict=True)}
             if step < rounds:
                 pending = _pass_on(comm, axis, where, shared, held, step + 1)
             for stream in live:
-                yield from attend_others(shared, _owner(axis, stream, step), *held[stream])
+                yield from attend_others(shared, _owner(axis, stream, step), held[stream])
 
     return merge_partials(partials()).out_BNlD
 
@@ -63,13 +64,13 @@ def _owner(axis: Axis, stream: RingShift, step: int) -> int:
 
 
 def _pass_on(
-    comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, held: dict[RingShift, list[Tensor]], step: int
+    comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, held: dict[RingShift, Tensor], step: int
 ) -> Work[Messages]:
-    """Start the round `step`."""
+    """Start the round `step`: send on the keys and values [2, B, M, k, D] of each stream."""
     outgoing, incoming = [], []
-    for stream, tensors in held.items():
+    for stream, stacked in held.items():
         if step <= stream.hops:
             ahead, behind = ((axis.rank + way * stream.direction) % axis.size for way in (1, -1))
-            outgoing.append(Outgoing((axis.ranks[ahead],), tuple(tensors)))
-            incoming.append(Incoming(axis.ranks[behind], shared.key_specs(_owner(axis, stream, step))))
+            outgoing.append(Outgoing((axis.ranks[ahead],), (stacked,)))
+            incoming.append(Incoming(axis.ranks[behind], (shared.stacked_spec(_owner(axis, stream, step)),)))
     return comm.send_recv("kv", where, outgoing, incoming)

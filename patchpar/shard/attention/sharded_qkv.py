@@ -60,6 +60,9 @@ class ShardedQKV:
                 f"group rank {self.group_rank} has {self.common} common and {self.sizes[self.group_rank]} own tokens, "
                 f"but queries, keys and values are {shapes}"
             )
+        if self.k_BMlD.shape != self.v_BMlD.shape:
+            shapes = [tuple(x.shape) for x in (self.k_BMlD, self.v_BMlD)]
+            raise UnsupportedModel(f"keys are {shapes[0]} and values {shapes[1]}: they are sent as one tensor")
         if self.q_BNlD.shape[1] % self.k_BMlD.shape[1]:
             raise UnsupportedModel(
                 f"{self.q_BNlD.shape[1]} query heads cannot share {self.k_BMlD.shape[1]} key heads evenly"
@@ -97,15 +100,17 @@ class ShardedQKV:
 
     @property
     def own_keys(self) -> tuple[Tensor, Tensor]:
-        """This rank's own keys and values, [B, M, l, D] each, as they are sent."""
+        """This rank's own keys and values, [B, M, l, D] each."""
         return self.k_BMlD[:, :, self.common :], self.v_BMlD[:, :, self.common :]
 
-    def key_specs(self, group_rank: int) -> tuple[TensorSpec, TensorSpec]:
-        """Return the specs of a rank's own keys and values."""
-        found = [
-            TensorSpec((*x.shape[:2], self.sizes[group_rank], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)
-        ]
-        return found[0], found[1]
+    def stacked_keys(self) -> Tensor:
+        """Return this rank's own keys and values in one tensor [2, B, M, l, D], as they are sent."""
+        return torch.stack(self.own_keys)
+
+    def stacked_spec(self, group_rank: int) -> TensorSpec:
+        """Return the spec of a rank's `stacked_keys`."""
+        batch, heads, _, width = self.k_BMlD.shape
+        return TensorSpec((2, batch, heads, self.sizes[group_rank], width), self.k_BMlD.dtype)
 
     def bias(self, rows: Sequence[TokenSpan], columns: Sequence[TokenSpan]) -> Tensor | None:
         """Return the logit bias of these queries and keys in the dtype of the queries; None where there is none.

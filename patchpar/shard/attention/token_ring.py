@@ -2,7 +2,7 @@
 
 In step s a rank holds the queries of the rank s before it. While it attends with them, it sends them on and returns the
 results of step s-1 to their owner, so both directions of a link are used. The results of the last step are sent with no
-compute to overlap.
+compute to overlap. Tokens are sent before heads, as kernels read and write them.
 
 sent by each rank       (N-1)/N of the sequence as queries, as much again as results, and their log-sum-exp
 """
@@ -35,7 +35,7 @@ class _RingPass:
     def partials(self) -> Iterator[Partial]:
         """Yield attention of this rank's queries to each rank's keys, as it arrives."""
         shared, size = self.shared, self.axis.size
-        queries = shared.q_BNlD[:, :, shared.asking :].contiguous()
+        queries = shared.q_BNlD[:, :, shared.asking :]
         common, made = self._common(), None
         for step in range(size):
             exchange = self._start(step, queries, made)
@@ -47,7 +47,7 @@ class _RingPass:
             for part in received[1:]:  # partial results; queries are the first part
                 yield from self._home(part)
             if step < size - 1:
-                queries = received[0][self._rank(-1)][0]
+                queries = received[0][self._rank(-1)][0].transpose(1, 2)
         if made is not None:
             yield from self._home(self.comm.exchange(self.where, [self._results(size, made)]).wait()[0])
 
@@ -69,15 +69,18 @@ class _RingPass:
         found = attend_span(shared, queries, shared.span(owner), *shared.own_keys)
         if common is None:
             return found
-        return Partial(*(torch.cat(pair, 2) for pair in zip(common, found, strict=True)))
+        out_BlND = torch.cat([x.out_BNlD.transpose(1, 2) for x in (common, found)], 1)
+        return Partial(out_BlND.transpose(1, 2), torch.cat([common.lse_BNl, found.lse_BNl], 2))
 
     def _start(self, step: int, queries: Tensor, made: Partial | None) -> Work[list[Received]] | None:
         """Send queries on and return the results of the previous step."""
         size, parts = self.axis.size, []
         if step < size - 1:
             owner = (self.axis.rank - 1 - step) % size
-            spec = TensorSpec((*queries.shape[:2], self.shared.sizes[owner], queries.shape[3]), queries.dtype)
-            parts.append(ExchangePart("q", [((self._rank(1),), (queries,))], {self._rank(-1): (spec,)}))
+            batch, heads, _, width = queries.shape
+            spec = TensorSpec((batch, self.shared.sizes[owner], heads, width), queries.dtype)
+            sent = queries.transpose(1, 2).contiguous()
+            parts.append(ExchangePart("q", [((self._rank(1),), (sent,))], {self._rank(-1): (spec,)}))
         elif made is not None:
             parts.append(ExchangePart("q", [], {}))
         if made is not None:
@@ -87,13 +90,16 @@ class _RingPass:
     def _results(self, step: int, made: Partial) -> ExchangePart:
         """Send the results of the step before `step` to their owner, and receive those of this rank's queries."""
         away = step - 1
-        shape = self.shared.q_BNlD.shape
-        out_shape = (*shape[:3], self.shared.v_BMlD.shape[3])
-        specs = (TensorSpec(tuple(out_shape), made.out_BNlD.dtype), TensorSpec(tuple(shape[:3]), made.lse_BNl.dtype))
-        outgoing = ((self._rank(-away),), (made.out_BNlD.contiguous(), made.lse_BNl.contiguous()))
+        batch, heads, asking, _ = self.shared.q_BNlD.shape
+        out_BlND, lse_BNl = made.out_BNlD.transpose(1, 2), made.lse_BNl
+        specs = (
+            TensorSpec((batch, asking, heads, out_BlND.shape[3]), out_BlND.dtype),
+            TensorSpec((batch, heads, asking), lse_BNl.dtype),
+        )
+        outgoing = ((self._rank(-away),), (out_BlND.contiguous(), lse_BNl.contiguous()))
         return ExchangePart("partials", [outgoing], {self._rank(away): specs})
 
     @staticmethod
     def _home(received: Received) -> Iterator[Partial]:
         for out, lse in received.values():
-            yield Partial(out, lse)
+            yield Partial(out.transpose(1, 2), lse)

@@ -65,15 +65,20 @@ def _chunks(shared: ShardedQKV) -> int:
 
 def _in_chunks(band: VaeBand, shared: ShardedQKV, count: int) -> Tensor:
     """Attend with all queries, a chunk at a time, to the keys of all ranks. Results do not depend on the chunks."""
-    own = [x.contiguous() for x in shared.own_keys]
-    comm = band.patch.comm
-    by_rank = AllGather(comm, band.patch.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    comm, by_rank = band.patch.comm, _keys_by_rank(band, shared)
     outs = []
     for q_BNlD in shared.q_BNlD.tensor_split(count, 2):
         comm.beat(band.where)
         partials = (attend_locally(q_BNlD, *keys_and_values, scale=shared.scale) for keys_and_values in by_rank)
         outs.append(merge_partials(partials).out_BNlD)
     return torch.cat(outs, 2)
+
+
+def _keys_by_rank(band: VaeBand, shared: ShardedQKV) -> list[tuple[Tensor, ...]]:
+    """Return keys and values [B, N, k, D] of every rank."""
+    gather = AllGather(band.patch.comm, band.patch.axis, "kv", band.where)
+    gathered = gather.start([shared.stacked_keys()], lambda group_rank: [shared.stacked_spec(group_rank)]).wait()
+    return [stacked.unbind() for (stacked,) in gathered]
 
 
 def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
@@ -89,9 +94,7 @@ def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
 def _frame_by_frame(band: VaeBand, shared: ShardedQKV, seen_FF: Tensor) -> Tensor:
     """Attend with each frame's queries to the frames it sees, of all ranks, without a mask of all tokens."""
     frames = seen_FF.shape[0]
-    own = [x.contiguous() for x in shared.own_keys]
-    gathered = AllGather(band.patch.comm, band.patch.axis, "kv", band.where).start(own, shared.key_specs).wait()
-    by_rank = [[_in_frames(x, frames) for x in tensors] for tensors in gathered]
+    by_rank = [[_in_frames(x, frames) for x in keys_and_values] for keys_and_values in _keys_by_rank(band, shared)]
     outs = []
     for number, q_BNlD in enumerate(_in_frames(shared.q_BNlD, frames).unbind(2)):
         band.patch.comm.beat(band.where)
