@@ -94,7 +94,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
     return of
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: Any) -> Any:
+    """The type of an argument as Triton names it; of a tuple, the types of its items."""
+    if isinstance(value, tuple):
+        return tuple(map(_type_of, value))
     if isinstance(value, Tensor):
         return POINTERS[value.dtype]
     if isinstance(value, bool):

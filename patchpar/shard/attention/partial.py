@@ -4,7 +4,7 @@ Shape letters: B batch, N heads, l queries, k keys of a part, D head width.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchpar.shard.attention.lse_kernels import attend_with_lse
 from patchpar.shard.kernels.fused_op import is_fused
-from patchpar.shard.kernels.merge_partials import MOST_PARTS, merge_attention, merge_in_turn
+from patchpar.shard.kernels.merge_partials import merge_attention, merge_in_turn
 
 
 class Partial(NamedTuple):
@@ -43,10 +43,10 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
     assert first is not None, "attention over no keys"
     if not is_fused(first.out_BNlD):
         return Partial(*merge_in_turn(chain([first], parts)))
-    while others := list(islice(parts, MOST_PARTS - 1)):
-        outs, lses = (laid_alike(tensors) for tensors in zip(first, *others, strict=True))
-        first = Partial(*merge_attention(outs[0], lses[0], outs[1:], lses[1:]))
-    return first
+    if not (others := list(parts)):
+        return first
+    outs, lses = (laid_alike(tensors) for tensors in zip(first, *others, strict=True))
+    return Partial(*merge_attention(outs[0], lses[0], outs[1:], lses[1:]))
 
 
 def laid_alike(tensors: Sequence[Tensor]) -> list[Tensor]:

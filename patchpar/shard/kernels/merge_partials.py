@@ -11,7 +11,6 @@ from torch import Tensor
 from patchpar.shard.kernels.fused_op import fused_op
 from patchpar.shard.precision import wide
 
-MOST_PARTS = 8  # of one launch
 TILE = 4096  # values of an output that a program reads at once
 
 
@@ -33,7 +32,7 @@ def merge_in_turn(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
 
 
 def merge_eager(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge `out` [B, N, l, D] and `lse` [B, N, l] with one to seven others of the same shapes and strides."""
+    """Merge `out` [B, N, l, D] and `lse` [B, N, l] with others of the same shapes and strides."""
     return merge_in_turn([(out, lse), *zip(outs, lses, strict=True)])
 
 
@@ -46,19 +45,22 @@ def launch_merge(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequenc
     """Launch the kernel: programs for some queries of one head each. Shapes and strides as of `merge_eager`."""
     from patchpar.shard.kernels.programs.merge_partials import merge_program
 
-    assert len(outs) < MOST_PARTS, f"{1 + len(outs)} parts: a launch merges {MOST_PARTS}"
     assert {x.stride() for x in outs} <= {out.stride()}, "outputs of several memory layouts"
     assert {x.stride() for x in lses} <= {lse.stride()}, "log-sum-exps of several memory layouts"
     merged, merged_lse = empty_merged(out, lse, outs, lses)
     batch, heads, queries, width = out.shape
     columns = 1 << (width - 1).bit_length()
     rows = max(1, TILE // columns)
-    unused = MOST_PARTS - 1 - len(outs)
     merge_program[(-(-queries // rows), heads, batch)](
-        *(out, *outs, *[out] * unused),
-        *(lse, *lses, *[lse] * unused),
-        *(merged, merged_lse, queries),
-        *(*out.stride()[:3], *lse.stride(), *merged.stride()[:3], *merged_lse.stride()),
+        (out, *outs),
+        (lse, *lses),
+        merged,
+        merged_lse,
+        queries,
+        out.stride()[:3],
+        lse.stride(),
+        merged.stride()[:3],
+        merged_lse.stride(),
         PARTS=1 + len(outs),
         WIDTH=width,
         COLUMNS=columns,
