@@ -2,6 +2,7 @@
 # make app      the demo, a page in the browser
 # make test     the whole test suite
 # make test-all the same for every model, scheduler and option that a promise names, and every tab of the page
+# make gpu      tests and measurements on the NVIDIA GPUs of this machine, in .venv-gpu; writes docs/figures/gpu.md
 # make test-lowest  a part of it with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make check    lint, types, direction of imports
 # make docs     the docs as a site, in build/site
@@ -19,7 +20,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo app browser test test-all test-lowest lint format types imports check docs diagrams figures figures-long coverage plans clean
+.PHONY: demo app browser test test-all gpu test-lowest lint format types imports check docs diagrams figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -36,7 +37,13 @@ test: $(VENV)/installed-dev $(VENV)/browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-all: $(VENV)/installed-dev $(VENV)/browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "not gpu"
+
+# Goes on where an earlier run was cut off. Without a GPU it says so, and its exit code is 2.
+MINUTES ?= 8
+
+gpu:
+	$(PYTHON) -m benchmarks.gpu.battery --minutes $(MINUTES)
 
 # What depends most on versions: what is loaded and refused, seams of every pipeline, guidance, streams, flags.
 LOWEST := .venv-lowest

@@ -52,6 +52,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield RankPool(pool, folder)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="where tests marked gpu run")
+
+
 def pytest_configure() -> None:
     """One thread for every process that a test starts, and signals that end it even where they do not end us.
 

@@ -60,7 +60,6 @@ MAY_NAME_ACCELERATORS = {
     "shard.attention.lse_kernels": "kernels that return the log-sum-exp",
     "comm.transport.torch_p2p": "NCCL",
     "comm.transport.stream_waits": "NCCL",
-    "cli.doctor": "what to print of NVIDIA's cards",
 }
 # Modules that intercept calls of torch, with the reason. Any other uses HookSet and SdpaMode.
 MAY_INTERCEPT = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
+from patchpar.cli.gpu_facts import gpu_software, graphics_cards, links, will_use
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError
 from patchpar.models.task import RequestedTask, purpose_of
@@ -57,13 +56,15 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
     from patchpar.launch.devices import resolve_devices
     from patchpar.models.files import resolve_model
 
+    devices, software = resolve_devices(request.devices).names, gpu_software()
     resolve_model(request.model, {})  # an unknown model is refused before anything runs
     return {
         "versions": versions(),
         "host": host(),
         "devices": graphics_cards(),
+        "gpu": {**software, "will_use": will_use(devices, software)},
         "links": links(),
-        "collective": collective_test(resolve_devices(request.devices).names),
+        "collective": collective_test(devices),
         "plan": choice(request),
     }
 
@@ -91,26 +92,6 @@ def free_memory() -> int | None:
     table = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.exists() else None
     return int(found[1]) * 1024 if found else None
-
-
-def graphics_cards() -> list[dict[str, Any]]:
-    """Return name and memory in bytes of each CUDA device."""
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        found.append({"device": f"cuda:{index}", "name": name, "free_bytes": free, "total_bytes": total})
-    return found
-
-
-def links() -> str | None:
-    """Return the output of `nvidia-smi topo -m`, the links between GPUs; None without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
-    return answer.stdout.strip() or None
 
 
 def collective_test(devices: Sequence[str]) -> dict[str, Any]:
@@ -150,9 +131,15 @@ def _print(findings: dict[str, Any]) -> None:
     typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {_gib(machine['free_bytes'])} free")
     for card in findings["devices"]:
         memory = f"{_gib(card['free_bytes'])} of {_gib(card['total_bytes'])} free"
-        typer.echo(f"device    {card['device']} {card['name']}, {memory}")
+        peers = "" if not card["peers"] else f", reaches the memory of {', '.join(card['peers'])}"
+        capability = f", compute capability {card['capability']}" if card["capability"] else ""
+        typer.echo(f"device    {card['device']} {card['name']}, {memory}{capability}{peers}")
     if not findings["devices"]:
-        typer.echo("device    no CUDA device: workers run on the CPU")
+        typer.echo("device    no GPU: workers run on the CPU")
+    software = findings["gpu"]
+    parts = [f"{name} {software[name] or 'missing'}" for name in ("driver", "toolkit", "nccl", "triton")]
+    typer.echo(f"gpu       {', '.join(parts)}")
+    typer.echo(f"use       {software['will_use']}")
     if findings["links"]:
         typer.echo(f"links     {findings['links']}")
     test = findings["collective"]

@@ -158,3 +158,13 @@ def used_device() -> torch.device | None:
 def _has_several(module: Any) -> bool:
     """Whether torch can have several devices of a type, so that functions take the device; of "mps" it has one."""
     return hasattr(module, "set_device")
+
+
+def nccl_version() -> str | None:
+    """Return the version of NCCL (of RCCL, in builds for ROCm) in this build of torch; None without it."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.launch import messages
+from patchpar.shard.host_memory import to_host
 
 Transition = Literal["switch", "cut", "blend", "recache"]
 PARAMETERS = ("audio_scale",)
@@ -85,4 +86,4 @@ def pack(events: tuple[StreamEvent, ...]) -> Tensor:
 
 def unpack(data: Tensor) -> tuple[StreamEvent, ...]:
     """Restore the events of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
-    return messages.unpack(data.cpu().numpy().tobytes())
+    return messages.unpack(to_host(data).numpy().tobytes())

@@ -12,6 +12,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, connect, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.events import Change
 from patchpar.stream.messages import (
     BeginBlock,
@@ -61,7 +62,7 @@ class RankStageIO:
             return StageOrder(sign=BlockSignal.END)
         if not isinstance(heard, BeginBlock):
             return StageOrder(sign=BlockSignal.REST)
-        inputs = tuple(x.to(self._device) for x in heard.inputs)
+        inputs = tuple(to_device(x, self._device) for x in heard.inputs)
         return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.updates)))
 
     def _is_cancelled(self) -> bool:
@@ -72,7 +73,7 @@ class RankStageIO:
 
     def _put(self, finished: FinishedBlock) -> None:
         is_first = finished.block == self._run.first_block and self._run.adapt_sink
-        sink: Tensor | None = finished.latents[0][:, :, :1].cpu() if is_first else None
+        sink: Tensor | None = to_host(finished.latents[0][:, :, :1]) if is_first else None
         seconds = (time.time_ns() - finished.born) / 1e9
         self._context.emit(ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink))
 

@@ -15,6 +15,7 @@ import torch
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.errors import PlanError
+from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import StreamEvent, pack, unpack
 
@@ -87,10 +88,10 @@ class Downstream:
         """Start a send; waits only if the receiver is more than HELD messages late. Raises ExchangeError."""
         packed = pack(envelope.events) if envelope.events else torch.empty(0, dtype=torch.uint8)
         device = self._comm.transport.device
-        header = torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()], device=device)
+        header = to_device(torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()]), device)
         self._start("block", (header, *(envelope.payload or self._nothing)))
         if packed.numel():
-            self._start("event", (packed.to(device),))
+            self._start("event", (to_device(packed, device),))
 
     def _start(self, kind: str, tensors: Payload) -> None:
         self._leaving.add(self._comm.send(kind, "stream", self._peers, [x.contiguous() for x in tensors]))
@@ -116,7 +117,7 @@ class Upstream:
     def take(self) -> BlockEnvelope:
         """Return the next message. Raises ExchangeError after the deadline."""
         header, *payload = (self._next or self._expect()).wait_for(0)
-        sign, block, born, num_bytes = header.tolist()
+        sign, block, born, num_bytes = to_host(header).tolist()
         events: tuple[StreamEvent, ...] = ()
         if num_bytes:
             spec = TensorSpec((num_bytes,), torch.uint8)

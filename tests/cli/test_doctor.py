@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from patchpar.cli import gpu_facts
 from patchpar.cli.doctor import collective_test, versions
+from patchpar.cli.gpu_facts import gpu_software, graphics_cards, will_use
 from patchpar.errors import WorkerDied
 from patchpar.launch.local import LocalExecutor
+from tests.launch.fake_gpus import FakeGpus, pretend
 
 
 def test_two_workers_add_up() -> None:
@@ -32,7 +35,7 @@ def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert set(found) == {"versions", "host", "devices", "links", "collective", "plan"}
+    assert set(found) == {"versions", "host", "devices", "gpu", "links", "collective", "plan"}
     assert found["plan"]["chosen"] == "cfg=2"
     assert found["host"]["cores"] >= 1
     assert fake.opened[0].closed
@@ -57,3 +60,53 @@ def test_devices_that_do_not_exist(fake: Any, run: Any) -> None:
 
 def test_versions() -> None:
     assert versions()["torch"] not in ("", "missing")
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of an NVIDIA machine, of which one can address the other."""
+    gpus = pretend(monkeypatch, FakeGpus(["A", "B"]))
+    for name, answer in {
+        "mem_get_info": (5, 80),
+        "get_device_name": "NVIDIA H100",
+        "get_device_capability": (9, 0),
+    }.items():
+        monkeypatch.setattr(gpus, name, lambda _, answer=answer: answer, raising=False)
+    monkeypatch.setattr(gpus, "can_device_access_peer", lambda mine, other: mine == 0, raising=False)
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_what_is_said_of_each_gpu() -> None:
+    first, second = graphics_cards()
+    assert first == {
+        "device": "cuda:0",
+        "name": "NVIDIA H100",
+        "free_bytes": 5,
+        "total_bytes": 80,
+        "capability": "9.0",
+        "peers": ["cuda:1"],
+    }
+    assert (second["device"], second["peers"]) == ("cuda:1", [])
+
+
+@pytest.mark.parametrize(
+    ("devices", "triton", "says"),
+    [
+        (["cpu", "cpu"], None, "shared memory between CPU workers"),
+        (["cuda:0"], "3.7", "fused kernels (Triton); one device"),
+        (["cuda:0", "cuda:1"], "3.7", "fused kernels (Triton); exchange through nccl"),
+        (["cuda:0", "cuda:0"], None, "since Triton is missing; exchange through memory of the host"),
+        (["xpu:0", "xpu:1"], None, "exchange through xccl"),
+    ],
+    ids=str,
+)
+def test_what_patchpar_will_use(devices: list[str], triton: str | None, says: str) -> None:
+    assert says in will_use(devices, {"triton": triton})
+
+
+def test_software_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_facts, "_answer", lambda *_: "580.1\n580.1")
+    assert gpu_software()["driver"] == "580.1"
+    monkeypatch.setattr(gpu_facts, "_answer", lambda *_: None)
+    assert gpu_software()["driver"] is None
+    assert set(gpu_software()) == {"driver", "toolkit", "nccl", "triton"}

@@ -1,6 +1,8 @@
 """Whether a denoiser call is exact or uses stale values: warm-up, missed steps, and resynchronisation."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
 from patchpar.plan.resync import ResyncDecider
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.host_memory import HostCopy
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.stale.extrapolation import StepExtrapolator
 
@@ -25,7 +28,7 @@ class StaleState:
         self.cache = StaleCache(comm, policy.bucket)
         self.exact_calls, self.stale_calls = 0, 0
         self._deciders: dict[int, ResyncDecider] = {}
-        self._wanted_fresh: set[int] = set()  # calls whose next evaluation is to be exact
+        self._reports: defaultdict[int, list[_Report]] = defaultdict(list)  # by call: those not decided upon yet
         self._sent_before = 0
         self._extrapolator = StepExtrapolator()
         self._ratio = torch.zeros((), device=comm.transport.device)
@@ -44,7 +47,7 @@ class StaleState:
         """Discard the values of all steps so far."""
         self.cache.reset()
         self._deciders.clear()
-        self._wanted_fresh.clear()
+        self._reports.clear()
         self._extrapolator.reset()
 
     def step_ratio(self, timestep: Any) -> Tensor:
@@ -67,9 +70,8 @@ class StaleState:
         call, clock = max(0, self.clock.call), self.clock
         usable = self.cache.begin(call, clock.evaluation, form)
         assert self.policy.warmup_steps is not None
-        fresh = not usable or clock.step < self.policy.warmup_steps or call in self._wanted_fresh
+        fresh = not usable or clock.step < self.policy.warmup_steps or self._is_to_be_fresh(call)
         self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)
-        self._wanted_fresh.discard(call)
         self._sent_before = self.comm.traffic.total_bytes
         return fresh
 
@@ -77,17 +79,34 @@ class StaleState:
         """Return what all ranks need to decide on the next call: [3], two sums of drift, and bytes sent; or nothing."""
         if self.policy.resync is None:
             return []
-        sent = torch.tensor([float(self.comm.traffic.total_bytes - self._sent_before)])
-        return [torch.cat([self.cache.drift.cpu(), sent]).to(self.comm.transport.device)]
+        drift, sent = self.cache.drift, float(self.comm.traffic.total_bytes - self._sent_before)
+        return [torch.cat([drift, torch.full((1,), sent, device=drift.device)])]  # filled in without a copy to the GPU
 
     def heard(self, gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
-        """Decide whether the next evaluation of this call is exact, from the [3] that each rank returned in `tell`."""
-        rules, call = self.policy.resync, max(0, self.clock.call)
-        if rules is None:
-            return
-        moved, whole, _ = torch.stack([values[0] for values in gathered]).sum(0).tolist()
-        most_sent = max(values[0][2].item() for values in gathered)
-        drift = (moved / whole) ** 0.5 if whole > 0 else 0.0
-        decider = self._deciders.setdefault(call, ResyncDecider(rules))
-        if decider.next_is_fresh(drift, most_sent, fresh=fresh):
-            self._wanted_fresh.add(call)
+        """Take what each rank returned in `tell` for this call: [3] from each.
+
+        On a GPU the values come to the host while it goes on, and are waited for in `begin` of the next evaluation.
+        """
+        if self.policy.resync is not None:
+            values = HostCopy(torch.stack([of_rank[0] for of_rank in gathered]))
+            self._reports[max(0, self.clock.call)].append(_Report(values=values, fresh=fresh))
+
+    def _is_to_be_fresh(self, call: int) -> bool:
+        """Decide whether this evaluation of a call is exact, after the reports on earlier ones."""
+        rules, wanted = self.policy.resync, False
+        for report in self._reports.pop(call, []):
+            assert rules is not None
+            values = report.values.wait()
+            moved, whole, _ = values.sum(0).tolist()
+            drift = (moved / whole) ** 0.5 if whole > 0 else 0.0
+            decider = self._deciders.setdefault(call, ResyncDecider(rules))
+            wanted = decider.next_is_fresh(drift, values[:, 2].max().item(), fresh=report.fresh)
+        return wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What all ranks report of one call: `values` [ranks, 3], two sums of drift, and bytes sent."""
+
+    values: HostCopy
+    fresh: bool

@@ -21,6 +21,10 @@ from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 
 KIND = "guidance"
+STAMP = TensorSpec((3,), torch.int64)
+HASH_BITS, CALL_BITS = 32, 12
+CALLS, STEPS = 1 << CALL_BITS, 1 << (63 - HASH_BITS - CALL_BITS)
+"""Calls of one step, and steps, that a stamp tells apart."""
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -51,9 +55,19 @@ class PredictionTime:
         return f"guidance, step {self.step}, call {self.call}"
 
     def stamp(self, specs: tuple[TensorSpec, ...], device: torch.device) -> Tensor:
-        """Return step, call and a hash of the specs, the same on every rank: int64, [3]."""
+        """Return step, call and a hash of the specs, the same on every rank, as one number three times: int64, [3].
+
+        A GPU fills in one number by itself; several would have to be copied to it, for which the process waits.
+        """
         shapes = [(tuple(spec.shape), str(spec.dtype)) for spec in specs]
-        return torch.tensor([self.step, self.call, zlib.crc32(repr(shapes).encode())], device=device)
+        number = zlib.crc32(repr(shapes).encode()) | (self.call % CALLS) << HASH_BITS
+        return torch.full(STAMP.shape, number | (self.step % STEPS) << (HASH_BITS + CALL_BITS), device=device)
+
+    @classmethod
+    def of(cls, stamp: Tensor) -> "PredictionTime":
+        """Return what a stamp [3] says of step and call. Waits for a GPU."""
+        number = int(stamp[0])
+        return cls(number >> (HASH_BITS + CALL_BITS), (number >> HASH_BITS) % CALLS)
 
 
 class PredictionExchange:
@@ -137,11 +151,11 @@ class PredictionExchange:
         if stamp.device.type != "cpu":
             self._deferred.append((stamp != expected).any())
         elif not torch.equal(stamp, expected):
-            step, call, _ = stamp.tolist()
+            theirs = PredictionTime.of(stamp)
             raise ExchangeError(
                 f"rank {self._axis.ranks[self._axis.rank]} is at {when}, rank {self._axis.ranks[group_rank]} at step "
-                f"{step}, call {call}, or their predictions differ in shape: the ranks of axis '{self._axis.name}' "
-                "are out of step: make the same calls on all of them"
+                f"{theirs.step}, call {theirs.call}, or their predictions differ in shape: the ranks of axis "
+                f"'{self._axis.name}' are out of step: make the same calls on all of them"
             )
 
     def _stamp(self, when: PredictionTime, form: OutputForm) -> Tensor:
@@ -165,8 +179,7 @@ class _ExpectedMessage:
 
     def incoming(self) -> Incoming:
         """Return the specs to receive: of the stamp, then of the tensors."""
-        stamp = self.post._stamp(self.when, self.form)
-        return Incoming(self.post._axis.ranks[self.group_rank], (TensorSpec.of(stamp), *self.form.specs))
+        return Incoming(self.post._axis.ranks[self.group_rank], (STAMP, *self.form.specs))
 
     def fetch(self) -> list[Tensor]:
         """Wait for the message and return its tensors, of any shape. Raises ExchangeError."""

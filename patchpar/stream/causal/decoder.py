@@ -8,6 +8,8 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor
 
+from patchpar.shard.host_memory import to_host
+
 
 @dataclass(slots=True)
 class DecoderState:
@@ -72,7 +74,7 @@ class WanDecoder:
 def as_pixels(images_FCHW: Tensor) -> Tensor:
     """Convert images [F, 3, H, W] between -1 and 1 to [F, H, W, 3] in uint8 on the CPU."""
     scaled = (images_FCHW.float() / 2 + 0.5) * 255
-    return scaled.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+    return to_host(scaled.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous())
 
 
 def from_pixels(image_HWC: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
+from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
@@ -135,7 +136,7 @@ class WanStream(CausalModel):
     def begin(self, block: int, inputs: Payload) -> Payload:
         """See CausalModel. `inputs`: the block's audio tokens, if the transformer takes audio."""
         noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
-        return self._own(noise), *(x.to(self._device) for x in inputs)
+        return self._own(noise), *(to_device(x, self._device) for x in inputs)
 
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
@@ -182,7 +183,7 @@ class WanStream(CausalModel):
         noise = None
         if self._schedule.needs_noise(state.step):
             generated = keyed_noise(self._options.seed, block, state.step + 1, self._latents.shape)
-            noise = generated.to(self._device)
+            noise = to_device(generated, self._device)
         return self._schedule.advance(state.step, payload[0], velocity, noise), *payload[1:]
 
     def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
@@ -230,4 +231,4 @@ class WanStream(CausalModel):
         return as_pixels(self._decoder.decode(decoder, payload[0]))
 
     def _own(self, x: Tensor) -> Tensor:
-        return x.to(self._device, self._dtype)
+        return to_device(x, self._device).to(self._dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
+from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.causal.wan import PromptBlend
 from patchpar.stream.events import Change, Prompt
@@ -42,7 +43,8 @@ class FifoModel:
 
     def entering(self, block: int) -> Tensor:
         """Return the noise [1, C, 1, H, W] of frame number `block`."""
-        return entering_noise(self._run.seed, block, self.payload()[0].shape).to(self._network.device)
+        noise = entering_noise(self._run.seed, block, self.payload()[0].shape)
+        return to_device(noise, self._network.device)
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""

@@ -1,0 +1,209 @@
+"""Times of one GPU: the layers of a plain forward, and one rank's own work against it.
+
+Weights are random, as times do not depend on them. Messages of the rank go nowhere and take no time (`fake_nccl`), so
+that what is left is what patchpar adds to the arithmetic of a patch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from benchmarks.gpu import denoisers, fake_cuda
+from benchmarks.gpu.denoisers import DENOISERS, Denoiser
+from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies import parse_strategy
+
+RANK, WORLD = 1, 4
+STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled")
+TIMES, WARM_UP = 5, 2
+STALE_STEPS = 3  # after which a stale step is like all later ones
+GIB = 2**30
+WEIGHTS_GIB = {"sdxl": 6, "flux": 26}
+ROOM = 1.3  # of the weights, for activations
+TINY: dict[str, Any] = {
+    "block_out_channels": (32, 64, 64),
+    "attention_head_dim": (2, 4, 4),
+    "transformer_layers_per_block": (1, 1, 1),
+    "layers_per_block": 1,
+}
+
+Row = dict[str, Any]
+
+
+def layers(device: str) -> Iterator[Row]:
+    """Yield for each model and type of layer what one forward spends in it."""
+    for name, denoiser in _models(device):
+        with _device(device), torch.no_grad():
+            denoiser.network(**denoiser.call)
+            spent = _LayerTimes(device)
+            spent.watch(denoiser.network)
+            denoiser.network(**denoiser.call)
+            total = spent.totals()
+        for kind, (seconds, calls) in sorted(total.items(), key=lambda item: -item[1][0]):
+            yield {"model": name, "layer": kind, "calls": calls, "ms": 1e3 * seconds}
+
+
+def overhead(device: str) -> Iterator[Row]:
+    """Yield times of the plain forward, then of each strategy's steps on one rank."""
+    for name, denoiser in _models(device):
+        with _device(device), torch.no_grad():
+            plain, host = _times(device, lambda denoiser=denoiser: denoiser.network(**denoiser.call))
+            yield {"model": name, "strategy": "plain", "step": "", "ms": 1e3 * plain, "host ms": 1e3 * host}
+            for strategy in STRATEGIES:
+                for step, (seconds, host) in _rank_times(device, denoiser, strategy):
+                    yield {
+                        "model": name,
+                        "strategy": f"`{strategy}`",
+                        "step": step,
+                        "ms": 1e3 * seconds,
+                        "host ms": 1e3 * host,
+                        "of ideal": seconds / (plain / WORLD),
+                    }
+
+
+def _models(device: str) -> Iterator[tuple[str, Denoiser]]:
+    """Yield the models that fit this GPU in full size; on a CPU a tiny one of the same type."""
+    if device == "cpu":
+        with _device(device):
+            yield "tiny SDXL", _initialised(denoisers.sdxl(128, layers=TINY), torch.float32)
+        return
+    free, _ = torch.cuda.mem_get_info()
+    for name, build in DENOISERS.items():
+        if free > ROOM * WEIGHTS_GIB[name] * GIB:
+            yield name, _initialised(build(1024))
+            torch.cuda.empty_cache()
+
+
+def _initialised(denoiser: Denoiser, dtype: torch.dtype | None = None) -> Denoiser:
+    """Give the weights values, for what is in memory may be slow to compute with; in `dtype`, if it is given."""
+    if dtype is not None:
+        call = tree_map_only(torch.Tensor, lambda x: x.to(dtype), denoiser.call)
+        denoiser = replace(denoiser, network=denoiser.network.to(dtype), call=call)
+    for x in denoiser.network.parameters():
+        x.data.normal_(std=0.02)
+    return denoiser
+
+
+@contextmanager
+def _device(device: str) -> Iterator[None]:
+    """On a CPU, put models there, and let events of CUDA be of no effect."""
+    with ExitStack() as stack:
+        if device == "cpu":
+            for module in (denoisers, fake_cuda):
+                stack.enter_context(mock.patch.object(module, "DEVICE", torch.device("cpu")))
+            event = mock.Mock(query=lambda: True, elapsed_time=lambda end: 0.0)
+            stack.enter_context(mock.patch.object(torch.cuda, "Event", return_value=event))
+        yield
+
+
+def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield each kind of step of a strategy and its times."""
+    remembers = parse_strategy(strategy).policy.remembers
+    with prepared_rank(device, denoiser.network, strategy, denoiser.prepare, denoiser.call) as step:
+        for _ in range(STALE_STEPS if remembers else 0):
+            step()
+        yield "stale" if remembers else "exact", _times(device, step)
+
+
+@contextmanager
+def prepared_rank(
+    device: str, network: nn.Module, strategy: str, prepare: Callable[[Any], None], call: dict[str, Any]
+) -> Iterator[Callable[[], Any]]:
+    """Open rank RANK of WORLD on `device`, whose messages go nowhere; what it yields runs one step of `strategy`."""
+    method = parse_strategy(strategy)
+    with _device(device), fake_nccl(RANK, WORLD, GroupCounts()):
+        transport = TorchTransport(torch.device(device, 0), 600.0)
+        clock, axis = StepClock(), Mesh(RANK, range(WORLD), patch=WORLD)["patch"]
+        method = replace(method, warmup_steps=1) if method.policy.remembers else method
+        split = method.install(network, Communicator(transport), axis, clock=clock, split="rows")
+        prepare(split)
+
+        def step() -> Any:
+            clock.next_call()
+            output = split.denoise(network.forward, **call)
+            clock.tick()
+            return output
+
+        try:
+            yield step
+        finally:
+            split.finish()
+            split.restore()
+            transport.close()
+
+
+def _times(device: str, call: Callable[[], object]) -> tuple[float, float]:
+    """Return the median seconds of a call, and of what the process takes to enqueue it."""
+    whole, enqueued = [], []
+    warm_up, times = (WARM_UP, TIMES) if device == "cuda" else (0, 1)
+    for turn in range(warm_up + times):
+        _wait(device)
+        began = time.perf_counter()
+        call()
+        returned = time.perf_counter()
+        _wait(device)
+        if turn >= warm_up:
+            whole.append(time.perf_counter() - began)
+            enqueued.append(returned - began)
+    return statistics.median(whole), statistics.median(enqueued)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class _LayerTimes:
+    """Time in layers that have no layers inside, by type."""
+
+    def __init__(self, device: str) -> None:
+        self._device, self._hooks = device, []
+        self._marks: list[tuple[str, Any, Any]] = []
+        self._begun: dict[nn.Module, Any] = {}
+
+    def watch(self, network: nn.Module) -> None:
+        """Mark the begin and the end of every layer from now on."""
+        for layer in network.modules():
+            if not list(layer.children()):
+                self._hooks.append(layer.register_forward_pre_hook(self._begin))
+                self._hooks.append(layer.register_forward_hook(self._end))
+
+    def _begin(self, layer: nn.Module, _: Any) -> None:
+        self._begun[layer] = self._mark()
+
+    def _end(self, layer: nn.Module, _: Any, __: Any) -> None:
+        self._marks.append((type(layer).__name__, self._begun.pop(layer), self._mark()))
+
+    def _mark(self) -> Any:
+        if self._device == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def totals(self) -> dict[str, tuple[float, int]]:
+        """Return seconds and calls by type of layer, and remove all marks."""
+        for hook in self._hooks:
+            hook.remove()
+        _wait(self._device)
+        seconds: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for kind, begin, end in self._marks:
+            seconds[kind] += end - begin if self._device == "cpu" else begin.elapsed_time(end) / 1e3
+            calls[kind] += 1
+        return {kind: (seconds[kind], calls[kind]) for kind in calls}

@@ -1,0 +1,115 @@
+"""What only a GPU can show. `python -m benchmarks.gpu.battery` runs these; `--gpu-device cpu` tries them on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from benchmarks.gpu.battery.timing import prepared_rank
+from patchpar.launch.local import LocalExecutor
+from patchpar.shard.host_memory import HostCopy, to_device
+from patchpar.shard.kernels.fused_op import has_triton
+from tests.exact import denoisers
+from tests.gpu.on_ranks import GpuErrors
+from tests.tensors import relative
+
+pytestmark = pytest.mark.gpu
+ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> str:
+    """Type of the devices."""
+    kind = request.config.getoption("--gpu-device")
+    assert kind == "cpu" or torch.cuda.is_available(), "torch finds no GPU here: use --gpu-device cpu to try the tests"
+    return kind
+
+
+def on_ranks(devices: Sequence[str], function: str, *args: Any) -> list[Any]:
+    with LocalExecutor(devices, "tests.ranks:Ranks", deadline=120.0, preload=["tests.tiny"]) as pool:
+        return pool.call("run", function, len(devices), "auto", args)
+
+
+def check(found: Sequence[GpuErrors], dtype: torch.dtype) -> None:
+    for errors in found:
+        assert errors.split <= max(ROUNDING[dtype] / 10, 2 * errors.whole)
+        assert errors.alone > 10 * errors.split, "without exchange the result is another one"
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_two_ranks_on_one_card(kind: str, dtype: torch.dtype) -> None:
+    """They share it, and exchange through memory of the host."""
+    check(on_ranks([f"{kind}:0" if kind != "cpu" else "cpu"] * 2, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_ranks_with_a_card_each(kind: str, dtype: torch.dtype) -> None:
+    """They exchange through NCCL."""
+    count = torch.cuda.device_count() if kind != "cpu" else 2
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    devices = [f"{kind}:{rank}" if kind != "cpu" else "cpu" for rank in range(min(count, 4))]
+    check(on_ranks(devices, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+
+
+@pytest.fixture(params=["exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled"])
+def step(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[[], Any]]:
+    """One steady step of a strategy on rank 1 of 4, whose messages go nowhere."""
+    dtype = torch.float16 if kind != "cpu" else torch.float32
+    denoiser = denoisers.build("sdxl").to(kind, dtype)
+    moved = tree_map_only(torch.Tensor, lambda x: x.to(kind, dtype), denoisers.call("sdxl", 32, 16))
+    with torch.no_grad(), prepared_rank(kind, denoiser, request.param, lambda split: None, moved) as run:
+        for _ in range(3):
+            run()
+        yield run
+
+
+def test_no_step_waits_for_the_gpu(kind: str, step: Callable[[], Any]) -> None:
+    if kind == "cpu":
+        step()
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class BesideTwin(TorchDispatchMode):
+    """Runs every fused operator a second time on the CPU, which is its eager twin, and notes how far they are apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "patchpar":
+            return func(*args, **kwargs)
+        of_twin = tree_map_only(torch.Tensor, lambda x: x.cpu(), (args, kwargs))
+        found, expected = func(*args, **kwargs), func(*of_twin[0], **of_twin[1])
+        pairs = zip(tree_leaves((found, args)), tree_leaves((expected, of_twin[0])), strict=True)
+        for mine, other in pairs:
+            if isinstance(mine, torch.Tensor) and mine.is_floating_point() and torch.isfinite(other).all():
+                error = relative(mine.cpu().double(), other.double()) / ROUNDING[mine.dtype]
+                self.apart[str(func)] = max(self.apart.get(str(func), 0.0), error)
+        return found
+
+
+def test_kernels_equal_their_eager_twins(kind: str, step: Callable[[], Any]) -> None:
+    with BesideTwin() as twins:
+        step()
+    assert not [name for name, apart in twins.apart.items() if apart > 1]
+    assert twins.apart or kind == "cpu" or not has_triton(), "a step on a GPU uses kernels"
+
+
+def test_copies_do_not_wait(kind: str) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    there = to_device(x, torch.device(kind))
+    assert there.device.type == kind
+    assert torch.equal(HostCopy(there + 1).wait(), x + 1)

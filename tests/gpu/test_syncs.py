@@ -1,0 +1,28 @@
+"""Between the first and the last step a rank on a GPU does not wait for it, or where a rule asks for values, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu.denoisers import SHORT, sdxl
+from benchmarks.gpu.strategies import CFG, Steps, fake_rank
+
+
+def steps_of(strategy: str) -> Steps:
+    with fake_rank(1, 2) as rank:
+        return rank.steps(sdxl(256, layers=SHORT["sdxl"]), strategy)
+
+
+def test_the_guidance_split_copies_nothing_from_the_host() -> None:
+    """Step, call and shapes, which each message carries, are filled in on the device."""
+    counts = steps_of(CFG)["exact"]
+    assert sum(counts.operations.values()) > 0
+    assert not counts.syncs
+    assert not counts.copies
+
+
+@pytest.mark.parametrize("rule", ["quality=40", "budget=5"])
+def test_a_rule_for_exact_steps_reads_the_device_once_a_call(rule: str) -> None:
+    for counts in steps_of(f"fresh-edges:{rule}").values():
+        assert sum(counts.copies.values()) == 1
+        assert sum(counts.syncs.values()) <= 1
