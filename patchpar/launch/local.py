@@ -63,7 +63,6 @@ class LocalExecutor(Executor):
         change_in_children(self)
 
     def after_fork(self) -> None:
-        """See Forkable."""
         self._lock = threading.RLock()
 
     @property

@@ -99,7 +99,6 @@ class WorkerPool:
             worker.send_config(encode(config))
 
     def after_fork(self) -> None:
-        """See Forkable."""
         for worker in self._workers:
             worker.let_go()
 

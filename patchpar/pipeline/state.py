@@ -37,7 +37,6 @@ class PipelineState:
         change_in_children(self)
 
     def after_fork(self) -> None:
-        """See Forkable."""
         self.lock = threading.RLock()
 
     @property

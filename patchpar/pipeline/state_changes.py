@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from patchpar.launch.adapter_replay import NamedAdapters
-from patchpar.launch.replay import CallEffects
+from patchpar.launch.replay import CallEffects, NamedAdapters
 
 LOAD_SECONDS = 3600.0  # for a large model on a slow disk; a worker that dies is noticed at once all the same
 COMPUTES = frozenset(

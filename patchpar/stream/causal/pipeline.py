@@ -23,8 +23,7 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_pipeline import VideoStreamingPipeline
-from patchpar.stream.worker_group import ModelLoading, WorkerGroup
+from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 Audio = tuple[Tensor, int] | str | Path | None
 

@@ -15,8 +15,7 @@ from patchpar.stream.fifo.stage import fifo_plan
 from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_pipeline import VideoStreamingPipeline
-from patchpar.stream.worker_group import ModelLoading, WorkerGroup
+from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
 
