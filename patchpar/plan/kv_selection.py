@@ -18,10 +18,7 @@ from typing import NamedTuple, Protocol
 
 
 class TokensAcross(NamedTuple):
-    """The dims across the split: rows of `columns` tokens in each of `planes`.
-
-    With `rows` the planes are split, of `rows` x `columns` tokens each. A window stays within one plane.
-    """
+    """Rows of `columns` tokens in each of `planes`; with `rows` planes are split. A window stays within a plane."""
 
     columns: int
     planes: int = 1

@@ -428,13 +428,18 @@ def test_no_block_begins_before_its_sound() -> None:
         assert len(ranks.begun) == 1
 
 
+def seconds_ahead(track: AudioTrack) -> float:
+    """Audio that the track holds."""
+    return len(track._samples) / AUDIO.rate
+
+
 def test_sound_does_not_pile_up() -> None:
     track = AudioTrack(AUDIO, FRAMES)
     with session(Ranks(), blocks=50, track=track).begin() as stream:
         for _ in range(50):
             stream.push_audio(torch.zeros(400), 2000)
             next(stream)
-            assert track.seconds_ahead < 0.5
+            assert seconds_ahead(track) < 0.5
 
 
 @pytest.mark.parametrize("rate", [1000, 3000, 8000])
@@ -442,7 +447,7 @@ def test_other_rates_are_brought_to_the_model_s(rate: int) -> None:
     track = AudioTrack(AUDIO, FRAMES)
     track.push(torch.ones(2, rate), rate)
     track.end()
-    assert track.seconds_ahead == pytest.approx(1.0)
+    assert seconds_ahead(track) == pytest.approx(1.0)
     assert track.take(0)[1].tolist() == pytest.approx([1.0] * 300, abs=1e-3)
 
 

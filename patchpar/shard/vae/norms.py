@@ -99,10 +99,7 @@ def _normalised(norm: GroupNormArguments, x: Tensor, moments: Tensor) -> tuple[T
 
 
 def pointwise(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Apply an activation to our rows, input [B, C, ..., h, W], and to those beyond.
-
-    After a group norm it is in place where torch allows, since the norm's output is not read again.
-    """
+    """Apply an activation to rows [B, C, ..., h, W] and those beyond, in place on a norm's output if torch can."""
     beyond = band.beyond(input)
     if beyond is None or any(beyond.padded):
         return function(input, *args, **kwargs)

@@ -114,10 +114,7 @@ class WindowStage:
         strength: float,
         whole: WholePrediction,
     ) -> Tensor:
-        """Return the prediction of the whole image, with its coarse structure moved to the guide's: x_BCHW.
-
-        `inputs`: of the denoiser, for the image and for the guide.
-        """
+        """Return x_BCHW, the whole with its coarse structure moved to the guide's. `inputs`: of image and guide."""
         prediction = whole.prediction_BCHW
         if whole.guide_BChw is None or inputs[1] is None:
             return prediction

@@ -26,11 +26,6 @@ class AudioTrack:
         self._resampler = Resampler(config.rate, config.rate)
         self._has_ended = self._is_silent = False
 
-    @property
-    def seconds_ahead(self) -> float:
-        """Buffered audio in seconds."""
-        return len(self._samples) / self._config.rate
-
     def push(self, samples: Tensor, rate: int) -> None:
         """Append audio [N] or [channels, N] between -1 and 1, at `rate` samples per second; channels are averaged.
 

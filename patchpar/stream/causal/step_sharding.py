@@ -65,10 +65,7 @@ class ShardedFrames:
         return self._by_frame(torch.cat(gathered, 1), 1)
 
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
-        """Return the attention `see` of this rank's tokens, [B, l, N, d], from q, k, v [B, l, N, d].
-
-        `see` is called with all tokens of this rank's heads. Raises ExchangeError.
-        """
+        """Return `see` of our tokens [B, l, N, d], called with all tokens of our heads. Raises ExchangeError."""
         q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
         split = split_heads(q.shape[1], k.shape[1], self.axis.size)
         asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, group_rank=self.axis.rank)

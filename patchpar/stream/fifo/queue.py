@@ -81,10 +81,7 @@ class FifoOptions:
 
 
 class FrameQueue:
-    """The frames of `zones`, earliest first, and the half window of frames `before` them. Each is [1, C, 1, H, W].
-
-    A tick is a call of `shift` and one of `advance`.
-    """
+    """Frames [1, C, 1, H, W] of `zones`, and the half window `before` them. A tick is a `shift` and an `advance`."""
 
     def __init__(self, options: FifoOptions, zones: range, frames: Sequence[Tensor], before: Sequence[Tensor]) -> None:
         half = options.half
