@@ -67,7 +67,7 @@ MAY_INTERCEPT = {
     "shard.sdpa": ("attention, for all that replace it", {"mode"}),
     "shard.vae.functions": ("the functions of a VAE that read beyond a band", {"mode"}),
     "shard.transformer.token_call": ("modules of a block that sum or convolve tokens", {"mode"}),
-    "shard.transformer.compiled_op": ("tracing of compiled blocks", {"mode"}),
+    "shard.compiled_op": ("tracing of compiled blocks", {"mode"}),
     "shard.unet.discover": ("transforms in a first call", {"mode"}),
     "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),
 }

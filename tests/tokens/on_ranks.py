@@ -74,15 +74,15 @@ def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None
     return None if output is None else latents_of(output)
 
 
-def with_compiled_blocks(this: PoolRank) -> tuple[Any, Tensor, int]:
+def with_compiled_blocks(this: PoolRank, name: str, denoiser: str) -> tuple[Any, Tensor, int]:
     """Latents of a pipeline whose blocks were compiled through the engine, plain ones, and the number of graphs."""
-    counter, found = CompileCounter(), tiny.build("flux")
-    drawing, engine = PipelineCase(name="flux", plan="patch=2"), PipelineRunner(this.context)
+    counter, found = CompileCounter(), tiny.build(name)
+    drawing, engine = PipelineCase(name=name, plan="patch=2"), PipelineRunner(this.context)
     want = latents_of(found.pipe(**arguments(drawing, found)))
     plan = Plan.parse(drawing.plan)
     engine.adopt(found.pipe)
     try:
-        engine.apply("transformer.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
+        engine.apply(f"{denoiser}.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
         generated = [
             engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"
         ]

@@ -19,11 +19,11 @@ from torch import nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
+from patchpar.shard.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall
-from patchpar.shard.transformer.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.transformer.local_tokens import all_whole
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.replicate import own_of, with_all_tokens

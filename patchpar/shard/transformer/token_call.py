@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.compiled_op import attention_traced
 from patchpar.shard.sdpa import TORCHS, AttentionCall, AttentionReplaced, answered_by, as_torch_lays
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall
-from patchpar.shard.transformer.compiled_op import attention_traced
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.replicate import attend_by_heads
 from patchpar.shard.transformer.token_layout import TokenLayout

@@ -20,13 +20,15 @@ from patchpar.shard.sdpa import AttentionCall, AttentionReplaced, SdpaMode
 class ObservedAttention:
     """Observations of one run by module path: input shapes of keys, and layers that call torch's attention.
 
-    `elsewhere`: those that call it by another name than that in torch.nn.functional.
+    `elsewhere`: those that call it by another name than that in torch.nn.functional. `calls`: the running layer of each
+    call, in their order.
     """
 
     keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
     own: dict[str, tuple[int, ...]] = field(default_factory=dict)  # hidden states of layers without another context
     with_kernel: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
     under_way: list[str] = field(default_factory=list)
     _by_name: bool = False
 
@@ -41,6 +43,7 @@ class ObservedAttention:
     def attended(self, call: AttentionCall) -> Tensor:
         """Note the running layer for a call of torch's attention, and return its output [B, N, q, E]."""
         self.with_kernel.update(self.under_way[-1:])
+        self.calls += self.under_way[-1:]
         if not self._by_name:
             self.elsewhere.update(self.under_way[-1:])
         self._by_name = False

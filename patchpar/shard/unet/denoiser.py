@@ -18,7 +18,7 @@ from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.compiled import compiled_in
+from patchpar.shard.compiled import is_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
@@ -70,15 +70,16 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
-        if compiled_in(self.denoiser):
+        if any(map(is_wrapped, self.denoiser.modules())):
             raise UnsupportedModel(
-                f"{type(self.denoiser).__name__} has compiled blocks, and patches exchange values inside them: use "
-                "plan cfg=2 or data=N, or leave it uncompiled"
+                f"{type(self.denoiser).__name__} has blocks that torch.compile(block) has wrapped: compile them by "
+                "compile_repeated_blocks() or block.compile(), or use plan cfg=2 or data=N"
             )
         before = self.watched.now()
         refuse_caches(self.denoiser, stale=self.history is not None)
         if self.sites is None:
-            self.sites = discover(self.denoiser, forward, *call)
+            with uncompiled(self.denoiser):  # functions in compiled graphs cannot be intercepted
+                self.sites = discover(self.denoiser, forward, *call)
         self.patch.dim = dim
         self._sharded = UNetSharder(self.denoiser, self.sites, self.patch)
         if self.verifications is not None:

@@ -61,7 +61,8 @@ class ExchangeSites:
 
     `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
     processors compute attention without scaled_dot_product_attention. `elsewhere`: those that call it by another name
-    than that in torch.nn.functional. `pools`: modules that pool maps to one size.
+    than that in torch.nn.functional. `calls`: the attention layer of each call of that function, in the order of the
+    calls. `pools`: modules that pool maps to one size.
     `beside`: paths of arguments that are maps of the image beside the latent, from `as_large_as_the_latent`.
     """
 
@@ -72,6 +73,7 @@ class ExchangeSites:
     transforms: tuple[str, ...] = ()
     own_kernel: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    calls: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     pools: tuple[str, ...] = ()
 
@@ -132,6 +134,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         transforms=tuple(first.transforms),
         own_kernel=frozenset(attentions) - seen.with_kernel,
         elsewhere=frozenset(attentions) & seen.elsewhere,
+        calls=tuple(seen.calls),
         beside=beside,
         pools=tuple(path for path in first.maps if _pools(first.maps[path], second.maps.get(path))),
     )

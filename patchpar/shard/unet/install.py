@@ -17,6 +17,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
+from patchpar.shard.unet.compiled_blocks import CompiledBlocks
 from patchpar.shard.unet.discover import ExchangeSites, NormSite
 from patchpar.shard.unet.fourier import FourierHook
 from patchpar.shard.unet.ip_adapter_masks import MaskHook, takes_masks
@@ -45,6 +46,9 @@ class UNetSharder:
 
     def _hook_all(self, sites: ExchangeSites) -> None:
         patch = self.patch
+        self._compiled = CompiledBlocks(self._modules)
+        self._compiled.refuse_others(sites, self._modules)
+        self._compiled.install(self._hooks, self._modules, sites, patch)
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:
             self._hook(norm.path, NormHook(patch, norm.path, self._fed_by(norm, trailing)))
@@ -63,6 +67,8 @@ class UNetSharder:
             own_kernel = path in sites.own_kernel
             if own_kernel and self.patch.policy.context is not None:
                 raise refusal_of_past(path, self._modules[path], self.patch.policy.name)
+            if self._compiled.hold(path):
+                continue
             self._hook(path, AttentionHook(self.patch, path, own_kernel=own_kernel, elsewhere=path in sites.elsewhere))
         for path, module in self._modules.items():
             if takes_masks(module) and path not in sites.attentions:
