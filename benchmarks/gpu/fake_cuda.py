@@ -24,6 +24,7 @@ from patchpar.shard.sdpa import AttentionCall
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
 """Of an H100, for code that chooses kernels by it."""
+MEMORY = 80 * 2**30  # bytes, all free
 
 
 @contextmanager
@@ -116,6 +117,7 @@ def _stand_ins(events: EventCounts) -> dict[str, Any]:
         "synchronize": lambda *_: current.synchronize(),
         "get_device_capability": lambda *_: CAPABILITY,
         "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda *_: (MEMORY, MEMORY),
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.launch.host_memory import free_memory
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 from patchpar.plan.json_files import object_of, read_object
@@ -181,27 +182,3 @@ def check_memory(model: str, need: int, devices: tuple[str, ...]) -> None:
             f"{ranks} CPU {'rank needs' if ranks == 1 else 'ranks need'} about {need * ranks / 2**30:.2f} GiB for the "
             f"weights of {model}, but only {free / 2**30:.2f} GiB are free: {way_out}"
         )
-
-
-def free_memory() -> int | None:
-    """Return the free memory in bytes: that of the system, within the limit of a container."""
-    limits = [_free_in_system(), _free_in_container()]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _free_in_container() -> int | None:
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - int(used) + (int(cache.group(1)) if cache else 0)
-
-
-def _free_in_system() -> int | None:
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return None
-    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())
-    return int(match.group(1)) * 1024 if match else None

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.files import free_memory
+from patchpar.launch.host_memory import free_memory
 from patchpar.models.info import DENOISERS, PipelineInfo
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain

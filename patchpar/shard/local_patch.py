@@ -1,5 +1,6 @@
 """This rank's part of the current denoiser call: its band at every level, its edge rows, and its stale values."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -28,7 +29,8 @@ class LocalPatch:
     `dim` is -2 for bands of rows, -1 for bands of columns. `whole`: the whole latent [B, C, H, W] or [B, C, F, H, W].
     While not `active` every hook runs the plain layer. A `fresh` call uses no stale values; without a `cache` it stores
     none either. `frozen`: stored values are never updated and nothing is sent, a negative control. `step_ratio`: length
-    of this step in units of the last, a scalar in fp32.
+    of this step in units of the last, a scalar in fp32. `kv_sizes`: keys
+    of every exchange point with attention, in tokens times channels of any unit.
     """
 
     comm: Communicator
@@ -40,6 +42,7 @@ class LocalPatch:
     active: bool = True
     fresh: bool = True
     frozen: bool = False
+    kv_sizes: Mapping[str, float] = field(default_factory=dict)
     step_ratio: Tensor = field(default_factory=lambda: torch.ones(()))
     cache: StaleCache | None = None
     halos: dict[str, RawHalo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
@@ -57,6 +60,11 @@ class LocalPatch:
     def entry(self, where: str, timing: object) -> StaleEntry | None:
         """Return the stale values of the exchange point `where`; None for one with fresh values only."""
         return None if self.cache is None or timing in THIS_STEP else self.cache.entry(where)
+
+    def layers_like(self, where: str) -> float:
+        """Return how many attention layers as large as that of the exchange point `where` all of a call's are."""
+        sizes = self.kv_sizes
+        return sum(sizes.values()) / sizes.get(where, max(sizes.values())) if sizes else 1.0
 
     def level(self, own_rows: int) -> Bands:
         """Return the bands of a map of which this rank has `own_rows`. Raises UnsupportedModel."""

@@ -64,27 +64,27 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("sdxl", "displaced"): {
         "exact": Ceiling(1219, 28, 0, 56, 1521, 68, 201, 94),
-        "stale": Ceiling(1253, 8, 0, 16, 1407, 68, 299, 190),
+        "stale": Ceiling(1249, 8, 0, 16, 1403, 68, 219, 110),
     },
     ("sdxl", "pcpp"): {
         "exact": Ceiling(1219, 28, 0, 56, 1525, 68, 154, 47),
-        "stale": Ceiling(1269, 8, 0, 16, 1419, 21, 209, 100),
+        "stale": Ceiling(1265, 8, 0, 16, 1419, 21, 209, 100),
     },
     ("sdxl", "fresh-edges"): {
-        "exact": Ceiling(1255, 28, 0, 56, 1546, 68, 281, 169),
-        "stale": Ceiling(1402, 32, 0, 64, 1648, 68, 361, 249),
+        "exact": Ceiling(1255, 28, 0, 56, 1550, 68, 281, 169),
+        "stale": Ceiling(1111, 32, 0, 64, 1388, 68, 281, 169),
     },
     ("sdxl", "fresh-edges:correction=none"): {
-        "exact": Ceiling(1227, 28, 0, 56, 1526, 68, 272, 161),
-        "stale": Ceiling(1142, 28, 0, 56, 1400, 68, 352, 241),
+        "exact": Ceiling(1227, 28, 0, 56, 1530, 68, 272, 161),
+        "stale": Ceiling(1107, 28, 0, 56, 1380, 68, 272, 161),
     },
     ("sdxl", "fresh-edges:context=pooled"): {
-        "exact": Ceiling(1287, 28, 4, 56, 1574, 68, 145, 33),
-        "stale": Ceiling(1474, 32, 0, 64, 1712, 17, 172, 60),
+        "exact": Ceiling(1287, 28, 4, 56, 1578, 68, 145, 33),
+        "stale": Ceiling(1139, 32, 0, 64, 1416, 17, 172, 60),
     },
     ("sdxl", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(1255, 28, 0, 56, 1546, 68, 313, 201),
-        "stale": Ceiling(1450, 32, 0, 64, 1680, 72, 393, 281),
+        "exact": Ceiling(1255, 28, 0, 56, 1550, 68, 313, 201),
+        "stale": Ceiling(1435, 32, 0, 64, 1660, 72, 314, 201),
     },
     ("sdxl", CFG): {
         "exact": Ceiling(319, 2, 1, 2, 352, 1, 138, 1),

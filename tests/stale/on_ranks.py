@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from patchpar.errors import PatchparError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stale.memory_check import expected_bytes
+from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
@@ -124,3 +127,34 @@ def interrupted(this: PoolRank, run: Run, layer: str) -> list[bool]:
         raise AssertionError("it was to fail")
     hook.remove()
     return [torch.equal(*each) for each in zip(picture(bands, clock, run), alone, strict=True)]
+
+
+@torch.no_grad()
+def expected_and_held(this: PoolRank, run: Run) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes held and arriving: as estimated before the first is stored, and as counted after the last evaluation."""
+    checked: list[tuple[StaleLayout, float]] = []
+    clock = StepClock()
+    bands = patched(this, run, clock)
+    with patch(
+        "patchpar.shard.attention.stale.check_room", lambda layout, layers, *_: checked.append((layout, layers))
+    ):
+        for evaluation in range(run.evaluations):
+            evaluate(bands, clock, run, evaluation)
+    bands.finish()
+    assert bands.history is not None
+    ((layout, layers),) = checked
+    return expected_bytes(layout, layers), bands.history.cache.num_bytes()
+
+
+@torch.no_grad()
+def refused(this: PoolRank, run: Run, free: int) -> str:
+    """What is said where this much memory is free."""
+    clock = StepClock()
+    bands = patched(this, run, clock)
+    with patch("patchpar.shard.stale.memory_check.free_memory", lambda: free):
+        try:
+            evaluate(bands, clock, run, 0)
+        except PlanError as error:
+            return str(error)
+    bands.finish()
+    return "nothing"

@@ -23,6 +23,8 @@ from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.memory_check import check_room
+from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import LevelGrid
 
 DRIFT_STRIDE = 16  # tokens
@@ -105,8 +107,10 @@ def _attend_beside_tokens(
     assert cache is not None
     here = _here(call)
     if entry.state is None:
-        mesh = (patch.axis, grid)
-        entry.state = RemoteTokens(options, mesh, here, cache.workspace, joined_anew=patch.policy.published)
+        layout = _layout(patch, grid, here, options)
+        if cache.is_first_state():
+            check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
+        entry.state = RemoteTokens(layout, call.key, cache.workspace)
     state: RemoteTokens = entry.state
     state.arrived(entry.take())
     if patch.fresh:
@@ -125,6 +129,19 @@ def _attend_beside_tokens(
     result = state.attend(call, attended)  # before the next values may arrive where it reads
     entry.pending = _sent(patch, where, attended, state)
     return result
+
+
+def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: StaleKV) -> StaleLayout:
+    batch, local, heads, width = here.k_BlND.shape
+    return StaleLayout(
+        options,
+        patch.axis,
+        grid,
+        token=(2, batch, heads, width),
+        itemsize=here.k_BlND.element_size(),
+        common=local - grid.num_tokens(patch.group_rank),
+        joins=patch.policy.published or options.narrow_to is not None,  # as DistriFusion's code does
+    )
 
 
 def _sent(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens) -> Callable[[], Received]:

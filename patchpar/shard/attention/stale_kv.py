@@ -16,9 +16,7 @@ from torch import Tensor
 
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
-from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
-from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
@@ -26,74 +24,44 @@ from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import Workspace
 from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, numbers_of
 from patchpar.shard.stale.quantized_delta import QuantizedDelta
-from patchpar.shard.stale.token_grid import LevelGrid, log_weights, take, take_bias
-from patchpar.shard.stale.token_slots import TokenSlots
+from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.token_grid import log_weights, take, take_bias
 
 
 class RemoteTokens:
     """The other ranks' selected stale tokens, and what attention reads of them.
 
-    `here`: local keys and values, common tokens first. `workspace`: memory for `attended`. `joined_anew`: concatenate
-    keys and values for each attention, as DistriFusion's code does (arXiv:2402.19481). `derived`: whether attention
-    reads other memory than what is received, so that the next values may arrive meanwhile.
+    `like`: a tensor of their dtype on their device. `workspace`: memory for `attended`.
     """
 
-    def __init__(
-        self,
-        options: StaleKV,
-        mesh: tuple[Axis, LevelGrid],
-        here: KeysValues,
-        workspace: Workspace,
-        *,
-        joined_anew: bool,
-    ) -> None:
-        self.options, (self.axis, self.grid), self._workspace = options, mesh, workspace
-        batch, local, heads, width = here.k_BlND.shape
-        self._token = (2, batch, heads, width)
-        mine = self.axis.rank
-        own = self.grid.num_tokens(mine)
-        counts = [own if p == mine else self._num_tokens(p, mine) for p in range(self.axis.size)]
-        self._slots = TokenSlots(tuple(counts), local - own)
-        self._joins = joined_anew or options.narrow_to is not None
-        self.derived = options.extrapolated or options.correction != "none" or self._joins
-        self._kept = None if self.derived else here.k_BlND.new_empty(self._slots.total, *self._token)
-        self._newest, self._newest_slots = self._make_newest(here.k_BlND)
-        self._previous_slots = self._slots.without(mine)
-        self._previous = (
-            here.k_BlND.new_empty(self._previous_slots.total, *self._token) if options.extrapolated else None
+    def __init__(self, layout: StaleLayout, like: Tensor, workspace: Workspace) -> None:
+        self.layout, self.options, self.axis, self.grid = layout, layout.options, layout.axis, layout.grid
+        self._workspace, self._token, self._slots = workspace, layout.token, layout.attended
+        self.derived, self._newest_slots = layout.derived, layout.newest
+        self._kept = None if self.derived else like.new_empty(self._slots.total, *self._token)
+        self._newest = (
+            like.new_empty(self._newest_slots.total, *self._token)
+            if self._kept is None
+            else self._kept[self._slots.common :]
         )
-        slots = (self._slots, self._newest_slots, self._previous_slots)
+        extrapolated = self.options.extrapolated
+        self._previous = like.new_empty(layout.previous.total, *self._token) if extrapolated else None
+        slots, mine = (self._slots, self._newest_slots, layout.previous), self.axis.rank
         self._runs = [RunOfRanks(*run, *(each.starts[run.first] for each in slots)) for run in self._slots.others(mine)]
         self._flat_runs = [number for run in self._runs for number in run]
-        self._table = table_of(self._runs, here.k_BlND.device)
+        self._table = table_of(self._runs if self.derived else [], like.device)
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
-        self._bias = self._make_bias(here.k_BlND)
-        self._past = OwnPast(options.correction, extrapolated=options.extrapolated)
-
-    def _make_newest(self, like: Tensor) -> tuple[Tensor, TokenSlots]:
-        """Return the buffer for what is received, with this rank's own tokens where these are sent as they are."""
-        if self._kept is not None:
-            return self._kept[self._slots.common :], TokenSlots(self._slots.counts)
-        sends_all = self.options.selection == AllRows() and self.options.bits == 16
-        slots = TokenSlots(self._slots.counts) if sends_all else self._slots.without(self.axis.rank)
-        return like.new_empty(slots.total, *self._token), slots
-
-    def _pieces(self, sender: int, receiver: int) -> tuple[PooledRows, ...]:
-        return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
-
-    def _num_tokens(self, sender: int, receiver: int) -> int:
-        return sum(piece.num_tokens(self.grid.across) for piece in self._pieces(sender, receiver))
+        self._bias = self._make_bias(like)
+        self._past = OwnPast(self.options.correction, extrapolated=extrapolated)
 
     def _make_bias(self, like: Tensor) -> Tensor | None:
         """Return the logit bias of every token attended to; None where all have weight 1."""
-        mine, across = self.axis.rank, self.grid.across
-        pieces = [
-            (PooledRows(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine)
-            for p in range(self.axis.size)
-        ]
-        if all(weight == 1 for each in pieces for piece in each for weight in piece.weights(across)):
+        if not self.layout.averages:
             return None
-        bias = torch.cat([log_weights(each, across) for each in pieces])
+        mine, ranks = self.axis.rank, range(self.axis.size)
+        whole = (PooledRows(0, self.grid.rows(mine)),)
+        pieces = [whole if p == mine else self.layout.pieces(p, mine) for p in ranks]
+        bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
         return torch.cat([bias.new_zeros(self._slots.common), bias]).to(like.device, like.dtype)
 
     def remember(self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
@@ -103,14 +71,14 @@ class RemoteTokens:
         if continues:
             self._step_back()
         for group_rank, whole in others.items():
-            pieces = self._pieces(group_rank, self.axis.rank)
+            pieces = self.layout.pieces(group_rank, self.axis.rank)
             if pieces:
                 slot = self._newest_slots.of(self._newest, group_rank)
                 slot.copy_(take(_token_first(whole), pieces, self.grid))
         if not continues:
             self._step_back()
         if self.options.bits < 16:
-            for pieces in self._receivers():
+            for pieces in self.layout.receivers():
                 tokens = take(own, pieces, self.grid)
                 if pieces not in self._deltas:
                     self._deltas[pieces] = QuantizedDelta(tokens.clone(), self.options.bits)
@@ -121,15 +89,6 @@ class RemoteTokens:
         if self._previous is not None:
             for run in self._runs:
                 run.of(self._previous, run.previous).copy_(run.of(self._newest, run.newest))
-
-    def _receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
-        """Return the global ranks that receive the same pieces of this rank's tokens, by pieces."""
-        found: dict[tuple[PooledRows, ...], tuple[int, ...]] = {}
-        for group_rank in self.axis.others:
-            pieces = self._pieces(self.axis.rank, group_rank)
-            if pieces:
-                found[pieces] = (*found.get(pieces, ()), self.axis.ranks[group_rank])
-        return found
 
     def write(self, here: KeysValues) -> Tensor:
         """Write the local tokens to what attention reads, [tokens, 2, B, N, D], and return all of that.
@@ -165,13 +124,13 @@ class RemoteTokens:
         if self.options.bits < 16:
             outgoing = [
                 (peers, self._deltas[pieces].encode(take(own, pieces, self.grid)))
-                for pieces, peers in self._receivers().items()
+                for pieces, peers in self.layout.receivers().items()
             ]
             specs = {self.axis.ranks[p]: self._delta_of(p).specs() for p in senders}
             return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
         if self._newest_slots.counts[mine]:
             own = self._newest_slots.of(self._newest, mine)
-        outgoing = [(peers, (self._message(own, pieces),)) for pieces, peers in self._receivers().items()]
+        outgoing = [(peers, (self._message(own, pieces),)) for pieces, peers in self.layout.receivers().items()]
         into = {self.axis.ranks[p]: (self._newest_slots.of(self._newest, p),) for p in senders}
         specs = {rank: (TensorSpec.of(x),) for rank, (x,) in into.items()}
         return ExchangePart("kv", outgoing, specs, into, self.axis, to_all, at_once=True)
@@ -216,7 +175,7 @@ class RemoteTokens:
 
         `ratio` as in `fit`; `fits` [2, B, N, numbers] of every group rank.
         """
-        if not self.derived or self._joins:
+        if not self.derived or self.layout.joins:
             return
         if self.options.correction != "linear":
             assert fits is None or isinstance(fits, Tensor), "affine fits are of equal shapes"
@@ -234,12 +193,12 @@ class RemoteTokens:
 
     def repeat(self, attended: Tensor, ratio: Tensor) -> None:
         """Write the other ranks' tokens to what attention reads as they were received."""
-        if self.derived and not self._joins:
+        if self.derived and not self.layout.joins:
             correct_tokens(attended, self._newest, None, None, ratio, self._table, self._flat_runs)
 
     def attend(self, call: AttentionCall, attended: Tensor) -> Tensor:
         """Return attention [B, N, q, D] of the call's queries to the local tokens and the others'."""
-        tokens = self._joined(attended) if self._joins else attended
+        tokens = self._joined(attended) if self.layout.joins else attended
         query, bias = call.query, call.attn_mask
         mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
         if bias is not None:

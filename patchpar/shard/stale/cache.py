@@ -200,6 +200,10 @@ class StaleCache:
         self._passed[where] += 1
         return self._call.entries.setdefault(key, StaleEntry())
 
+    def is_first_state(self) -> bool:
+        """Whether no exchange point of this call has a state yet."""
+        return all(entry.state is None for entry in self._call.entries.values())
+
     def send(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Send for the next step, in a bucket with others. The part's tensors must not change afterwards."""
         return self.bucket.put(part, where)

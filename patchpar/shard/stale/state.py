@@ -32,6 +32,7 @@ class StaleState:
         self._sent_before = 0
         self._extrapolator = StepExtrapolator()
         self._ratio = torch.zeros((), device=comm.transport.device)
+        self._known_ratio: float | None = 0.0  # None where only the device knows it
 
     def anew(self) -> "StaleState":
         """Wait for pending exchanges and return an empty state."""
@@ -61,7 +62,9 @@ class StaleState:
             ratio = self._extrapolator.step_ratio(self.clock.evaluation, timestep)
             if isinstance(ratio, Tensor):
                 self._ratio.copy_(ratio, non_blocking=True)
-            else:
+                self._known_ratio = None
+            elif ratio != self._known_ratio:
+                self._known_ratio = ratio
                 self._ratio.fill_(ratio)
         return self._ratio
 

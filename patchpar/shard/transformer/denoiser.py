@@ -188,6 +188,7 @@ class TokenDenoiser(SharedDenoiser):
     def _take_up(self, plan: TokenPlan) -> None:
         self._take_out()
         self.plan, self._shard = plan, TransformerSharder(self.denoiser, plan, self._split())
+        self.patch.kv_sizes = dict.fromkeys(plan.attentions, 1.0)
 
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
         """Verify; without verification, check that a plan of other calls covers this one."""

@@ -217,6 +217,14 @@ class TokenPlan:
         """The paths of the blocks that are split."""
         return frozenset(path for each in self.blocks for path in each.paths)
 
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """A name for each attention to split keys, in all blocks: those that a call runs, by one signature of each."""
+        known = {path: each.attentions for each in self.blocks for path in each.paths}
+        return tuple(
+            f"{path} {number}" for path, calls in known.items() for number, call in enumerate(calls) if call.keys
+        )
+
     def joined(self, other: "TokenPlan") -> "TokenPlan":
         """Return this plan together with one for calls with other arguments."""
         new = tuple(block for block in other.blocks if block not in self.blocks)

@@ -81,6 +81,7 @@ class PatchedDenoiser(SharedDenoiser):
             with uncompiled(self.denoiser):  # functions in compiled graphs cannot be intercepted
                 self.sites = discover(self.denoiser, forward, *call)
         self.patch.dim = dim
+        self.patch.kv_sizes = dict(zip(self.sites.attentions, self.sites.kv_sizes, strict=True))
         self._sharded = UNetSharder(self.denoiser, self.sites, self.patch)
         if self.verifications is not None:
             compare = partial(compared_at_two_sizes, call=call, sites=self.sites, patch=self.patch)

@@ -16,6 +16,7 @@ exchange in one round.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class ExchangeSites:
     than that in torch.nn.functional. `calls`: the attention layer of each call of that function, in the order of the
     calls. `pools`: modules that pool maps to one size.
     `beside`: paths of arguments that are maps of the image beside the latent, from `as_large_as_the_latent`.
+    `kv_sizes`: tokens times channels of each of the `attentions`, at the size of the probe.
     """
 
     norms: tuple[NormSite, ...]
@@ -76,6 +78,7 @@ class ExchangeSites:
     calls: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     pools: tuple[str, ...] = ()
+    kv_sizes: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """Return one line for `explain`."""
@@ -136,6 +139,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         elsewhere=frozenset(attentions) & seen.elsewhere,
         calls=tuple(seen.calls),
         beside=beside,
+        kv_sizes=tuple(prod((seen.shape(path) or (0, 0))[1:]) for path in attentions),
         pools=tuple(path for path in first.maps if _pools(first.maps[path], second.maps.get(path))),
     )
 

@@ -1,0 +1,32 @@
+"""Refusal of stale keys and values that do not fit the device, before the first of them is stored."""
+
+import torch
+
+from patchpar.errors import PlanError
+from patchpar.launch.accelerators import free_bytes
+from patchpar.launch.host_memory import free_memory
+from patchpar.shard.stale.cache import StaleBytes
+from patchpar.shard.stale.stale_layout import StaleLayout
+
+GIB = 2**30
+
+
+def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
+    """Return the bytes of stale keys and values of a call with the attention of so many such layers."""
+    one = layout.num_bytes
+    return StaleBytes(round(one.held * layers) + layout.workspace_bytes, round(one.arriving * layers))
+
+
+def check_room(layout: StaleLayout, layers: float, device: torch.device, strategy: str) -> None:
+    """Raise PlanError if the stale keys and values of a call do not fit: on the CPU, those of all ranks together."""
+    expected, free = expected_bytes(layout, layers), free_bytes(device)
+    ranks, memory = 1, f"of {device}"
+    if device.type == "cpu":
+        ranks, free, memory = layout.axis.size, free_memory(), f"for {layout.axis.size} CPU ranks"
+    if free is None or ranks * expected.total <= free:
+        return
+    raise PlanError(
+        f"strategy {strategy} keeps {expected.held / GIB:.2f} GiB of keys and values for the next step on each rank, "
+        f"and receives {expected.arriving / GIB:.2f} GiB more, but only {free / GIB:.2f} GiB {memory} are free: use "
+        "strategy exact, which keeps none, fresh-edges:context=pooled, which keeps averages, or a smaller image"
+    )

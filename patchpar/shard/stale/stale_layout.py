@@ -1,0 +1,107 @@
+"""Sizes of what one attention exchange point keeps of stale keys and values: known before anything is allocated."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from patchpar.plan.exchange_policy import StaleKV
+from patchpar.plan.kv_selection import AllRows, PooledRows
+from patchpar.plan.mesh import Axis
+from patchpar.shard.stale.cache import StaleBytes
+from patchpar.shard.stale.correction import kind_for, stride_for
+from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.stale.token_slots import TokenSlots
+
+MEAN_BYTES = 4  # of a number in fp32
+
+
+@dataclass(frozen=True)
+class StaleLayout:
+    """Buffers of tokens, each `token` (2, B, N, D) numbers of `itemsize` bytes. `common`: tokens that all ranks have.
+
+    `joins`: what is attended to is concatenated for each attention. See `shard.attention.stale_kv`.
+    """
+
+    options: StaleKV
+    axis: Axis
+    grid: LevelGrid
+    token: tuple[int, int, int, int]
+    itemsize: int
+    common: int = 0
+    joins: bool = False
+
+    def pieces(self, sender: int, receiver: int) -> tuple[PooledRows, ...]:
+        """Return the pieces of one rank's tokens that another receives."""
+        return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
+
+    def num_tokens(self, pieces: tuple[PooledRows, ...]) -> int:
+        """Return how many tokens these pieces are."""
+        return sum(piece.num_tokens(self.grid.across) for piece in pieces)
+
+    @cached_property
+    def derived(self) -> bool:
+        """Whether attention reads other memory than what is received, so that the next values may arrive meanwhile."""
+        return self.options.extrapolated or self.options.correction != "none" or self.joins
+
+    @cached_property
+    def attended(self) -> TokenSlots:
+        """The tokens of all ranks that attention reads, common ones first."""
+        mine = self.axis.rank
+        counts = [self.num_tokens(self.pieces(p, mine)) for p in range(self.axis.size)]
+        counts[mine] = self.grid.num_tokens(mine)
+        return TokenSlots(tuple(counts), self.common)
+
+    @cached_property
+    def newest(self) -> TokenSlots:
+        """The tokens received last, with this rank's own where these are sent as they are."""
+        sends_all = self.options.selection == AllRows() and self.options.bits == 16
+        keeps_own = sends_all or not self.derived
+        return TokenSlots(self.attended.counts) if keeps_own else self.previous
+
+    @cached_property
+    def previous(self) -> TokenSlots:
+        """The tokens of the other ranks in the step before."""
+        return self.attended.without(self.axis.rank)
+
+    @cached_property
+    def averages(self) -> bool:
+        """Whether any token attended to is an average of several."""
+        mine = self.axis.rank
+        received = [piece for p in self.axis.others for piece in self.pieces(p, mine)]
+        return any(weight > 1 for piece in received for weight in piece.weights(self.grid.across))
+
+    def receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
+        """Return the global ranks that receive the same pieces of this rank's tokens, by pieces."""
+        found: dict[tuple[PooledRows, ...], tuple[int, ...]] = {}
+        for group_rank in self.axis.others:
+            pieces = self.pieces(self.axis.rank, group_rank)
+            if pieces:
+                found[pieces] = (*found.get(pieces, ()), self.axis.ranks[group_rank])
+        return found
+
+    @property
+    def num_bytes(self) -> StaleBytes:
+        """What the exchange point stores, in bytes. Where `derived`, all of them share `workspace_bytes` beside."""
+        options, size = self.options, prod(self.token) * self.itemsize
+        tokens = 0 if self.derived else self.attended.total
+        tokens += self.previous.total if options.extrapolated else 0
+        if options.bits < 16:
+            tokens += self.newest.total if self.derived else 0
+            tokens += sum(map(self.num_tokens, self.receivers()))
+        bias = self.attended.total * self.itemsize if self.averages else 0
+        arriving = self.newest.total * size if self.derived and options.bits == 16 else 0
+        return StaleBytes(tokens * size + self._sample_bytes + bias, arriving)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of what attention reads, where that is not what is received."""
+        return self.attended.total * prod(self.token) * self.itemsize if self.derived else 0
+
+    @property
+    def _sample_bytes(self) -> int:
+        """Bytes of the means and samples of own tokens that fits are made of."""
+        if self.options.correction == "none":
+            return 0
+        own = self.grid.num_tokens(self.axis.rank)
+        stride = stride_for(kind_for(self.options.correction, own, self.token[-1]), own)
+        return (1 + self.options.extrapolated) * prod(self.token) * (MEAN_BYTES + self.itemsize * -(-own // stride))

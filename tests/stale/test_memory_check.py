@@ -1,0 +1,77 @@
+"""Memory of stale keys and values is known before the first of them is stored, and refused where there is less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.comm.exchange_part import ExchangePart
+from patchpar.plan.bands import Bands
+from patchpar.plan.kv_selection import TokensAcross
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.stale_kv import RemoteTokens
+from patchpar.shard.attention.stale_partials import KeysValues
+from patchpar.shard.stale.cache import StaleBytes, Workspace
+from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.strategies import parse_strategy
+from tests.breadth import first_of
+
+from .runs import Run
+
+ON_RANKS = "tests.stale.on_ranks"
+STRATEGIES = (
+    "fresh-edges",
+    "fresh-edges:correction=none,extrapolated=false",
+    "fresh-edges:correction=none,extrapolated=false,bits=8",
+    "fresh-edges:correction=linear",
+    "fresh-edges:context=pooled,pool=2",
+    "fresh-edges:context=pooled,pool=2,bits=4",
+    "fresh-edges:bits=8",
+    "displaced",
+    "displaced:preset=paper",
+    "pcpp",
+    "pcpp:context=paper",
+)
+
+
+def num_bytes(tensors: Any) -> int:
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_layer_stores_what_its_layout_says(strategy: str, rank: int, dtype: torch.dtype) -> None:
+    """Of three ranks with bands of 5, 5 and 4 rows, beside two tokens of text."""
+    policy = parse_strategy(strategy).policy
+    axis, grid = Axis("patch", rank, 3, (0, 1, 2)), LevelGrid(Bands((0, 5, 10, 14)), TokensAcross(8), -2)
+    joins = policy.published or policy.context.narrow_to is not None
+    layout = StaleLayout(policy.context, axis, grid, (2, 2, 3, 8), dtype.itemsize, common=2, joins=joins)
+    whole = {p: torch.randn(2, 2, grid.num_tokens(p) + 2 * (p == rank), 3, 8).to(dtype) for p in range(3)}
+    state = RemoteTokens(layout, whole[rank], Workspace())
+    others = {p: KeysValues(*x) for p, x in whole.items() if p != rank}
+    state.remember(KeysValues(*whole[rank]), others, continues=False)
+    assert StaleBytes(num_bytes(state.tensors()), num_bytes(state.arriving())) == layout.num_bytes
+    part = state.part(state.write(KeysValues(*whole[rank])))
+    assert isinstance(part, ExchangePart)
+    assert part.bytes_sent > 0
+
+
+@pytest.mark.parametrize("strategy", first_of(STRATEGIES[:5], "fresh-edges:context=pooled,pool=2"))
+def test_a_call_is_estimated_from_its_first_layer(ranks: Any, strategy: str) -> None:
+    """Seven layers of three sizes: to the byte but for averages, means and biases, of which small layers have more."""
+    for expected, held in ranks.run(f"{ON_RANKS}:expected_and_held", 2, Run(strategy=strategy, size=(24, 8))):
+        assert sum(expected) == pytest.approx(sum(held), rel=0.15)
+        if "false" in strategy:
+            assert tuple(expected) == tuple(held)
+
+
+def test_too_little_memory_is_refused_with_figures(ranks: Any) -> None:
+    run = Run(strategy="fresh-edges", size=(24, 8))
+    for said in ranks.run(f"{ON_RANKS}:refused", 2, run, 10_000):
+        assert said.startswith("strategy fresh-edges keeps 0.00 GiB of keys and values for the next step on each rank")
+        assert "0.00 GiB for 2 CPU ranks are free: use strategy exact" in said
+    assert ranks.run(f"{ON_RANKS}:refused", 2, run, 10**9) == ["nothing"] * 2
