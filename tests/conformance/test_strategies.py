@@ -13,6 +13,8 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, packing, torch_work
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.errors import ExchangeError
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
 from tests.breadth import first_of
@@ -40,6 +42,7 @@ STRATEGIES = (
     "fresh-edges:quality=1",
 )
 OFTEN = (("exact", 4), ("displaced:preset=paper", 3), ("fresh-edges", 3), ("fresh-edges:context=pooled,bits=4", 2))
+PATIENCE = 120.0  # seconds; only a rank that stopped for good takes so long
 ROUNDING = 1e-5  # partial attentions are merged as they arrive
 WORLDS = {"exact:ulysses=2": (2, 4)}  # 2 divides the number of ranks
 RECEIVED_DIRECTLY = ("exact", "displaced", "fresh-edges", "fresh-edges:correction=none,extrapolated=false")
@@ -116,9 +119,51 @@ def keeps_the_rules(run: Run, world: int) -> None:
     found = stand_in.run(lambda transport: predicted(transport, run, world))
     assert [each for each in found if isinstance(each, BaseException)] == []
     assert stand_in.faults == []
-    wanted = on_threads(world, torch.no_grad()(predicted), run, world)
+    wanted = on_threads(world, torch.no_grad()(predicted), run, world, deadline=PATIENCE)
     for got, want in zip(found, wanted, strict=True):
         assert_same(got, want)
+
+
+class Stop(ArithmeticError):
+    """What a rank raises in the middle of a call, such as for want of memory."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    first_of(
+        [(strategy, number) for strategy in ("exact", "fresh-edges") for number in range(0, 60, 4)],
+        ("exact", 12),
+        ("fresh-edges", 48),
+    ),
+)
+def test_an_exception_at_an_exchange_frees_every_rank(strategy: str, number: int) -> None:
+    """The others get an error that names the exchange point, and none of them exchanges anything afterwards."""
+    run, stand_in = run_of(strategy), StandIn(2)
+    again: list[str] = []
+
+    def stopped(transport: TorchTransport) -> Any:
+        started = iter(range(number + 1))
+
+        def look_back() -> None:  # at the start of every exchange
+            if transport.rank == 1 and next(started) == number:
+                raise Stop
+
+        assert transport.waits is not None
+        transport.waits.look_back = look_back  # type: ignore[method-assign]
+        try:
+            return predicted(transport, run, 2)
+        except ExchangeError:
+            with pytest.raises(ExchangeError, match=r"rank 0 at the next one: .* is not used again") as error:
+                transport.send_recv([], [], "the next one")
+            again.append(str(error.value))
+            raise
+
+    waiting, broken = stand_in.run(stopped)
+    assert isinstance(broken, Stop)
+    assert isinstance(waiting, ExchangeError)
+    assert str(waiting).startswith("rank 0 at ")
+    assert any(said in str(waiting) for said in ("no message from ranks [1]", "have not taken part in the exchange"))
+    assert len(again) == 1
 
 
 def assert_same(found: Any, wanted: Any) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Deadlock(Exception):
-    """Every rank that has not ended waits for another."""
+class Deadlock(RuntimeError):
+    """Every rank that has not ended waits for another. NCCL would wait until the group is aborted."""
 
 
 class Turns:
@@ -53,7 +53,7 @@ class Turns:
             self._changed.wait_for(lambda: self._turn == rank)
         self._waits_for[rank] = None
         if not is_over():
-            raise Deadlock(self._stuck)
+            raise Deadlock(f"no rank can go on: {self._stuck}")
 
     def _pass_on(self, rank: int) -> None:
         order = [(rank + step) % self.world for step in range(1, self.world + 1)]

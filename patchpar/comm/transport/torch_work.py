@@ -95,6 +95,8 @@ def _into(own: Tensor, x: Tensor) -> Tensor:
 
 
 def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:
+    if not incoming:
+        return f"rank {rank} at {where}: the other ranks have not taken part in the exchange"
     peers = sorted({message.peer for message in incoming})
     shapes = [spec.shape for message in incoming for spec in message.specs]
     return f"rank {rank} at {where}: no message from ranks {peers} of shapes {shapes}"
