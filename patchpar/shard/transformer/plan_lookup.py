@@ -9,16 +9,20 @@ A plan that is kept or shipped is second-hand: where it does not fit, the denois
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import uncompiled
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.probe.latent import name_of_latent
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
@@ -61,7 +65,7 @@ class PlanSearch:
         """
         self._warn(f"the known plan for splitting its tokens does not fit ({in_one_line(why)})")
         found = self._watched(forward, call, otherwise=True, known=None if self.second_hand else known)
-        if self.second_hand:
+        if self.second_hand and found is not None:
             self._keep(found, call, otherwise=False)
         return self._agreed(found, second_hand=False)
 
@@ -79,11 +83,29 @@ class PlanSearch:
             self._warn(f"its blocks differ from those of diffusers {shipped.diffusers}, for which a plan is shipped")
         return plan
 
-    def _watched(self, forward: Forward, call: Call, otherwise: bool, known: TokenPlan | None = None) -> TokenPlan:
+    def _watched(
+        self, forward: Forward, call: Call, otherwise: bool, known: TokenPlan | None = None
+    ) -> TokenPlan | None:
         with uncompiled(self.denoiser):  # functions in compiled graphs cannot be intercepted
-            found = discover_tokens(self.denoiser, forward, *call, known=known)
-        self._keep(found, call, otherwise=otherwise)
+            found = self._discovered(forward, call, known)
+        if found is not None:
+            self._keep(found, call, otherwise=otherwise)
         return found
+
+    def _discovered(self, forward: Forward, call: Call, known: TokenPlan | None) -> TokenPlan | None:
+        """Search with that call, or with fewer tokens where memory is short: a plan holds for any number of them.
+
+        None where there is no memory for any.
+        """
+        arguments = CallArguments.of(self.denoiser, *call)
+        try:
+            return discover_tokens(self.denoiser, forward, *call, known=known)
+        except torch.OutOfMemoryError:
+            fewer = smaller_calls(arguments, name_of_latent(self.denoiser, arguments))
+        for each in fewer:
+            with suppress(RuntimeError, ValueError, IndexError):
+                return discover_tokens(self.denoiser, forward, each.args, each.kwargs, known=known)
+        return None
 
     def _keep(self, found: TokenPlan, call: Call, *, otherwise: bool) -> None:
         if self.verifications is not None:
@@ -94,14 +116,21 @@ class PlanSearch:
         signature = arguments_of(call) if otherwise else CallArguments.of(self.denoiser, *call).signature()
         return {**fingerprint_of(self.denoiser), "plan for": signature}
 
-    def _agreed(self, plan: TokenPlan, *, second_hand: bool) -> TokenPlan:
-        """Return the plan of the first rank on all ranks: all must cut alike."""
+    def _agreed(self, plan: TokenPlan | None, *, second_hand: bool) -> TokenPlan:
+        """Return the plan of the first rank that has one on all ranks: all must cut alike. Raises PlanError."""
         comm, axis = self.mesh
-        own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(comm.transport.device)
+        text = "" if plan is None else to_json(plan)
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.transport.device)
         gather = AllGather(comm, axis, "verify", "token plan")
         sizes = gather.same(torch.tensor([len(own), second_hand], device=own.device))
-        self.second_hand = bool(sizes[0][1])
-        first = gather.parts(own, 0, [int(size) for size, _ in sizes])[0]
+        chosen = next((number for number, (size, _) in enumerate(sizes) if size), None)
+        if chosen is None:
+            raise PlanError(
+                f"no rank has the memory to find the tokens of {type(self.denoiser).__name__} in a plain forward: use "
+                "a smaller image first, for which they are found once and cached"
+            )
+        self.second_hand = bool(sizes[chosen][1])
+        first = gather.parts(own, 0, [int(size) for size, _ in sizes])[chosen]
         return from_json(bytes(first.cpu().tolist()).decode())
 
     def _warn(self, what: str) -> None:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from patchpar.comm.collectives import AllGather
+from patchpar.errors import PlanError
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 SHAKEN = 4.0
@@ -23,13 +26,13 @@ def compared(
     """Compare the split forward with the plain one on this rank, call by call; the calls should have different tokens.
 
     The limit is the rounding of the dtype, or its effect on this model, which may quantise activations, so that another
-    order of summation gives another integer.
+    order of summation gives another integer. Where a plain forward does not fit in a rank's memory, all compare calls
+    with fewer tokens. Raises PlanError where none fits.
     """
     found = []
     for args, kwargs in calls:
-        arguments = CallArguments.of(shard.denoiser, args, kwargs)
         with torch.no_grad():
-            want = _tensors(_called(forward, arguments))
+            arguments, want = _plain_within_memory(shard, forward, CallArguments.of(shard.denoiser, args, kwargs))
             got = _tensors(_called(partial(shard.denoise, forward), arguments))
             error, limit = _largest(got, want), max(TOLERANCE[x.dtype] for x in want)
             if error > limit:
@@ -37,6 +40,35 @@ def compared(
                 limit = max(limit, SHAKEN * _largest(shaken, want))
         found.append(Comparison(error, limit))
     yield found
+
+
+def _plain_within_memory(
+    shard: TransformerSharder, forward: Callable[..., Any], arguments: CallArguments
+) -> tuple[CallArguments, list[Tensor]]:
+    """Return the call, or the largest with fewer tokens that every rank can run plainly, and its predictions."""
+    for number, call in enumerate((arguments, *smaller_calls(arguments, shard.plan.latent))):
+        want: list[Tensor] | None = None
+        try:
+            want = _tensors(_called(forward, call))
+        except torch.OutOfMemoryError:
+            pass
+        except (RuntimeError, ValueError, IndexError):  # other arguments hold the number of tokens
+            if not number:
+                raise
+        if _on_all_ranks(shard, want is not None) and want is not None:
+            return call, want
+    raise PlanError(
+        f"a plain forward of {shard.plan.denoiser}, with which the split one is compared, does not fit in the memory "
+        "of every rank, nor is there one with fewer tokens: verify=False leaves the comparison out"
+    )
+
+
+def _on_all_ranks(shard: TransformerSharder, here: bool) -> bool:
+    comm = shard.split.comm
+    if shard.split.axis.size == 1:
+        return here
+    own = torch.tensor([here], device=comm.transport.device)
+    return all(bool(each) for each in AllGather(comm, shard.split.axis, "verify", "memory").same(own))
 
 
 def refusal(shard: TransformerSharder) -> tuple[str, str]:

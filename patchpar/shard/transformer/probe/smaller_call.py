@@ -1,0 +1,51 @@
+"""The same call of a transformer with fewer tokens, for devices on which a plain call of its size does not fit.
+
+an image or a video   the first rows and columns of each frame; arguments as large as the latent are cut alike
+a list of tokens      the first of them, in all arguments that have as many; these are whole rows of an image
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.latent import is_latent
+
+IMAGE_SIDES = (16, 32, 64)
+FEWEST_TOKENS = 64
+
+
+def smaller_calls(arguments: CallArguments, latent: str) -> Iterator[CallArguments]:
+    """Yield calls with fewer tokens, the largest first. Not every model takes them: other arguments may have sizes."""
+    samples = [x for name, x in arguments.tensors().items() if is_latent(name, latent) and x.is_floating_point()]
+    if not samples:
+        return
+    if samples[0].ndim <= 3 and latent in arguments.tensors():
+        yield from _with_first_tokens(arguments, samples[0].shape[-2])
+        return
+    for side in reversed(IMAGE_SIDES):
+        if any(max(x.shape[-2:]) > side for x in samples):
+            yield arguments.map(partial(_cut_image, samples, side))
+
+
+def _cut_image(samples: list[Tensor], side: int, name: str, leaf: Any) -> Any:
+    """Cut a tensor [..., H, W] that is as large as the latent."""
+    if not isinstance(leaf, Tensor) or leaf.ndim < 3 or leaf.shape[-2:] not in {x.shape[-2:] for x in samples}:
+        return leaf
+    return leaf[..., :side, :side].contiguous()
+
+
+def _with_first_tokens(arguments: CallArguments, tokens: int) -> Iterator[CallArguments]:
+    size = tokens
+    while size % 2 == 0 and size // 2 >= FEWEST_TOKENS:
+        size //= 2
+        yield arguments.map(partial(_first_tokens, tokens, size))
+
+
+def _first_tokens(tokens: int, size: int, name: str, leaf: Any) -> Any:
+    """Cut a tensor with a dim of `tokens` rows to the first `size` of them."""
+    if not isinstance(leaf, Tensor) or tokens not in leaf.shape:
+        return leaf
+    return leaf.narrow(leaf.shape.index(tokens), 0, size).contiguous()

@@ -1,0 +1,105 @@
+"""Verification and search where a plain forward does not fit in memory: with fewer tokens, on all ranks alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import PlanError, VerificationError
+from patchpar.plan.mesh import Axis
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
+from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.exact import ExactPatch
+from tests.breadth import first_of
+from tests.tensors import relative
+from tests.tiny.transformers import TRANSFORMERS
+from tests.unit.threads import on_threads
+
+from .ranks import LIMIT, predictions
+
+FLUX, PIXART = "FluxTransformer2DModel", "PixArtTransformer2DModel"
+
+
+def large_call(name: str) -> dict[str, Any]:
+    """A call with 512 tokens or more."""
+    call = TRANSFORMERS[name].call(0)
+    if name == PIXART:
+        return call | {"hidden_states": torch.randn(2, 4, 48, 48, generator=torch.Generator().manual_seed(0))}
+    rows = torch.stack(torch.meshgrid(torch.arange(32.0), torch.arange(16.0), indexing="ij"), -1).reshape(-1, 2)
+    width = call["hidden_states"].shape[-1]
+    latent = torch.randn(2, len(rows), width, generator=torch.Generator().manual_seed(0))
+    return call | {"hidden_states": latent, "img_ids": torch.cat([torch.zeros(len(rows), 1), rows], 1)}
+
+
+def predicted(name: str, folder: Path, fits: int, exchange: str = "on") -> tuple[list[Any], list[int]]:
+    """What two ranks predict, and the sizes of plain forwards on the second, which has memory for `fits` elements."""
+    models, tried = [TRANSFORMERS[name].build() for _ in range(2)], list[int]()
+
+    def on_rank(transport: Any) -> list[Tensor]:
+        model: Any = models[transport.rank]
+        axis, comm = Axis("patch", transport.rank, 2, (0, 1)), Communicator(transport)
+        cache = VerificationCache(folder / str(transport.rank))
+        denoiser: Any = ExactPatch().install(model, comm, axis, verifications=cache)
+        denoiser.exchange = exchange
+        if exchange == "off":
+            denoiser._split = lambda *args, plain=denoiser._split, **kwargs: plain(*args, wrong=True)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            size = CallArguments.of(model, args, kwargs).tensors()["hidden_states"].numel()
+            if denoiser._shard is None or denoiser._shard.call is None:
+                tried.extend([size] * transport.rank)
+                if size > fits and transport.rank == 1:
+                    raise torch.OutOfMemoryError(f"{size} elements")
+            return model.forward(*args, **kwargs)
+
+        with torch.no_grad():
+            return predictions(denoiser.denoise(forward, **large_call(name)))
+
+    return on_threads(2, on_rank, deadline=60.0), tried
+
+
+@pytest.mark.parametrize("name", first_of([FLUX, PIXART], FLUX, PIXART))
+def test_fewer_tokens_where_memory_is_short(name: str, tmp_path: Path) -> None:
+    call = large_call(name)
+    size = call["hidden_states"].numel()
+    found, tried = predicted(name, tmp_path, size // 2)
+    with torch.no_grad():
+        want = predictions(TRANSFORMERS[name].build()(**call))
+    for got in found:
+        assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
+    assert max(tried) == size
+    assert any(0 < each <= size // 2 for each in tried)
+
+
+def test_a_wrong_split_is_refused_all_the_same(tmp_path: Path) -> None:
+    size = large_call(FLUX)["hidden_states"].numel()
+    for found in predicted(FLUX, tmp_path, size // 2, "off")[0]:
+        assert isinstance(found, VerificationError)
+
+
+def test_where_nothing_fits(tmp_path: Path) -> None:
+    """Every rank says so, also those with enough memory, and none waits for another."""
+    for found in predicted(FLUX, tmp_path, 0)[0]:
+        assert isinstance(found, PlanError)
+        assert "does not fit in the memory of every rank" in str(found)
+        assert "verify=False" in str(found)
+
+
+def test_what_is_cut() -> None:
+    call = large_call(FLUX)
+    calls = list(smaller_calls(CallArguments((), (), call), "hidden_states"))
+    assert [each.kwargs["hidden_states"].shape[1] for each in calls] == [256, 128, 64]
+    for each in calls:
+        tokens = each.kwargs["hidden_states"].shape[1]
+        assert torch.equal(each.kwargs["hidden_states"], call["hidden_states"][:, :tokens])
+        assert torch.equal(each.kwargs["img_ids"], call["img_ids"][:tokens])
+        assert each.kwargs["encoder_hidden_states"] is call["encoder_hidden_states"]
+    control = {"hidden_states": torch.ones(2, 4, 3, 48, 40), "mask": torch.ones(2, 1, 3, 48, 40)}
+    shapes = [each.kwargs["mask"].shape[-2:] for each in smaller_calls(CallArguments((), (), control), "hidden_states")]
+    assert shapes == [(32, 32), (16, 16)]
