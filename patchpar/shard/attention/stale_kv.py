@@ -62,7 +62,8 @@ class RemoteTokens:
         whole = (PooledRows(0, self.grid.rows(mine)),)
         pieces = [whole if p == mine else self.layout.pieces(p, mine) for p in ranks]
         bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
-        return torch.cat([bias.new_zeros(self._slots.common), bias]).to(like.device, like.dtype)
+        bias = torch.cat([bias.new_zeros(self._slots.common), bias])
+        return bias.to(like.device, like.dtype, non_blocking=True)
 
     def remember(self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
         """Store the fresh tokens of all ranks. `continues`: the step before belongs to the same image."""
