@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.denoisers import DENOISERS, SHORT
+from benchmarks.gpu.denoisers import DENOISERS, NAMES, SHORT
 from benchmarks.gpu.host_time import exchange_times, host_times
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, fake_rank
@@ -26,10 +26,6 @@ FRESH = ("fresh-edges", "fresh-edges:correction=none", "fresh-edges:context=pool
 STRATEGIES = {
     "sdxl": ("exact", "displaced", "pcpp", *FRESH, CFG),
     "flux": ("exact", "exact:ulysses=4", "exact:attention=ring", "displaced", "pcpp", *FRESH),
-}
-NAMES = {
-    "sdxl": "SDXL base 1.0, fp16, both guidance branches in one call",
-    "flux": "FLUX.1 dev, bf16, 512 tokens of text",
 }
 MIB = 2**20
 TURNS = 15

@@ -140,6 +140,10 @@ def _in_grid(plan: TokenPlan, grid: TokenGrid) -> TokenPlan:
 
 
 DENOISERS: dict[str, Callable[..., Denoiser]] = {"sdxl": sdxl, "flux": flux}
+NAMES = {
+    "sdxl": "SDXL base 1.0, fp16, both guidance branches in one call",
+    "flux": "FLUX.1 dev, bf16, 512 tokens of text",
+}
 SHORT: dict[str, Mapping[str, Any]] = {
     "sdxl": {"transformer_layers_per_block": (1, 1, 1), "layers_per_block": 1},
     "flux": {"num_layers": 2, "num_single_layers": 2},

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -30,7 +30,12 @@ MEMORY = 80 * 2**30  # bytes, all free
 @contextmanager
 def fake_cuda(events: EventCounts) -> Iterator[None]:
     """Make fake tensors of everything that is allocated inside; streams and events are counted and do nothing."""
-    with cuda_names(events), FakeTensorMode(allow_non_fake_inputs=True), _OperatorsForBindings(events), torch.no_grad():
+    with ExitStack() as stack:
+        stack.enter_context(cuda_names(events))
+        stack.enter_context(mock.patch.object(FakeTensor, "as_subclass", _shell, create=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_OperatorsForBindings(events))
+        stack.enter_context(torch.no_grad())
         yield
 
 
@@ -131,6 +136,10 @@ class _OperatorsForBindings(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        subclass = next((each for each in types if not issubclass(each, FakeTensor)), None)
+        if subclass is not None:  # it may call any of these functions on tensors of its own
+            with self:
+                return subclass.__torch_function__(func, types, args, kwargs or {})
         if func is Tensor.record_stream:
             self._events.streams_recorded += 1
             return None
@@ -208,6 +217,12 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
         return flash(query, key, value, dropout, call.is_causal, False, scale=call.scale)[0]
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, call.attn_mask, False, dropout, call.is_causal, scale=call.scale)[0]
+
+
+def _shell(x: Tensor, subclass: type[Tensor]) -> Tensor:
+    """A tensor of a subclass that holds `x`: on the meta device, since a fake tensor is of a subclass already."""
+    with unset_fake_temporarily():
+        return Tensor._make_subclass(subclass, torch.empty(x.shape, dtype=x.dtype, device="meta"))
 
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {

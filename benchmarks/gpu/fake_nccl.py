@@ -19,9 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @dataclass(slots=True)
 class GroupCounts:
-    """Batches of messages, and waits that block the process."""
+    """Batches of messages, waits that block the process, and questions whether a message has ended."""
 
     groups: int = 0
+    polled: int = 0
     waits: int = 0
 
 
@@ -51,6 +52,10 @@ def _stand_ins(counts: GroupCounts) -> Sequence[tuple[Any, str, Callable[..., An
         counts.waits += timeout is not None
         return True
 
+    def is_completed(_: Any) -> bool:
+        counts.polled += 1
+        return True
+
     def barrier(*_: Any, **__: Any) -> None:
         counts.waits += 1
 
@@ -58,5 +63,5 @@ def _stand_ins(counts: GroupCounts) -> Sequence[tuple[Any, str, Callable[..., An
         (dist, "batch_isend_irecv", batch_isend_irecv),
         (dist, "barrier", barrier),
         (dist.Work, "wait", wait),
-        (dist.Work, "is_completed", lambda _: True),
+        (dist.Work, "is_completed", is_completed),
     )

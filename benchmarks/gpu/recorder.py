@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 NO_KERNEL = EMPTY | {"_unsafe_view", "lift_fresh", "_local_scalar_dense", "set_", "resize_", "_linalg_check_errors"}
@@ -29,14 +30,22 @@ READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_check
 COPIES = {"_to_copy", "copy_"}
 
 
+class Work(NamedTuple):
+    """What one kernel computes, and reads and writes if nothing stays in a cache."""
+
+    flops: int
+    num_bytes: int
+
+
 @dataclass(slots=True)
 class CallCounts:
     """What one call of a denoiser does on one rank.
 
     `launches` of kernels, `operations` (messages and collectives) and `bytes_out` are by name of operator; `syncs`, in
-    which the process waits for the device, and `copies` between device and host by their place in the code. `peak` and
-    `held`: bytes of the device during and after the call, without those that were there before the first. `booked`:
-    bytes sent as patchpar's communicator counts them.
+    which the process waits for the device, and `copies` between device and host by their place in the code. `polls` ask
+    whether an event or a message has ended. `peak` and `held`: bytes of the device during and after the call, without
+    those that were there before the first. `work` has the kernels. `booked` and `rounds`: bytes sent and exchanges by
+    kind, as patchpar's communicator counts them.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -46,10 +55,13 @@ class CallCounts:
     copies: Counter[str] = field(default_factory=Counter)
     groups: int = 0
     events: int = 0
+    polls: int = 0
     allocations: int = 0
     peak: int = 0
     held: int = 0
-    booked: int = 0
+    work: Counter[Work] = field(default_factory=Counter)
+    booked: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[str] = field(default_factory=Counter)
 
 
 class Recorder(TorchDispatchMode):
@@ -69,14 +81,15 @@ class Recorder(TorchDispatchMode):
         if on_device and name in READS:
             self.counts.syncs[f"{name} at {place()}"] += 1
             self._launch(name, args)
-            return self._seen(_made_up(name, args))
+            return self._seen(made_up(name, args))
         if name in READS and any(isinstance(x, FakeTensor) for x in tree_leaves(args)):  # a copy on the host
-            return _made_up(name, args)
+            return made_up(name, args)
         if name in COPIES:
             self._copy(name, args, kwargs)
         found = func(*args, **kwargs)
         if func.namespace != "prim" and not func.is_view and (on_device or any(map(_is_on_device, tree_leaves(found)))):
             self._launch(name, args)
+            self.counts.work[work_of(func, args, kwargs, found)] += name not in NO_KERNEL
         return self._seen(found)
 
     def _seen(self, found: Any) -> Any:
@@ -173,7 +186,7 @@ def _num_bytes(tree: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _made_up(name: str, args: Sequence[Any]) -> Any:
+def made_up(name: str, args: Sequence[Any]) -> Any:
     """A value for what would have been read: one, true, everywhere."""
     if name == "_local_scalar_dense":
         dtype = args[0].dtype
@@ -181,6 +194,14 @@ def _made_up(name: str, args: Sequence[Any]) -> Any:
     if name == "nonzero":
         return args[0].new_zeros((args[0].numel(), args[0].ndim), dtype=torch.int64)
     return None if name == "_linalg_check_errors" else True
+
+
+def work_of(func: Any, args: Any, kwargs: Any, found: Any) -> Work:
+    """Return what a kernel computes and moves. FLOPs are those of matrix products, by torch's own formulas."""
+    count = flop_registry.get(func.overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=found))
+    tensors = [x for x in tree_leaves((args, kwargs, found)) if isinstance(x, Tensor)]
+    return Work(flops, sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors))
 
 
 def place() -> str:

@@ -11,6 +11,7 @@ from benchmarks.gpu.denoisers import Denoiser
 from benchmarks.gpu.fake_cuda import DEVICE, EventCounts, fake_cuda
 from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
 from benchmarks.gpu.recorder import CallCounts, LiveMemory, Recorder
+from benchmarks.gpu.tape import StorageNumbers, Tape
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Mesh
@@ -24,6 +25,7 @@ STEPS = {"exact": 0, "stale": 3}
 """Kinds of step, and the step that is counted of each: later ones are like it, once two values of the past are known.
 Strategies without stale values have one kind only."""
 DEADLINE = 60.0
+NUM_TAPES = 4  # two pairs of steps, for buffers that are used in turns
 Steps = dict[str, CallCounts]
 
 
@@ -40,11 +42,14 @@ class FakeRank:
 
     def steps(self, denoiser: Denoiser, strategy: str) -> Steps:
         """Count one call of each kind of step of a strategy."""
-        comm = Communicator(TorchTransport(DEVICE, DEADLINE))
+        comm = self._comm()
         if strategy == CFG:
             return self._in_turn(denoiser, self._guidance(denoiser, comm), comm, ONE_KIND)
         with installed(denoiser, strategy, comm, Mesh(self.rank, range(self.world), patch=self.world)) as step:
             return self._in_turn(denoiser, step, comm, STEPS if has_stale_steps(strategy) else ONE_KIND)
+
+    def _comm(self) -> Communicator:
+        return Communicator(TorchTransport(DEVICE, DEADLINE))
 
     def _in_turn(
         self, denoiser: Denoiser, step: Callable[[], None], comm: Communicator, kinds: Mapping[str, int]
@@ -53,7 +58,7 @@ class FakeRank:
         for _ in range(max(kinds.values()) + 1):
             comm.traffic.clear()
             found.append(self._counted(memory, step))
-            found[-1].booked = comm.traffic.total_bytes
+            found[-1].booked, found[-1].rounds = comm.traffic.bytes_sent.copy(), comm.traffic.rounds.copy()
         return {kind: found[number] for kind, number in kinds.items()}
 
     def _guidance(self, denoiser: Denoiser, comm: Communicator) -> Callable[[], None]:
@@ -68,23 +73,43 @@ class FakeRank:
 
         return step
 
+    def tapes(self, denoiser: Denoiser, strategy: str) -> list[Tape]:
+        """Record steps of a strategy that follow one another, after those in which its state is set up."""
+        comm, memory, numbers = self._comm(), LiveMemory(()), StorageNumbers()
+        with installed(denoiser, strategy, comm, Mesh(self.rank, range(self.world), patch=self.world)) as step:
+            for _ in range(max((STEPS if has_stale_steps(strategy) else ONE_KIND).values())):
+                step()
+            tapes = []
+            for _ in range(NUM_TAPES):
+                tapes.append(Tape(memory, numbers, denoiser.tensors()))
+                self._recorded(tapes[-1], step)
+            return tapes
+
     def _counted(self, memory: LiveMemory, call: Callable[[], object]) -> CallCounts:
-        recorder = Recorder(memory)
-        events, groups, waits = self._events.recorded, self._groups.groups, self._events.waits + self._groups.waits
         gc.collect()
         memory.begin()
         gc.disable()  # what a cycle holds would be freed at one time or another
+        recorder = Recorder(memory)
+        self._recorded(recorder, call)
+        gc.enable()
+        gc.collect()
+        recorder.counts.peak, recorder.counts.held = memory.peak, memory.live()
+        return recorder.counts
+
+    def _recorded(self, recorder: Recorder, call: Callable[[], object]) -> None:
+        """Run a call, and add to its counts what the stand-ins for streams and NCCL have counted meanwhile."""
+        before, counts = self._outside(), recorder.counts
         with recorder:
             call()
-        gc.enable()
-        counts = recorder.counts
-        counts.events, counts.groups = self._events.recorded - events, self._groups.groups - groups
-        blocking = self._events.waits + self._groups.waits - waits
-        if blocking:
-            counts.syncs["a wait of the process for a stream or a message"] += blocking
-        gc.collect()
-        counts.peak, counts.held = memory.peak, memory.live()
-        return counts
+        events, polls, groups, waits = (now - then for now, then in zip(self._outside(), before, strict=True))
+        counts.events, counts.polls, counts.groups = events, polls, groups
+        if waits:
+            counts.syncs["a wait of the process for a stream or a message"] += waits
+
+    def _outside(self) -> tuple[int, int, int, int]:
+        """Return events recorded, questions whether something has ended, groups, and waits of the process."""
+        events, groups = self._events, self._groups
+        return events.recorded, events.polled + groups.polled, groups.groups, events.waits + groups.waits
 
 
 def has_stale_steps(strategy: str) -> bool:

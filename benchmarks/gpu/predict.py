@@ -1,0 +1,226 @@
+"""Predict the time of a step of SDXL and FLUX on 1 to 8 GPUs, from counts and published rates. No GPU is used.
+
+python -m benchmarks.gpu.predict --write docs/figures/gpu-prediction.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.denoisers import DENOISERS, NAMES, SHORT
+from benchmarks.gpu.recorder import CallCounts, Work
+from benchmarks.gpu.strategies import fake_rank
+from benchmarks.page import publish
+from patchpar.strategies import parse_strategy
+
+WORLDS = (2, 4, 8)
+STRATEGIES = ("exact", "fresh-edges", "displaced")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Published rates: dense half-precision FLOP/s with fp32 sums, bytes per second of memory and to other GPUs."""
+
+    name: str
+    flops: float
+    memory: float
+    link: float
+    source: str
+
+
+DEVICES = (
+    Device(
+        name="H100 SXM",
+        flops=989e12,
+        memory=3.35e12,
+        link=450e9,
+        source="[NVIDIA H100](https://www.nvidia.com/en-us/data-center/h100/), half of the FLOP/s with sparsity; "
+        "NVLink has 900 GB/s for both directions",
+    ),
+    Device(
+        name="A100 SXM 80 GB",
+        flops=312e12,
+        memory=2.039e12,
+        link=300e9,
+        source="[NVIDIA A100](https://www.nvidia.com/en-us/data-center/a100/); NVLink has 600 GB/s for both directions",
+    ),
+    Device(
+        name="RTX 4090",
+        flops=165e12,
+        memory=1.008e12,
+        link=32e9,
+        source="[NVIDIA Ada architecture](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-"
+        "architecture.pdf), fp16 with fp32 sums; no NVLink, so PCIe 4.0 x16",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What is not published as one number. Times in seconds, shares of the published rates."""
+
+    launch: float = 5e-6
+    operation: float = 15e-6
+    shortest_kernel: float = 2e-6
+    message: float = 10e-6
+    matmul_share: float = 0.6
+    memory_share: float = 0.8
+    link_share: float = 0.7
+
+    def lines(self) -> Iterator[str]:
+        """Yield them as a list."""
+        yield f"- a launch takes {self.launch * 1e6:.0f} µs of the process, a message {self.operation * 1e6:.0f} µs"
+        yield (
+            f"- a kernel takes as long as its FLOPs at {self.matmul_share:.0%} of the published rate (FlashAttention-2 "
+            "reaches 50 to 73 % on an A100, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691)), or as its bytes at "
+            f"{self.memory_share:.0%} of the memory's, whichever is more, and {self.shortest_kernel * 1e6:.0f} µs at "
+            "least; every kernel reads its inputs and writes its outputs, and nothing stays in a cache"
+        )
+        yield (
+            f"- a message takes {self.message * 1e6:.0f} µs, and its bytes at {self.link_share:.0%} of the link's "
+            "rate; in an exact step the device waits for all of it, in a stale one only for exchanges that are fresh"
+        )
+        yield "- process and device work at the same time: the step takes as long as the slower of them"
+
+
+ASSUMED = Assumptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds of one step: of the process, of the device's kernels, and of messages that it waits for."""
+
+    host: float
+    kernels: float
+    messages: float
+
+    @property
+    def step(self) -> float:
+        """Eager: the process enqueues each launch and message."""
+        return max(self.host, self.kernels + self.messages)
+
+    @property
+    def replayed(self) -> float:
+        """The process enqueues one graph."""
+        return self.kernels + self.messages
+
+
+def predicted(counts: CallCounts, device: Device, stale: Collection[str] = ()) -> Prediction:
+    """Predict one step of one rank. `stale`: kinds of values for which the device does not wait in this step."""
+    fresh = sum(size for kind, size in counts.booked.items() if kind not in stale)
+    waits = sum(number for label, number in counts.rounds.items() if not set(label.split("+")) <= set(stale))
+    return Prediction(
+        host=sum(counts.launches.values()) * ASSUMED.launch + sum(counts.operations.values()) * ASSUMED.operation,
+        kernels=sum(kernel_time(work, device) * number for work, number in counts.work.items()),
+        messages=waits * ASSUMED.message + fresh / (device.link * ASSUMED.link_share),
+    )
+
+
+def stale_kinds(strategy: str) -> set[str]:
+    """Return the kinds of values that arrive a step later, and the bucket in which small ones travel."""
+    policy = parse_strategy(strategy).policy
+    if not policy.remembers:
+        return set()
+    of_bands = {kind for kind, when in (("halo", policy.halo), ("moments", policy.moments)) if when != "fresh"}
+    return {"kv", "bucket", *of_bands}
+
+
+def kernel_time(work: Work, device: Device) -> float:
+    """Return the seconds of one kernel."""
+    computing = work.flops / (device.flops * ASSUMED.matmul_share)
+    moving = work.num_bytes / (device.memory * ASSUMED.memory_share)
+    return max(computing, moving, ASSUMED.shortest_kernel)
+
+
+def model_lines(model: str, size: int, worlds: Sequence[int], *, short: bool) -> Iterator[str]:
+    """Yield the tables of one model, one for each device."""
+    plain, counts = counted(model, size, worlds, short=short)
+    yield f"## {NAMES[model]}, {size} x {size}"
+    for device in DEVICES:
+        one = predicted(plain, device)
+        yield ""
+        yield f"{device.name}, milliseconds of a step:"
+        yield ""
+        yield "| GPUs | strategy | process | kernels | messages | step | of one GPU | as one graph | of one GPU |"
+        yield "|---|---|---|---|---|---|---|---|---|"
+        yield _row(1, "plain", one, one)
+        for (world, strategy), found in counts.items():
+            yield _row(world, f"`{strategy}`", predicted(found, device, stale_kinds(strategy)), one)
+
+
+def counted(
+    model: str, size: int, worlds: Sequence[int], *, short: bool
+) -> tuple[CallCounts, dict[tuple[int, str], CallCounts]]:
+    """Count the plain step, and the last kind of step of each strategy by number of ranks."""
+    counts: dict[tuple[int, str], CallCounts] = {}
+    for world in worlds:
+        with fake_rank(min(1, world - 1), world) as rank:
+            denoiser = DENOISERS[model](size, layers=SHORT[model] if short else None)
+            plain = rank.plain(denoiser)
+            for strategy in STRATEGIES:
+                counts[world, strategy] = list(rank.steps(denoiser, strategy).values())[-1]
+    return plain, counts
+
+
+def _row(gpus: int, strategy: str, found: Prediction, one: Prediction) -> str:
+    times = (found.host, found.kernels, found.messages, found.step)
+    cells = [f"{1e3 * each:.1f}" for each in times]
+    cells += [f"{one.step / found.step:.2f}x", f"{1e3 * found.replayed:.1f}", f"{one.replayed / found.replayed:.2f}x"]
+    return f"| {gpus} | {strategy} | " + " | ".join(cells) + " |"
+
+
+INTRODUCTION = """\
+# Prediction for GPUs
+
+**A prediction, not a measurement.** No GPU was used: kernels, messages and launches of rank 1 [are \
+counted](gpu-counts.md), and their times computed from published rates under the assumptions below. It says where a \
+step's time should go, and what limits it; a measurement on GPUs replaces it."""
+
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the page."""
+    yield INTRODUCTION
+    yield ""
+    yield "Assumptions:"
+    yield ""
+    yield from ASSUMED.lines()
+    yield ""
+    yield "| GPU | TFLOP/s | memory, TB/s | link, GB/s | source |"
+    yield "|---|---|---|---|---|"
+    for each in DEVICES:
+        rates = f"{each.flops / 1e12:.0f} | {each.memory / 1e12:.2f} | {each.link / 1e9:.0f}"
+        yield f"| {each.name} | {rates} | {each.source} |"
+    yield ""
+    yield (
+        "For comparison: SDXL at 1024 x 1024 in bf16 on one A100 takes 3.31 s for 30 steps and the rest of the "
+        "pipeline ([PyTorch](https://pytorch.org/blog/accelerating-generative-ai-3/)): at most 110 ms for a step."
+    )
+    for model in options.models:
+        yield ""
+        yield from model_lines(model, options.size, options.worlds, short=options.short)
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(DENOISERS), default=list(DENOISERS))
+    parser.add_argument("--size", type=int, default=1024, help="pixels of a side")
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="numbers of GPUs")
+    parser.add_argument("--short", action="store_true", help="with few layers, for a quick look")
+    parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    publish(lines(options), options.write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Steps that follow one another could be replayed as one CUDA graph, as far as that holds; see `benchmarks.gpu.tape`.
+
+Every strategy runs the same operators in every steady step and reads nothing from the device. Exact steps take nothing
+from the step before. What stale steps take from it does not lie in the same places yet, so that `moved` is not empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.denoisers import DENOISERS, Denoiser
+from benchmarks.gpu.strategies import FakeRank, fake_rank
+from benchmarks.gpu.tape import difference
+from patchpar.shard.stale.cache import StaleCache
+from tests.gpu.test_counts import LAYERS, PIXELS, WORLD
+
+POOLED, PARTIALS = "fresh-edges:context=pooled", "fresh-edges:context=partials,refresh=1"
+STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:correction=none", POOLED, PARTIALS)
+DAILY = {("sdxl", "exact"), ("sdxl", "fresh-edges"), *(("flux", strategy) for strategy in STRATEGIES)}
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[FakeRank]:
+    with fake_rank(1, WORLD) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def models(rank: FakeRank) -> dict[str, Denoiser]:
+    return {name: build(PIXELS, layers=LAYERS[name]) for name, build in DENOISERS.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        pytest.param(model, strategy, marks=() if (model, strategy) in DAILY else pytest.mark.breadth)
+        for model in LAYERS
+        for strategy in STRATEGIES
+    ],
+)
+def test_steady_steps_are_the_same_operators_and_read_nothing(
+    rank: FakeRank, models: dict[str, Denoiser], model: str, strategy: str
+) -> None:
+    found = difference(rank.tapes(models[model], strategy))
+    assert not found.operators
+    assert not found.reads
+    if strategy == "exact":
+        assert not found.moved
+
+
+def during_the_end_of_calls(monkeypatch: pytest.MonkeyPatch, seeded: Any) -> None:
+    end = StaleCache.end
+
+    def ending(cache: StaleCache) -> None:
+        seeded()
+        end(cache)
+
+    monkeypatch.setattr(StaleCache, "end", ending)
+
+
+def test_a_number_that_the_process_decides_is_found(
+    rank: FakeRank, models: dict[str, Denoiser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    x = torch.zeros(1, device="cuda:0")
+
+    def decided() -> None:
+        calls.append(None)
+        x.mul(len(calls))
+
+    during_the_end_of_calls(monkeypatch, decided)
+    assert len(difference(rank.tapes(models["flux"], "displaced")).operators) == 3
+
+
+def test_a_value_that_is_read_is_found(
+    rank: FakeRank, models: dict[str, Denoiser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(1, device="cuda:0")
+    during_the_end_of_calls(monkeypatch, x.item)
+    assert sum(difference(rank.tapes(models["flux"], "displaced")).reads.values()) == 4
+
+
+def test_buffers_in_turns_are_allowed_and_a_new_one_in_every_step_is_found(
+    rank: FakeRank, models: dict[str, Denoiser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = sum(difference(rank.tapes(models["flux"], "displaced")).moved.values())
+    turns = [torch.zeros(1, device="cuda:0") for _ in range(2)]
+
+    def in_turns() -> None:
+        turns[0].add_(1)
+        turns.reverse()
+
+    with monkeypatch.context() as patch:
+        during_the_end_of_calls(patch, in_turns)
+        assert sum(difference(rank.tapes(models["flux"], "displaced")).moved.values()) == known
+
+    def anew() -> None:
+        turns[0] = turns[0] + 1
+
+    during_the_end_of_calls(monkeypatch, anew)
+    assert sum(difference(rank.tapes(models["flux"], "displaced")).moved.values()) == known + 1
