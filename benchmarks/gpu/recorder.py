@@ -64,6 +64,25 @@ class CallCounts:
     rounds: Counter[str] = field(default_factory=Counter)
 
 
+class Watcher(TorchDispatchMode):
+    """Notes the storages of what is run inside in `memory`, and makes up values that are read; counts nothing."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in READS and any(map(_is_on_device, args)):
+            return made_up(name, args)
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for x in tree_leaves(found):
+                if _is_on_device(x):
+                    self.memory.see(x)
+        return found
+
+
 class Recorder(TorchDispatchMode):
     """Counts what is run inside. `memory` is shared by the calls of one denoiser."""
 

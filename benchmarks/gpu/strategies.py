@@ -10,7 +10,7 @@ from dataclasses import replace
 from benchmarks.gpu.denoisers import Denoiser
 from benchmarks.gpu.fake_cuda import DEVICE, EventCounts, fake_cuda
 from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
-from benchmarks.gpu.recorder import CallCounts, LiveMemory, Recorder
+from benchmarks.gpu.recorder import CallCounts, LiveMemory, Recorder, Watcher
 from benchmarks.gpu.tape import StorageNumbers, Tape
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.torch_p2p import TorchTransport
@@ -54,12 +54,17 @@ class FakeRank:
     def _in_turn(
         self, denoiser: Denoiser, step: Callable[[], None], comm: Communicator, kinds: Mapping[str, int]
     ) -> Steps:
-        memory, found = LiveMemory(denoiser.tensors()), []
-        for _ in range(max(kinds.values()) + 1):
+        memory, found = LiveMemory(denoiser.tensors()), {}
+        names = {number: kind for kind, number in kinds.items()}
+        for number in range(max(names) + 1):
+            if number not in names:
+                with Watcher(memory):
+                    step()
+                continue
             comm.traffic.clear()
-            found.append(self._counted(memory, step))
-            found[-1].booked, found[-1].rounds = comm.traffic.bytes_sent.copy(), comm.traffic.rounds.copy()
-        return {kind: found[number] for kind, number in kinds.items()}
+            counts = found[names[number]] = self._counted(memory, step)
+            counts.booked, counts.rounds = comm.traffic.bytes_sent.copy(), comm.traffic.rounds.copy()
+        return found
 
     def _guidance(self, denoiser: Denoiser, comm: Communicator) -> Callable[[], None]:
         """Return what runs a step with two guidance branches, both in one call, on the first two ranks."""
@@ -77,8 +82,9 @@ class FakeRank:
         """Record steps of a strategy that follow one another, after those in which its state is set up."""
         comm, memory, numbers = self._comm(), LiveMemory(()), StorageNumbers()
         with installed(denoiser, strategy, comm, Mesh(self.rank, range(self.world), patch=self.world)) as step:
-            for _ in range(max((STEPS if has_stale_steps(strategy) else ONE_KIND).values())):
-                step()
+            with Watcher(memory):
+                for _ in range(max((STEPS if has_stale_steps(strategy) else ONE_KIND).values())):
+                    step()
             tapes = []
             for _ in range(NUM_TAPES):
                 tapes.append(Tape(memory, numbers, denoiser.tensors()))
@@ -90,8 +96,10 @@ class FakeRank:
         memory.begin()
         gc.disable()  # what a cycle holds would be freed at one time or another
         recorder = Recorder(memory)
-        self._recorded(recorder, call)
-        gc.enable()
+        try:
+            self._recorded(recorder, call)
+        finally:
+            gc.enable()
         gc.collect()
         recorder.counts.peak, recorder.counts.held = memory.peak, memory.live()
         return recorder.counts
