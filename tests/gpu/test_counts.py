@@ -93,7 +93,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "exact": Ceiling(241, 3, 0, 6, 254, 90, 238, 0),
     },
     ("flux", "exact:ulysses=4"): {
-        "exact": Ceiling(277, 5, 0, 10, 296, 59, 184, 0),
+        "exact": Ceiling(245, 5, 0, 10, 262, 41, 193, 0),
     },
     ("flux", "exact:attention=ring"): {
         "exact": Ceiling(293, 13, 0, 14, 330, 90, 229, 0),
