@@ -47,8 +47,12 @@ class ExchangePart:
 
     def kept(self) -> "ExchangePart":
         """Return the same part with copies of its tensors, to be sent later: the originals may change or be freed."""
-        copies = iter(copies_of([x for _, tensors in self.outgoing for x in tensors]))
-        outgoing = [(peers, tuple(next(copies) for _ in tensors)) for peers, tensors in self.outgoing]
+        return self.with_copies(copies_of([x for _, tensors in self.outgoing for x in tensors]))
+
+    def with_copies(self, copies: Sequence[Tensor]) -> "ExchangePart":
+        """Return the same part with `copies` of its tensors, each of the same shape, in their order."""
+        remaining = iter(copies)
+        outgoing = [(peers, tuple(next(remaining) for _ in tensors)) for peers, tensors in self.outgoing]
         return replace(self, outgoing=outgoing)
 
 

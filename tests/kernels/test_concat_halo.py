@@ -43,7 +43,7 @@ def arranged(shape: str, dim: int, rows: str, *, channels_last: bool, dtype: tor
 def test_a_copy_equals_its_twin(interpreted: Callable[..., Any], rows: str, dim: int, channels_last: bool) -> None:
     for shape in SHAPES:
         args = arranged(shape, dim, rows, channels_last=channels_last, dtype=torch.float16)
-        found, twin = interpreted(launch_concat_halo, *args), concat_halo_eager(*args)
+        (found, *_), (twin, *_) = interpreted(launch_concat_halo, *args), concat_halo_eager(*args)
         assert torch.equal(found, twin)
         assert found.stride() == twin.stride()
         assert is_channels_last(found) is channels_last
@@ -59,10 +59,30 @@ def test_raw_rows_are_normalised_and_activated(
         for dim in (-2, -1):
             args = arranged(shape, dim, "both", channels_last=channels_last, dtype=dtype)
             terms = torch.randn(3, args[0].shape[0] * args[0].shape[1])
-            found, twin = interpreted(launch_concat_halo, *args, terms, silu), concat_halo_eager(*args, terms, silu)
+            (found, *_), (twin, *_) = (
+                interpreted(launch_concat_halo, *args, terms, silu),
+                concat_halo_eager(*args, terms, silu),
+            )
             torch.testing.assert_close(found, twin, rtol=CLOSE[dtype], atol=CLOSE[dtype])
             assert torch.equal(found.narrow(dim, 1, args[0].shape[dim]), args[0]), "the band itself is copied"
-            assert not torch.allclose(found, concat_halo_eager(*args, terms, not silu), atol=1e-2)
+            assert not torch.allclose(found, concat_halo_eager(*args, terms, not silu)[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("edges", [(1, 1), (2, 1), (0, 2), (3, 0)])
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_edges_are_copied_to_be_sent(
+    interpreted: Callable[..., Any], edges: tuple[int, int], dim: int, channels_last: bool
+) -> None:
+    for shape in SHAPES:
+        args = arranged(shape, dim, "first band", channels_last=channels_last, dtype=torch.float16)
+        found = interpreted(launch_concat_halo, *args, None, False, *edges)
+        for copy, twin in zip(found, concat_halo_eager(*args, None, False, *edges), strict=True):
+            assert torch.equal(copy, twin)
+        x = args[0]
+        assert torch.equal(found[1], x.narrow(dim, 0, edges[0]))
+        assert torch.equal(found[2], x.narrow(dim, x.shape[dim] - edges[1], edges[1]))
+        assert all(copy.is_contiguous() for copy in found[1:])
 
 
 def ready_rows_of_a_gpu(*args: Any, silu: bool) -> Any:
@@ -97,6 +117,6 @@ def test_a_convolution_of_it_is_that_of_the_whole(interpreted: Callable[..., Any
     for start, end in pairwise(edges):
         before = whole[:, :, start - 1 : start].contiguous() if start else None
         after = whole[:, :, end : end + 1].contiguous() if end < 12 else None
-        padded = interpreted(launch_concat_halo, whole[:, :, start:end].contiguous(), before, after, 1, 1, -2)
+        padded = interpreted(launch_concat_halo, whole[:, :, start:end].contiguous(), before, after, 1, 1, -2)[0]
         found.append(F.conv2d(padded, weight, padding=(0, 1)))
     torch.testing.assert_close(torch.cat(found, -2), F.conv2d(whole, weight, padding=1))

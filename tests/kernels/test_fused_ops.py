@@ -73,7 +73,7 @@ def norm_args(dtype: torch.dtype) -> tuple[Any, ...]:
 def halo_args(dtype: torch.dtype) -> tuple[Any, ...]:
     x, rows = torch.randn(2, 8, 4, 6).to(dtype), torch.randn(2, 8, 1, 6).to(dtype)
     wide = group_moments.empty_moments(x, 1).dtype
-    return (x, rows, None, 1, 2, -2, torch.randn(3, 16, dtype=wide), True)
+    return (x, rows, None, 1, 2, -2, torch.randn(3, 16, dtype=wide), True, 1, 2)
 
 
 CASES = [

@@ -32,11 +32,14 @@ def concat_halo_eager(
     dim: int,
     terms: Tensor | None = None,
     silu: bool = False,
-) -> Tensor:
+    first: int = 0,
+    last: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return `x` [B, C, ..., h, W] between `before` and `after` [B, C, ..., r, W], in the format of `x`.
 
     Where one of these is None there are zeros, `rows_before` or `rows_after` of them. With `terms` [3, B * C] they are
-    raw, and normalised as the norm before `x` did, see `kernels.group_norm`; with `silu` activated too.
+    raw, and normalised as the norm before `x` did, see `kernels.group_norm`; with `silu` activated too. Also contiguous
+    copies of the `first` and of the `last` rows of `x`, to be sent.
     """
     pieces = [
         empty_with_rows(x, dim, count).zero_() if rows is None else halo_rows(rows, terms, silu)
@@ -44,8 +47,12 @@ def concat_halo_eager(
     ]
     pieces = [piece for piece in (pieces[0], x, pieces[1]) if piece.shape[dim]]
     if is_channels_last(x):
-        return torch.cat([piece.movedim(1, -1) for piece in pieces], dim - 1).movedim(-1, 1)
-    return torch.cat(pieces, dim)
+        joined = torch.cat([piece.movedim(1, -1) for piece in pieces], dim - 1).movedim(-1, 1)
+    else:
+        joined = torch.cat(pieces, dim)
+    edges = (x.narrow(dim, 0, first), x.narrow(dim, x.shape[dim] - last, last))
+    copies = [rows.clone(memory_format=torch.contiguous_format) for rows in edges]
+    return joined, copies[0], copies[1]
 
 
 def launch_concat_halo(
@@ -57,15 +64,18 @@ def launch_concat_halo(
     dim: int,
     terms: Tensor | None = None,
     silu: bool = False,
-) -> Tensor:
+    first: int = 0,
+    last: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for `x` [B, C, ..., h, W], contiguous or channels_last, and contiguous rows beyond."""
     from patchpar.shard.kernels.programs.concat_halo import concat_halo_program
 
-    y, last = empty_concat_halo(x, before, after, rows_before, rows_after, dim), is_channels_last(x)
-    shape, at = (x.movedim(1, -1).shape, dim - 1) if last else (x.shape, dim)
+    found = empty_concat_halo(x, before, after, rows_before, rows_after, dim, None, silu, first, last)
+    channels_last = is_channels_last(x)
+    shape, at = (x.movedim(1, -1).shape, dim - 1) if channels_last else (x.shape, dim)
     runs, inner = math.prod(shape[:at]), math.prod(shape[at + 1 :]) if at + 1 else 1
     batch, channels = x.shape[:2]
-    length = y.shape[dim] * inner
+    length = found[0].shape[dim] * inner
     positions = min(power_of_2(length), TILE)
     runs_at_once = min(power_of_2(runs), TILE // positions)
     concat_halo_program[(-(-runs // runs_at_once) * -(-length // positions),)](
@@ -73,22 +83,24 @@ def launch_concat_halo(
         before,
         after,
         terms,
-        y,
+        *found,
         runs,
-        runs // (batch if last else batch * channels),
+        runs // (batch if channels_last else batch * channels),
         inner,
         rows_before,
         x.shape[dim],
         rows_after,
         channels,
         batch * channels,
-        CHANNELS_LAST=last,
+        first,
+        last,
+        CHANNELS_LAST=channels_last,
         SILU=silu,
         RUNS=runs_at_once,
         POSITIONS=positions,
         num_warps=8,
     )
-    return y
+    return found
 
 
 def empty_concat_halo(
@@ -100,14 +112,22 @@ def empty_concat_halo(
     dim: int,
     terms: Tensor | None = None,
     silu: bool = False,
-) -> Tensor:
-    """Return an empty map for `x` [B, C, ..., h, W] and the rows beyond."""
-    return empty_with_rows(x, dim, rows_before + x.shape[dim] + rows_after)
+    first: int = 0,
+    last: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty maps for `x` [B, C, ..., h, W] and the rows beyond, and for copies of its edge rows."""
+
+    def edge(rows: int) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] = rows
+        return x.new_empty(shape)
+
+    return empty_with_rows(x, dim, rows_before + x.shape[dim] + rows_after), edge(first), edge(last)
 
 
 concat_halo = fused_op(
     "concat_halo(Tensor x, Tensor? before, Tensor? after, int rows_before, int rows_after, int dim, "
-    "Tensor? terms=None, bool silu=False) -> Tensor",
+    "Tensor? terms=None, bool silu=False, int first=0, int last=0) -> (Tensor, Tensor, Tensor)",
     eager=concat_halo_eager,
     launch=launch_concat_halo,
     fake=empty_concat_halo,
@@ -124,7 +144,7 @@ def ready_rows(
         return next(found), next(found)
     first, last = (None if rows is None else rows.contiguous() for rows in (before, after))
     counts = [0 if rows is None else rows.shape[dim] for rows in (first, last)]
-    joined = concat_halo(there[0].narrow(dim, 0, 0), first, last, counts[0], counts[1], dim, terms, silu)
+    joined = concat_halo(there[0].narrow(dim, 0, 0), first, last, counts[0], counts[1], dim, terms, silu)[0]
     return (
         None if first is None else joined.narrow(dim, 0, counts[0]),
         None if last is None else joined.narrow(dim, counts[0], counts[1]),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.exchange_part import ExchangePart, Halo, Received, halo_of, moments_part
 from patchpar.comm.transport import TensorSpec
+from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.kernels.group_moments import moments_of_band
 from patchpar.shard.local_patch import LocalPatch
@@ -26,9 +27,11 @@ from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.unet.layers import (
     Conv,
     RawHalo,
+    convolve,
     convolve_with_halo,
     copies_band,
     is_thin,
+    join_halo,
     mend_borders,
     normalise,
     stencil_of,
@@ -118,21 +121,24 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return self.fn_ref.original_forward(x)
         stencil = stencil_of(module, dim)
         own = x.narrow(dim, 0, x.shape[dim] - self.trailing)
-        halo = self._start(own, stencil.before, stencil.after, left)
-        reads_beyond, has_halo = stencil.before + stencil.after > 0, not callable(halo)
-        if is_thin(own.shape[dim], stencil) or (reads_beyond and copies_band(module, own, has_halo=has_halo)):
+        is_whole_here = self.reads_sample and patch.whole is not None
+        entry = None if is_whole_here else patch.entry(self.where, patch.policy.halo)
+        if entry is not None and not patch.fresh:
+            return self._with_stale_halo(module, x, own, stencil, entry)
+        if is_whole_here:
+            halo: Halo | RawHalo | Callable[[], Halo] = _halo_of_whole(patch, own, stencil.before, stencil.after)
+        else:
+            halo = self._start(own, stencil, left, entry)
+        if _joins(module, own, dim, stencil, has_halo=not callable(halo)):
             return convolve_with_halo(module, own, dim, stencil, halo() if callable(halo) else halo)
         y = self.fn_ref.original_forward(x)
         return mend_borders(module, own, y, dim, stencil, _ready(halo))
 
-    def _start(self, x: Tensor, before: int, after: int, left: RawHalo | None) -> Halo | RawHalo | Callable[[], Halo]:
+    def _start(
+        self, x: Tensor, stencil: Stencil, left: RawHalo | None, entry: StaleEntry | None
+    ) -> Halo | RawHalo | Callable[[], Halo]:
         """Return the halo if it is available; else start the exchange, and return a function that waits for it."""
         patch = self.patch
-        if self.reads_sample and patch.whole is not None:
-            return _halo_of_whole(patch, x, before, after)
-        entry = patch.entry(self.where, patch.policy.halo)
-        if entry is not None and not patch.fresh:
-            return self._of_last_step(x, before, after, entry)
 
         def kept(halo: Halo) -> Halo:
             if entry is not None:
@@ -141,20 +147,50 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
         if left is not None:
             return left if entry is None else kept(left.ready())
-        pending = patch.comm.gather_with_edges(patch.axis, self.where, [], patch.edges(x, before, after))
+        edges = patch.edges(x, stencil.before, stencil.after)
+        pending = patch.comm.gather_with_edges(patch.axis, self.where, [], edges)
         return lambda: kept(pending.wait()[1])
 
-    def _of_last_step(self, x: Tensor, before: int, after: int, entry: StaleEntry) -> Halo:
-        """Return the neighbours' stale rows, and send this rank's for the next step."""
+    def _with_stale_halo(self, module: Conv, x: Tensor, own: Tensor, stencil: Stencil, entry: StaleEntry) -> Tensor:
+        """Convolve with the neighbours' stale rows, and send this rank's for the next step."""
+        patch, dim = self.patch, self.patch.dim
+        edges = patch.edges(own, stencil.before, stencil.after)
+        halo = halo_of(patch.axis, edges, entry.wait())
+        if patch.policy.published:
+            edges = _edges_to_everyone(patch, own, max(stencil.before, stencil.after))
+        sends = patch.cache is not None and not patch.frozen
+        if not _joins(module, own, dim, stencil, has_halo=True):
+            if sends:
+                entry.pending = self._send(edges.kept(), stencil)
+            return mend_borders(module, own, self.fn_ref.original_forward(x), dim, stencil, halo)
+        first, last = self._rows_sent(stencil) if sends else (0, 0)
+        joined, *copies = join_halo(own, dim, stencil, halo, first, last)
+        if sends:
+            entry.pending = self._send(edges.with_copies([rows for rows in copies if rows.shape[dim]]), stencil)
+        return convolve(module, joined, dim)
+
+    def _rows_sent(self, stencil: Stencil) -> tuple[int, int]:
+        """Return how many of this rank's first and last rows others read."""
         patch = self.patch
-        edges, found = patch.edges(x, before, after), entry.wait()
-        halo = halo_of(patch.axis, edges, found)
-        if patch.cache is not None and not patch.frozen:
-            if patch.policy.published:
-                entry.pending = _send_to_everyone(patch, x, before, after, self.where)
-            else:
-                entry.pending = patch.cache.send(edges.kept(), self.where)
-        return halo
+        if patch.policy.published:
+            return (max(stencil.before, stencil.after),) * 2
+        up, down = patch.group_rank > 0, patch.group_rank + 1 < len(patch.bands)
+        return stencil.after if up else 0, stencil.before if down else 0
+
+    def _send(self, edges: ExchangePart, stencil: Stencil) -> Callable[[], Received]:
+        """Send this rank's edge rows for the next step; the returned function waits for the neighbours'."""
+        patch = self.patch
+        assert patch.cache is not None
+        wait = patch.cache.send(edges, self.where)
+        if not patch.policy.published:
+            return wait
+        return lambda: _of_neighbours(patch, wait(), stencil)
+
+
+def _joins(conv: Conv, own: Tensor, dim: int, stencil: Stencil, *, has_halo: bool) -> bool:
+    """Whether the band `own` [B, C, ..., h, W] is joined with its halo before it is convolved."""
+    reads_beyond = stencil.before + stencil.after > 0
+    return is_thin(own.shape[dim], stencil) or (reads_beyond and copies_band(conv, own, has_halo=has_halo))
 
 
 def _ready(halo: Halo | RawHalo | Callable[[], Halo]) -> Halo:
@@ -163,27 +199,25 @@ def _ready(halo: Halo | RawHalo | Callable[[], Halo]) -> Halo:
     return halo() if callable(halo) else halo
 
 
-def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
-    """Send both edges to all ranks, as DistriFusion does (arXiv:2402.19481); of those received keep the neighbours'."""
-    assert patch.cache is not None
-    axis, dim, reach = patch.axis, patch.dim, max(before, after)
+def _edges_to_everyone(patch: LocalPatch, x: Tensor, rows: int) -> ExchangePart:
+    """Return the exchange of both edges with all ranks, as DistriFusion has it (arXiv:2402.19481)."""
+    axis, dim = patch.axis, patch.dim
     ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
-    both = torch.stack([x.narrow(dim, 0, reach), x.narrow(dim, x.shape[dim] - reach, reach)]).unbind()
-    specs = tuple(TensorSpec.of(rows) for rows in both)
-    part = ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs), axis=axis, to_all=True)
-    wait = patch.cache.send(part, where)
+    both = (x.narrow(dim, 0, rows), x.narrow(dim, x.shape[dim] - rows, rows))
+    specs = tuple(TensorSpec.of(edge) for edge in both)
+    return ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs), axis=axis, to_all=True)
 
-    def received() -> Received:
-        found, nearest = wait(), {}
-        if axis.rank > 0:
-            rows = found[axis.ranks[axis.rank - 1]][1]
-            nearest[axis.ranks[axis.rank - 1]] = [rows.narrow(dim, reach - before, before)]
-        if axis.rank + 1 < axis.size:
-            rows = found[axis.ranks[axis.rank + 1]][0]
-            nearest[axis.ranks[axis.rank + 1]] = [rows.narrow(dim, 0, after)]
-        return nearest
 
-    return received
+def _of_neighbours(patch: LocalPatch, found: Received, stencil: Stencil) -> Received:
+    """Return of both edges of all ranks those that this one reads."""
+    axis, dim, nearest = patch.axis, patch.dim, {}
+    if axis.rank > 0:
+        rows = found[axis.ranks[axis.rank - 1]][1]
+        nearest[axis.ranks[axis.rank - 1]] = [rows.narrow(dim, rows.shape[dim] - stencil.before, stencil.before)]
+    if axis.rank + 1 < axis.size:
+        rows = found[axis.ranks[axis.rank + 1]][0]
+        nearest[axis.ranks[axis.rank + 1]] = [rows.narrow(dim, 0, stencil.after)]
+    return nearest
 
 
 def _by_rank(patch: LocalPatch, halo: Halo) -> Iterator[tuple[int, Tensor]]:

@@ -187,6 +187,16 @@ def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Sten
 
     For thin bands, large weights, and GPUs, where the copy also normalises and activates a raw halo.
     """
+    return convolve(conv, join_halo(x, dim, stencil, halo)[0], dim)
+
+
+def join_halo(
+    x: Tensor, dim: int, stencil: Stencil, halo: Halo | RawHalo, first: int = 0, last: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the band `x` [B, C, ..., h, W] with its halo, as a convolution with `stencil` reads it.
+
+    Also contiguous copies of the `first` and of the `last` rows of `x`.
+    """
     (before, after), terms, silu = _unpacked(halo)
     size = x.shape[dim]
     outputs = -(-size // stencil.stride)
@@ -195,7 +205,7 @@ def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Sten
     rows_after = needed if after is None else after.shape[dim]
     if is_fused(x):
         x, before, after = dense(x), *(None if rows is None else rows.contiguous() for rows in (before, after))
-    return convolve(conv, concat_halo(x, before, after, rows_before, rows_after, dim, terms, silu), dim)
+    return concat_halo(x, before, after, rows_before, rows_after, dim, terms, silu, first, last)
 
 
 def _unpacked(halo: Halo | RawHalo) -> tuple[Halo, Tensor | None, bool]:

@@ -11,6 +11,8 @@ def concat_halo_program(
     after,
     terms,
     y,
+    first_rows,
+    last_rows,
     runs,
     runs_per_map,
     inner,
@@ -19,6 +21,8 @@ def concat_halo_program(
     rows_after,
     channels,
     maps,
+    num_first,
+    num_last,
     CHANNELS_LAST: tl.constexpr,
     SILU: tl.constexpr,
     RUNS: tl.constexpr,
@@ -26,7 +30,8 @@ def concat_halo_program(
 ):
     """Write POSITIONS positions of RUNS runs of `y`, [runs, rows_before + rows + rows_after, inner] in memory.
 
-    `runs_per_map`: of one channel, or of one sample where channels are last. `maps`: samples times channels.
+    Also copies of the `num_first` and `num_last` rows at the edges of `x`. `runs_per_map`: of one channel, or of one
+    sample where channels are last. `maps`: samples times channels.
     """
     first, size, last = rows_before * inner, rows * inner, rows_after * inner
     length = first + size + last
@@ -34,8 +39,14 @@ def concat_halo_program(
     run = tl.program_id(0) // blocks * RUNS + tl.arange(0, RUNS)[:, None]
     position = tl.program_id(0) % blocks * POSITIONS + tl.arange(0, POSITIONS)[None, :]
     is_run = run < runs
-    is_own = is_run & (position >= first) & (position < first + size)
-    value = tl.load(x + run.to(tl.int64) * size + (position - first), mask=is_own, other=0.0)
+    own = position - first
+    is_own = is_run & (own >= 0) & (own < size)
+    value = tl.load(x + run.to(tl.int64) * size + own, mask=is_own, other=0.0)
+    is_first, from_last = is_own & (own < num_first * inner), own - (size - num_last * inner)
+    at, _map = _address(run, own, num_first * inner, runs_per_map, channels, CHANNELS_LAST)
+    tl.store(first_rows + at, value, mask=is_first)
+    at, _map = _address(run, from_last, num_last * inner, runs_per_map, channels, CHANNELS_LAST)
+    tl.store(last_rows + at, value, mask=is_own & (from_last >= 0))
     if before is not None:
         is_before = is_run & (position < first)
         halo = _halo_rows(
@@ -43,13 +54,26 @@ def concat_halo_program(
         )
         value = tl.where(is_before, halo.to(value.dtype), value)
     if after is not None:
-        start = first + size
-        is_after = is_run & (position >= start) & (position < start + last)
+        is_after = is_run & (own >= size) & (own < size + last)
         halo = _halo_rows(
-            after, terms, run, position - start, is_after, last, runs_per_map, channels, maps, CHANNELS_LAST, SILU
+            after, terms, run, own - size, is_after, last, runs_per_map, channels, maps, CHANNELS_LAST, SILU
         )
         value = tl.where(is_after, halo.to(value.dtype), value)
     tl.store(y + run.to(tl.int64) * length + position, value, mask=is_run & (position < length))
+
+
+@triton.jit
+def _address(run, position, size, runs_per_map, channels, CHANNELS_LAST: tl.constexpr):
+    """Return where a position of a run is in a contiguous map of `size` values a run, and in which channel."""
+    block = run // runs_per_map
+    if CHANNELS_LAST:  # block: the sample
+        pixels, channel = size // channels, position % channels
+        map_of = block * channels + channel
+        at = map_of.to(tl.int64) * (runs_per_map * pixels) + (run % runs_per_map) * pixels + position // channels
+    else:
+        map_of = block + position * 0
+        at = run.to(tl.int64) * size + position
+    return at, map_of
 
 
 @triton.jit
@@ -70,14 +94,7 @@ def _halo_rows(
 
     They are rounded to their dtype in between, as two layers would round.
     """
-    block = run // runs_per_map
-    if CHANNELS_LAST:  # block: the sample
-        pixels, channel = size // channels, position % channels
-        map_of = block * channels + channel
-        at = map_of.to(tl.int64) * (runs_per_map * pixels) + (run % runs_per_map) * pixels + position // channels
-    else:
-        map_of = block + position * 0
-        at = run.to(tl.int64) * size + position
+    at, map_of = _address(run, position, size, runs_per_map, channels, CHANNELS_LAST)
     found = tl.load(rows + at, mask=mask, other=0.0)
     if terms is not None:
         mean = tl.load(terms + map_of, mask=mask, other=0.0)
