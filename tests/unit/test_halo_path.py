@@ -18,7 +18,7 @@ from patchpar.shard.unet.layer_hooks import ConvHook
 
 from .threads import on_threads
 
-MOST = 6
+MOST = 7
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -8,7 +8,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchpar.shard.kernels.fused_op import fused_op
 from patchpar.shard.kernels.map_layout import is_channels_last, power_of_2
@@ -43,7 +42,8 @@ def scaled(x: Tensor, terms: Tensor) -> Tensor:
 
 def _batch_norm(x: Tensor, terms: Tensor) -> Tensor:
     mean, scale, shift = terms.unbind(0)
-    return F.batch_norm(x, mean.detach(), torch.ones_like(mean), scale, shift, eps=0.0)
+    mean = mean.detach() if mean.requires_grad else mean  # batch norm has no gradient for it; those of weights remain
+    return torch.batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
 
 
 def group_norm_eager(
@@ -64,11 +64,11 @@ def group_norm_eager(
     """
     shape = (x.shape[0], groups)
     found = merge_moments(moments, shape)
-    own = unpack_moments(moments.select(0, 0), shape)
     if now is not None:
+        own = unpack_moments(moments.select(0, 0), shape)
         found = correct_moments(found, own, unpack_moments(now, shape), least)
     if published:
-        found = as_published(found, own.num if now is None else now.narrow(0, 0, 1))
+        found = as_published(found, (moments.select(0, 0) if now is None else now).narrow(0, 0, 1))
     terms = terms_of(found, x.shape[1] // groups, eps, weight, bias)
     return scaled(x, terms), terms
 
