@@ -28,25 +28,20 @@ def concat_halo_program(
     RUNS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Write POSITIONS positions of RUNS runs of `y`, [runs, rows_before + rows + rows_after, inner] in memory.
+    """Write POSITIONS of RUNS of `y`, [runs, rows_before + rows + rows_after, inner], and edge rows of `x` to be sent.
 
-    Also copies of the `num_first` and `num_last` rows at the edges of `x`. `runs_per_map`: of one channel, or of one
-    sample where channels are last. `maps`: samples times channels.
+    `runs_per_map`: of one channel, or of one sample where channels are last. `maps`: samples times channels.
     """
     first, size, last = rows_before * inner, rows * inner, rows_after * inner
-    length = first + size + last
-    blocks = tl.cdiv(length, POSITIONS)
+    length, blocks = first + size + last, tl.cdiv(first + size + last, POSITIONS)
     run = tl.program_id(0) // blocks * RUNS + tl.arange(0, RUNS)[:, None]
     position = tl.program_id(0) % blocks * POSITIONS + tl.arange(0, POSITIONS)[None, :]
-    is_run = run < runs
-    own = position - first
+    is_run, own = run < runs, position - first
     is_own = is_run & (own >= 0) & (own < size)
     value = tl.load(x + run.to(tl.int64) * size + own, mask=is_own, other=0.0)
-    is_first, from_last = is_own & (own < num_first * inner), own - (size - num_last * inner)
-    at, _map = _address(run, own, num_first * inner, runs_per_map, channels, CHANNELS_LAST)
-    tl.store(first_rows + at, value, mask=is_first)
-    at, _map = _address(run, from_last, num_last * inner, runs_per_map, channels, CHANNELS_LAST)
-    tl.store(last_rows + at, value, mask=is_own & (from_last >= 0))
+    num_first, num_last = num_first * inner, num_last * inner
+    _copy_rows(first_rows, value, run, own, is_own, num_first, runs_per_map, channels, CHANNELS_LAST)
+    _copy_rows(last_rows, value, run, own - (size - num_last), is_own, num_last, runs_per_map, channels, CHANNELS_LAST)
     if before is not None:
         is_before = is_run & (position < first)
         halo = _halo_rows(
@@ -60,6 +55,13 @@ def concat_halo_program(
         )
         value = tl.where(is_after, halo.to(value.dtype), value)
     tl.store(y + run.to(tl.int64) * length + position, value, mask=is_run & (position < length))
+
+
+@triton.jit
+def _copy_rows(rows, value, run, position, mask, size, runs_per_map, channels, CHANNELS_LAST: tl.constexpr):
+    """Write the values at positions 0 to `size` of each run to `rows`, a contiguous map."""
+    at, _map = _address(run, position, size, runs_per_map, channels, CHANNELS_LAST)
+    tl.store(rows + at, value, mask=mask & (position >= 0) & (position < size))
 
 
 @triton.jit
