@@ -12,7 +12,7 @@ from typing import Any
 
 from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.models.files import check_memory, needed_bytes, resolve_model
+from patchpar.models.files import check_memory, resolve_model
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import RequestedTask, purpose_of
 
@@ -44,7 +44,7 @@ class AppConfig:
         """Raise PlanError for a model that does not exist or does not fit into memory, before anything is started."""
         TASK.check_model(self.model, self.options)
         source, options, folder = resolve_model(self.model, self.options)
-        check_memory(source, needed_bytes(folder, options), self.devices.names)
+        check_memory(source, folder, options, self.devices.names)
 
 
 def devices_of(text: str) -> Devices:

@@ -168,3 +168,15 @@ def nccl_version() -> str | None:
     if not dist.is_available() or not dist.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def random_width(device: str) -> int:
+    """Return how many values this GPU samples side by side; 0 for the CPU, and where torch does not say.
+
+    torch's kernel gives each of so many threads a sequence of its own, at most one thread for each value (ATen's
+    `calc_execution_policy`). So of tensors with more values, GPUs of another width sample other values from one seed.
+    """
+    module = device_module(kind_of(device)) if is_accelerator(device) else None
+    properties = getattr(module, "get_device_properties", lambda _: None)(device)
+    processors = getattr(properties, "multi_processor_count", 0)
+    return int(processors * getattr(properties, "max_threads_per_multi_processor", 0))

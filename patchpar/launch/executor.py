@@ -131,6 +131,8 @@ class Executor(ABC):
 
     kind: Kind
     """Where the ranks run: in this process, in workers of this process, or under torchrun."""
+    random_widths: tuple[int, ...] = ()
+    """`random_width` of each rank's device; empty before the ranks have started, and of a single rank."""
 
     def __init__(self, devices: Sequence[str], engine: str, deadline: float) -> None:
         self.devices, self._engine_name = tuple(devices), engine

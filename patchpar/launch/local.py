@@ -148,6 +148,7 @@ class LocalExecutor(Executor):
             self.start()
             assert self._pool is not None
             self._pool.wait_until_ready()
+            self.random_widths = self._pool.random_widths
             self._replay()
         except BaseException as error:
             self._drop_pool()

@@ -58,6 +58,7 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _end, self._workers, self._store, self._owner)
         self._request = 0
         self.is_usable = True
+        self.random_widths: tuple[int, ...] = ()  # of the ranks' devices, once they are ready
         with no_fork():
             change_in_children(self)
             links = SocketPairs(len(spec.devices))
@@ -114,7 +115,7 @@ class WorkerPool:
             expected = {**facts[0], **versions()}
             if found != expected:
                 raise LaunchError(f"rank {rank} has {found}, where {expected} was expected: use the same versions")
-        self._start_up(FrameKind.FORM)
+        self.random_widths = tuple(self._start_up(FrameKind.FORM))
 
     def _start_up(self, kind: FrameKind | None) -> list[Any]:
         try:

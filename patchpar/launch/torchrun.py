@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError, WorkerHung
-from patchpar.launch.accelerators import card_id, device_count, main_kind, select_device
+from patchpar.launch.accelerators import card_id, device_count, main_kind, random_width, select_device
 from patchpar.launch.argument_mismatch import compare, described
 from patchpar.launch.control_group import REPLY_SECONDS, Control, GroupControl, LinkControl
 from patchpar.launch.default_group import (
@@ -97,6 +97,7 @@ class TorchrunExecutor(OwnProcessExecutor):
         facts = self._facts_of_all(engine, own, deadline)
         super().__init__([fact.pop("device") for fact in facts], engine, deadline)
         cards = [fact.pop("card") for fact in facts]
+        self.random_widths = tuple(int(fact.pop("random width")) for fact in facts)
         for other, fact in enumerate(facts):
             if fact != facts[0]:
                 raise LaunchError(f"rank {other} has {fact}, but rank 0 has {facts[0]}: use the same versions")
@@ -109,6 +110,7 @@ class TorchrunExecutor(OwnProcessExecutor):
     def _facts_of_all(self, engine: str, own: GroupRank, deadline: float) -> list[dict[str, str]]:
         """Return of each rank what has to be equal, its device, and the id of its card."""
         facts = {**versions(), "engine": engine, "device": own.device, "card": card_id(own.device)}
+        facts["random width"] = str(random_width(own.device))
         return [json.loads(fact) for fact in self._control.gather(json.dumps(facts).encode(), deadline)]
 
     def after_fork(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.accelerators import default_backend, kind_of, select_device
+from patchpar.launch.accelerators import default_backend, kind_of, random_width, select_device
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind, inherited
 from patchpar.launch.default_group import GroupRank, form_group
 from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
@@ -191,12 +191,13 @@ class Worker:
             facts["torch"] = str(torch.__version__)
         return facts
 
-    def _form(self) -> None:
-        """Create the engine, after the default group if every rank has its own GPU."""
+    def _form(self) -> int:
+        """Create the engine, after the default group if every rank has its own GPU. Returns its `random_width`."""
         select_device(self._config.device)
         if self._config.group_store is not None:
             _join_group(self._config, self._config.group_store)
         self._engine = load_engine(self._config.engine)(self._context)
+        return random_width(self._config.device)
 
     def _call(self, frame: ChannelFrame) -> object:
         method, args, kwargs, expected = decode(frame.message)

@@ -6,12 +6,13 @@ Neither torch nor diffusers is imported, so that a bad path is refused before an
 import math
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.host_memory import free_memory
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
@@ -171,14 +172,28 @@ def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
     return folder.num_weights * BYTES_PER_WEIGHT[dtype] if dtype in BYTES_PER_WEIGHT else folder.weight_bytes
 
 
-def check_memory(model: str, need: int, devices: tuple[str, ...]) -> None:
-    """Raise PlanError if the weights of all CPU ranks, `need` bytes each, exceed the free memory."""
-    ranks = sum(device == "cpu" for device in devices)
-    free = free_memory()
-    if free is not None and need * ranks > free:
-        fitting = free // need
-        way_out = f"use at most {fitting} of them or a smaller dtype" if fitting else "use a smaller dtype"
-        raise PlanError(
-            f"{ranks} CPU {'rank needs' if ranks == 1 else 'ranks need'} about {need * ranks / 2**30:.2f} GiB for the "
-            f"weights of {model}, but only {free / 2**30:.2f} GiB are free: {way_out}"
-        )
+def check_memory(model: str, folder: ModelFolder | None, options: Mapping[str, Any], devices: Sequence[str]) -> None:
+    """Raise PlanError if the weights that all ranks have in the host's memory at a time exceed what is free there.
+
+    A rank on the CPU keeps its weights there, and one on a GPU has them there while it loads: in the dtype of the files
+    they are pages of the files, which all ranks share; in another dtype each rank has a copy of its own.
+    """
+    need, free = needed_bytes(folder, options), free_memory()
+    on_gpus = sum(map(is_accelerator, devices)) if folder is not None and _is_converted(folder, need) else 0
+    ranks = sum(device == "cpu" for device in devices) or on_gpus
+    if free is None or need * ranks <= free:
+        return
+    fitting = free // need
+    way_out = f"use at most {fitting} of them or a smaller dtype" if fitting else "use a smaller dtype"
+    if on_gpus:
+        way_out = f"{way_out}, best that of the files, which is not converted"
+    raise PlanError(
+        f"{ranks} {'GPU' if on_gpus else 'CPU'} {'rank needs' if ranks == 1 else 'ranks need'} about "
+        f"{need * ranks / 2**30:.2f} GiB {'of host memory to convert' if on_gpus else 'for'} the weights of {model}, "
+        f"but only {free / 2**30:.2f} GiB are free: {way_out}"
+    )
+
+
+def _is_converted(folder: ModelFolder, need: int) -> bool:
+    """Whether weights that take `need` bytes are wider or narrower than in their files, of which headers are a part."""
+    return not 0.7 * folder.weight_bytes < need < 1.5 * folder.weight_bytes

@@ -27,7 +27,7 @@ from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
-from patchpar.pipeline.validate import bind, check_call, check_plan, check_plan_for
+from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, check_plan_for
 from patchpar.plan.plan import Plan
 
 
@@ -87,9 +87,9 @@ class ParallelPipeline:
         request = check_request(devices, plan, **limits, verify=verify, vae=vae)
         check_options(options)
         source, options, folder = resolve_model(model, options)
-        check_memory(source, need := needed_bytes(folder, options), request.devices.names)
+        check_memory(source, folder, options, request.devices.names)
         self = cls.__new__(cls)
-        self._begin(request, "load", source, options, need)
+        self._begin(request, "load", source, options, needed_bytes(folder, options))
         return self
 
     def _begin(self, request: PipelineOptions, method: str, *args: Any) -> None:
@@ -119,6 +119,7 @@ class ParallelPipeline:
         state, executor = self._state, self._executor
         bound = bind(self.description, args, kwargs)
         check_call(self.description, bound)
+        check_generators(bound, executor.devices, executor.random_widths)
         if executor.kind != "inline":
             refuse_old_callback(bound)
         caller = CallController(self, bound, kind=executor.kind, output_module=self.description.module)

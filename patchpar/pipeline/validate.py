@@ -9,6 +9,7 @@ from patchpar.launch.host_memory import free_memory
 from patchpar.models.info import DENOISERS, PipelineInfo
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
+from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import check_room, refusal_of, units_of
@@ -42,6 +43,22 @@ def _plain(model: PipelineInfo, name: str, value: Any) -> Any:
     """Convert numpy numbers and tensors to Python numbers for sizes, counts, and arguments with a number as default."""
     is_number = name in (*SIDES, *COUNTS) or type(model.parameters.get(name)) in (int, float)
     return plain(value) if is_number else value
+
+
+def check_generators(kwargs: Mapping[str, Any], devices: Sequence[str], random_widths: Sequence[int]) -> None:
+    """Raise PlanError if GPUs that sample different noise from one seed would have to sample it.
+
+    Every rank samples the whole noise. `random_widths`: see `Executor`.
+    """
+    generators = generators_of({"generator": kwargs.get("generator")})
+    by_cpu = bool(generators) and all(generator.device.type == "cpu" for generator in generators)
+    if len(set(random_widths)) > 1 and not by_cpu:
+        kinds = ", ".join(f"{device}: {width}" for device, width in zip(devices, random_widths, strict=True))
+        raise PlanError(
+            f"the GPUs are of different kinds ({kinds} values side by side), so that torch samples different noise on "
+            "them from the same seed: let the CPU sample it, generator=torch.Generator().manual_seed(...), or use "
+            "equal GPUs"
+        )
 
 
 def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:

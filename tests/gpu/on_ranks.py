@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched
-from tests.ranks import Place
+from tests.ranks import PoolRank
 from tests.tensors import relative
 
 
@@ -29,13 +29,13 @@ def on(device: torch.device, dtype: torch.dtype, tree: Any) -> Any:
 
 
 @torch.no_grad()
-def parity(place: Place, name: str, dtype: torch.dtype, strategy: str = "exact") -> GpuErrors:
-    device = torch.device(place.context.device)
+def parity(this: PoolRank, name: str, dtype: torch.dtype, strategy: str = "exact") -> GpuErrors:
+    device = torch.device(this.context.device)
     denoiser, call = denoisers.build(name).to(dtype), on(torch.device("cpu"), dtype, denoisers.call(name, 24, 16))
     exact = first(denoiser.double()(**on(torch.device("cpu"), torch.float64, call)))
     denoiser, call = denoiser.to(device, dtype), on(device, dtype, call)
     errors = [relative(first(denoiser(**call)).cpu().double(), exact)]
-    bands = patched(place, denoiser, strategy=parse_strategy(strategy))
+    bands = patched(this, denoiser, strategy=parse_strategy(strategy))
     for bands.exchange in ("on", "off"):
         errors.append(relative(first(bands.denoise(denoiser.forward, **call)).cpu().double(), exact))
     return GpuErrors(*errors)

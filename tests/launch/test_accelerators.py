@@ -1,5 +1,7 @@
 """What torch says of accelerators and their groups, on a machine without any."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from patchpar.launch.accelerators import (
     group_backend,
     main_kind,
     random_state,
+    random_width,
     select_device,
     set_random_state,
     used_device,
@@ -121,3 +124,12 @@ def test_random_states(monkeypatch, kind):
     assert used_device() == torch.device(kind)
     gpus.is_initialized = lambda: False
     assert used_device() is None
+
+
+def test_how_many_values_a_gpu_samples_side_by_side(monkeypatch):
+    """108 multiprocessors of an A100 with 2,048 threads each."""
+    gpus = pretend(monkeypatch, FakeGpus(["A"]))
+    assert random_width("cpu") == random_width("cuda:0") == 0, "not known"
+    found = SimpleNamespace(multi_processor_count=108, max_threads_per_multi_processor=2048)
+    monkeypatch.setattr(gpus, "get_device_properties", lambda device: found)
+    assert random_width("cuda:0") == 221_184

@@ -173,6 +173,25 @@ def test_not_enough_memory(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -
         ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu")
 
 
+def test_ranks_on_gpus_convert_weights_in_the_host(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a copy of its own meanwhile. In the dtype of the files all share the pages of the files."""
+    from patchpar.models.files import check_memory, inspect_folder
+
+    folder, gpus = inspect_folder(sdxl_folder), ("cuda:0", "cuda:1", "cuda:2")
+    monkeypatch.setattr("patchpar.models.files.free_memory", lambda: int(1.25 * folder.weight_bytes))
+    check_memory("tiny", folder, {}, gpus)
+    words = [
+        "3 GPU ranks need about",
+        "of host memory to convert the weights of tiny",
+        "at most 2",
+        "that of the files",
+    ]
+    with pytest.raises(PlanError, match=says(*words)):
+        check_memory("tiny", folder, {"torch_dtype": torch.float16}, gpus)
+    check_memory("tiny", folder, {"torch_dtype": torch.float16}, gpus[:2])
+    check_memory("a model of the hub", None, {}, gpus)
+
+
 def test_half_precision_needs_half_the_memory(sdxl_folder: Path) -> None:
     from patchpar.models.files import inspect_folder, needed_bytes
 
@@ -320,3 +339,20 @@ def test_what_diffusers_refuses_itself(parallel: ParallelPipeline, plain: Any) -
     for pipe in (plain, parallel):
         with pytest.raises(ValueError, match="list of generators of length 3"):
             pipe(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("devices", "widths"), [(("cuda:0", "cuda:1"), (221184, 196608)), (("xpu:0", "xpu:1"), (1024, 2048))], ids=str
+)
+def test_unequal_gpus_sample_unequal_noise(devices: tuple[str, ...], widths: tuple[int, ...]) -> None:
+    from patchpar.pipeline.validate import check_generators
+
+    of_cpu = torch.Generator()
+    of_gpu = type("Generator", (), {"__module__": "torch", "device": torch.device(devices[0])})()
+    for kwargs in ({}, {"generator": None}, {"generator": of_gpu}, {"generator": [of_cpu, of_gpu]}):
+        with pytest.raises(PlanError, match=says("of different kinds", devices[0], "let the CPU sample it")):
+            check_generators(kwargs, devices, widths)
+        check_generators(kwargs, devices, (widths[0], widths[0]))
+        check_generators(kwargs, devices, ())
+    check_generators({"generator": of_cpu}, devices, widths)
+    check_generators({"generator": [of_cpu, of_cpu]}, devices, widths)
