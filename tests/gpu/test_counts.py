@@ -60,31 +60,31 @@ class Ceiling(NamedTuple):
 # Ceilings only go down: who needs fewer launches, messages or bytes enters the new counts, which a failure prints.
 CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     ("sdxl", "exact"): {
-        "exact": Ceiling(1094, 28, 0, 56, 1376, 68, 112, 0),
+        "exact": Ceiling(375, 28, 0, 56, 542, 68, 89, 0),
     },
     ("sdxl", "displaced"): {
-        "exact": Ceiling(1219, 28, 0, 56, 1521, 68, 201, 94),
-        "stale": Ceiling(1249, 8, 0, 16, 1403, 68, 219, 110),
+        "exact": Ceiling(475, 28, 0, 56, 704, 68, 158, 88),
+        "stale": Ceiling(346, 8, 0, 16, 481, 68, 181, 110),
     },
     ("sdxl", "pcpp"): {
-        "exact": Ceiling(1219, 28, 0, 56, 1525, 68, 154, 47),
-        "stale": Ceiling(1265, 8, 0, 16, 1419, 21, 209, 100),
+        "exact": Ceiling(475, 28, 0, 56, 708, 68, 111, 40),
+        "stale": Ceiling(366, 8, 0, 16, 497, 21, 171, 100),
     },
     ("sdxl", "fresh-edges"): {
-        "exact": Ceiling(1255, 28, 0, 56, 1550, 68, 281, 169),
-        "stale": Ceiling(1111, 32, 0, 64, 1388, 68, 281, 169),
+        "exact": Ceiling(460, 28, 0, 56, 644, 68, 241, 169),
+        "stale": Ceiling(392, 32, 0, 64, 554, 68, 241, 169),
     },
     ("sdxl", "fresh-edges:correction=none"): {
-        "exact": Ceiling(1227, 28, 0, 56, 1530, 68, 272, 161),
-        "stale": Ceiling(1107, 28, 0, 56, 1380, 68, 272, 161),
+        "exact": Ceiling(432, 28, 0, 56, 624, 68, 232, 161),
+        "stale": Ceiling(388, 28, 0, 56, 546, 68, 232, 161),
     },
     ("sdxl", "fresh-edges:context=pooled"): {
-        "exact": Ceiling(1287, 28, 0, 56, 1578, 68, 145, 33),
-        "stale": Ceiling(1139, 32, 0, 64, 1416, 17, 172, 60),
+        "exact": Ceiling(492, 28, 0, 56, 672, 68, 105, 33),
+        "stale": Ceiling(432, 32, 0, 64, 582, 17, 132, 60),
     },
     ("sdxl", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(1255, 28, 0, 56, 1550, 68, 313, 201),
-        "stale": Ceiling(1435, 32, 0, 64, 1660, 72, 314, 201),
+        "exact": Ceiling(460, 28, 0, 56, 644, 68, 273, 201),
+        "stale": Ceiling(716, 32, 0, 64, 826, 72, 314, 201),
     },
     ("sdxl", CFG): {
         "exact": Ceiling(319, 2, 1, 2, 352, 1, 138, 1),
