@@ -16,14 +16,16 @@ from torch import Tensor
 
 from patchpar.comm.exchange_part import (
     ExchangePart,
+    ExchangeScope,
     Halo,
-    MessageBatch,
     Received,
-    batch_of,
     by_part,
     collectives_of,
     halo_of,
+    incoming_of,
     moments_part,
+    outgoing_of,
+    start_messages,
 )
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
@@ -59,13 +61,15 @@ class Communicator:
         `axis`: every rank of it does so now, also one without messages, and each pair of ranks has at most one message
         in each direction.
         """
-        return self.start(kind, where, MessageBatch(outgoing, incoming, axis))
+        return self.start(kind, where, outgoing, incoming, ExchangeScope(axis))
 
-    def start(self, kind: str, where: str, batch: MessageBatch) -> Work[Messages]:
+    def start(
+        self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], scope: ExchangeScope
+    ) -> Work[Messages]:
         """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
-        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in batch.outgoing)
-        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in batch.incoming)
-        return self._start(kind, where, partial(batch.start, self.transport, where))
+        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
+        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
+        return self._start(kind, where, partial(start_messages, self.transport, where, outgoing, incoming, scope))
 
     def all_gather(
         self, axis: Axis, kind: str, where: str, own: Tensor, *, bulk: bool = False, into: Tensor | None = None
@@ -122,13 +126,13 @@ class Communicator:
         `bulk`: what is not needed in this step. The result of the Work: for each part the received tensors by sender.
         It raises ExchangeError.
         """
-        batch = batch_of(parts, bulk=bulk)
+        outgoing, incoming, scope = outgoing_of(parts), incoming_of(parts), ExchangeScope.of(parts, bulk=bulk)
         for part in parts:
             self.traffic.bytes_sent[part.kind] += part.bytes_sent
             self.traffic.bytes_received[part.kind] += part.bytes_received
         label = label or "+".join(part.kind for part in parts)
-        started = self._start(label, where, partial(batch.start, self.transport, where))
-        return started.then(partial(by_part, tuple(parts), batch.incoming))
+        begin = partial(start_messages, self.transport, where, outgoing, incoming, scope)
+        return self._start(label, where, begin).then(partial(by_part, tuple(parts), incoming))
 
     def gather_with_edges(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
@@ -199,8 +203,8 @@ class AllGather:
             of_others = dict(zip(axis.others, received, strict=True))
             return [of_others.get(group_rank, own_tensors) for group_rank in range(axis.size)]
 
-        batch = MessageBatch([_to_others(axis, own)], incoming, axis, to_all=True, bulk=bulk)
-        return self.comm.start(self.kind, self.where, batch).then(in_order)
+        scope = ExchangeScope(axis, to_all=True, bulk=bulk)
+        return self.comm.start(self.kind, self.where, [_to_others(axis, own)], incoming, scope).then(in_order)
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks in order, all of the same shape as `own`. Blocks. Raises ExchangeError."""

@@ -57,43 +57,53 @@ class ExchangePart:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageBatch:
-    """The messages of this rank in one exchange. `axis` and `to_all` as of `ExchangePart`.
+class ExchangeScope:
+    """Who takes part in an exchange. `axis` and `to_all` as of `ExchangePart`. `bulk`: not needed in this step."""
 
-    `bulk`: what is not needed in this step.
-    """
-
-    outgoing: Sequence[Outgoing]
-    incoming: Sequence[Incoming]
     axis: Axis | None = None
     to_all: bool = False
     bulk: bool = False
 
-    def start(self, transport: Transport, where: str) -> Work[Messages]:
-        """Start the exchange: by one operation of all ranks of the axis where the transport has it."""
-        collectives = collectives_of(transport, self.axis)
-        if collectives is None or self.axis is None:
-            return transport.send_recv(self.outgoing, self.incoming, where)
-        ranks = self.axis.ranks
-        if not self.to_all:
-            return collectives.exchange(ranks, self.outgoing, self.incoming, where, bulk=self.bulk)
-        (own,) = self.outgoing
-        buffers = self._rows_of_one_buffer(own.tensors) or gather_buffers(
-            own.tensors, [each.specs for each in self.incoming]
-        )
-        if buffers is None:
-            return transport.send_recv(self.outgoing, self.incoming, where)
-        return collectives.all_gather(ranks, buffers, self.incoming, where, bulk=self.bulk)
+    @classmethod
+    def of(cls, parts: Sequence[ExchangePart], *, bulk: bool) -> "ExchangeScope":
+        """Return the scope of an exchange of all parts together."""
+        filled = [part for part in parts if part.axis is not None or part.outgoing or part.incoming]
+        axes = {part.axis for part in filled}
+        axis = axes.pop() if len(axes) == 1 else None
+        return cls(axis, axis is not None and all(part.to_all for part in filled), bulk)
 
-    def _rows_of_one_buffer(self, own: Tensors) -> tuple[Tensor, Tensor] | None:
-        """Return the tensor sent and all ranks' in order, if they are rows of one buffer that may be written now."""
-        into = {message.peer: message.into or () for message in self.incoming if message.at_once}
-        if self.axis is None or len(own) != 1 or len(into) != len(self.incoming):
-            return None
-        by_rank = [into.get(rank, own) for rank in self.axis.ranks]
-        parts = [found[0] for found in by_rank if len(found) == 1 and found[0] is not None]
-        rows = adjacent_rows(parts) if len(parts) == self.axis.size else None
-        return None if rows is None else (own[0].detach().view(-1), rows)
+
+def start_messages(
+    transport: Transport,
+    where: str,
+    outgoing: Sequence[Outgoing],
+    incoming: Sequence[Incoming],
+    scope: ExchangeScope,
+) -> Work[Messages]:
+    """Start an exchange: by one operation of all ranks of the axis where the transport has it."""
+    axis, collectives = scope.axis, collectives_of(transport, scope.axis)
+    if collectives is None or axis is None:
+        return transport.send_recv(outgoing, incoming, where)
+    if not scope.to_all:
+        return collectives.exchange(axis.ranks, outgoing, incoming, where, bulk=scope.bulk)
+    (own,) = outgoing
+    buffers = _rows_of_one_buffer(axis, own.tensors, incoming) or gather_buffers(
+        own.tensors, [each.specs for each in incoming]
+    )
+    if buffers is None:
+        return transport.send_recv(outgoing, incoming, where)
+    return collectives.all_gather(axis.ranks, buffers, incoming, where, bulk=scope.bulk)
+
+
+def _rows_of_one_buffer(axis: Axis, own: Tensors, incoming: Sequence[Incoming]) -> tuple[Tensor, Tensor] | None:
+    """Return the tensor sent and all ranks' in order, if they are rows of one buffer that may be written now."""
+    into = {message.peer: message.into or () for message in incoming if message.at_once}
+    if len(own) != 1 or len(into) != len(incoming):
+        return None
+    by_rank = [into.get(rank, own) for rank in axis.ranks]
+    parts = [found[0] for found in by_rank if len(found) == 1 and found[0] is not None]
+    rows = adjacent_rows(parts) if len(parts) == axis.size else None
+    return None if rows is None else (own[0].detach().view(-1), rows)
 
 
 def collectives_of(transport: Transport, axis: Axis | None) -> Collectives | None:
@@ -103,16 +113,7 @@ def collectives_of(transport: Transport, axis: Axis | None) -> Collectives | Non
     return transport.collectives if transport.collectives.covers(axis.ranks) else None
 
 
-def batch_of(parts: Sequence[ExchangePart], *, bulk: bool) -> MessageBatch:
-    """Return one message to and from each peer with all parts."""
-    filled = [part for part in parts if part.axis is not None or part.outgoing or part.incoming]
-    axes = {part.axis for part in filled}
-    axis = axes.pop() if len(axes) == 1 else None
-    to_all = axis is not None and all(part.to_all for part in filled)
-    return MessageBatch(_outgoing(parts), _incoming(parts), axis, to_all, bulk)
-
-
-def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
+def outgoing_of(parts: Sequence[ExchangePart]) -> list[Outgoing]:
     """Return one message for each peer; peers that get the same tensors share one."""
     by_peer: dict[int, list[Tensor]] = {}
     for part in parts:
@@ -125,7 +126,7 @@ def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
     return [Outgoing(tuple(peers), tensors) for peers, tensors in same.values()]
 
 
-def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
+def incoming_of(parts: Sequence[ExchangePart]) -> list[Incoming]:
     """Return one message expected from each peer."""
     specs: dict[int, list[TensorSpec]] = {}
     into: dict[int, list[Tensor | None]] = {}

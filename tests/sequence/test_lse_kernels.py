@@ -147,7 +147,9 @@ def wanted_lse(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -
     return (logits if bias is None else logits + bias).logsumexp(-1)
 
 
-@pytest.mark.parametrize("kernel", [ON_CPU, WRITTEN_OUT, WRITTEN_OUT._replace(multiple=8)], ids=str)
+@pytest.mark.parametrize(
+    "kernel", [ON_CPU, WRITTEN_OUT, WRITTEN_OUT._replace(multiple=8)], ids=["CPU", "plain", "padded"]
+)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("width", [5, 16, 20])

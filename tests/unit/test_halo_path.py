@@ -18,7 +18,7 @@ from patchpar.shard.unet.layer_hooks import ConvHook
 
 from .threads import on_threads
 
-MOST = 7
+MOST = 6
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
