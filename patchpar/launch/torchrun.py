@@ -35,6 +35,7 @@ from patchpar.launch.messages import encode, pack, unpack
 from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
 from patchpar.launch.rendezvous import meet, name_of_job, this_host
 
+WAIT_FOR_OTHERS = 1.5  # deadlines for which a rank that has ended a call waits for the others
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -154,8 +155,9 @@ class TorchrunExecutor(OwnProcessExecutor):
             result = work()
         except Exception as error:  # noqa: BLE001  raised again below, after the exchange
             own = error
-        # All ranks run the same call, so the others should not take much longer than this one did.
-        patience = self._context.deadline + 2 * (time.monotonic() - began)
+        # All ranks run the same call, so the others should not take much longer than this one did. Where this one has
+        # failed they wait for its messages until the deadline, and then have to say so.
+        patience = WAIT_FOR_OTHERS * self._context.deadline + 2 * (time.monotonic() - began)
         try:
             failures = self._exchange_failures(None if own is None else take_down(own), patience)
         except WorkerError as error:

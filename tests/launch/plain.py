@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from patchpar.errors import PlanError
+from patchpar.errors import ExchangeError, PlanError
 
 
 class PlainEngine:
@@ -36,11 +36,18 @@ class PlainEngine:
         return "fine"
 
     def out_of_step(self):
-        """All answer, but one rank is a seam ahead."""
+        """All answer, but one rank is an exchange ahead."""
         if self.context.rank == 0:
             self.context.beat("ahead")
             raise ValueError("late")
         raise ValueError("early")
+
+    def wait_in_vain(self, seconds):
+        """Rank 0 fails at once, the others when they have waited for it."""
+        if self.context.rank == 0:
+            raise ValueError("early")
+        time.sleep(seconds)
+        raise ExchangeError("rank 0 has sent nothing")
 
     def crash(self, rank, how):
         self.context.beat("before the end")

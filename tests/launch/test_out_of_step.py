@@ -33,6 +33,12 @@ def test_ranks_that_failed_at_different_points_are_refused(call):
             assert "create it again" in str(error)
 
 
+def test_a_rank_that_fails_early_waits_for_those_that_wait_for_it(call):
+    errors = call("wait_in_vain", 0.6)  # longer than the deadline, as a rank that waits until then and reports it
+    assert [type(error).__name__ for error in errors] == ["ValueError", "WorkerError"], errors
+    assert "early" in str(errors[1])
+
+
 def test_a_rank_that_was_late_is_not_waited_for_again(call):
     hung = call("stall_one", 1, 3.0)
     assert [type(error) for error in hung] == [WorkerHung, WorkerHung]
