@@ -101,7 +101,7 @@ class Communicator:
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
 
-        One operation where the transport has it. The result of the Work: the buffer of `into`, with this rank's own
+        One operation where the transport has it. The result of the Work: the flat buffer of `into` with its own
         part. It raises ExchangeError.
         """
         sent, received = own.parts(), into.parts()

@@ -105,8 +105,12 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class FinalState:
-    """Ends a call under torchrun: the output of ranks other than 0, and the final states of all generators."""
+    """Ends a call under torchrun: the output of ranks other than 0, and the final states of all generators.
+
+    `failed`: the call has raised an exception on all ranks that take part in it.
+    """
 
     output: Any
     generators: list[Any]
     random: RandomState
+    failed: bool = False

@@ -196,7 +196,7 @@ class PipelineRunner:
             output = None  # equal to another rank's
         return self._report(output, (figures,), options)
 
-    def _run_under_torchrun(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult:
+    def _run_under_torchrun(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run a call where every process has its own caller."""
         sync = TorchrunSync(self.context, self.device, kwargs)
         sync.begin()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.launch.executor import CallAborted, RankContext
+from patchpar.launch.executor import CallAborted, IdleRank, RankContext
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.pipeline.messages import CallResult, FinalState
 from patchpar.pipeline.pipeline_call import random_state, take_random_state
@@ -51,17 +51,21 @@ class TorchrunSync:
         everyone = Axis("all", mesh.ranks.index(self._context.rank), len(mesh.ranks), mesh.ranks)
         return tuple(gather_objects(comm, everyone, own))
 
-    def stand_by(self) -> CallResult:
-        """Take part in every `ask` of the other ranks until the FinalState; return its output."""
+    def stand_by(self) -> CallResult | IdleRank:
+        """Take part in every `ask` of the other ranks until the FinalState; return its output, IdleRank if they failed.
+
+        This rank has then reached fewer exchange points than they have, and no message is left between them.
+        """
         answer = None
         while not isinstance(answer, FinalState):
             with contextlib.suppress(CallAborted):  # the callback raised: a FinalState follows all the same
                 answer = self._context.ask(None)
-        return CallResult(output=self._apply(answer), generators=())
+        output = self._apply(answer)
+        return IdleRank() if answer.failed else CallResult(output=output, generators=())
 
     def release(self) -> None:
         """End `stand_by` on idle ranks, because this call ends with an exception on all participating ranks."""
-        self._context.ask(FinalState(None, self._states(), random_state(self._device)))
+        self._context.ask(FinalState(None, self._states(), random_state(self._device), failed=True))
 
     def _of_all(self, output: Any, data: Axis, comm: Communicator) -> tuple[Any, list[Any]]:
         """Return the merged output of all data ranks, and each generator's state from the rank that used it."""

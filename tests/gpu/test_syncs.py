@@ -24,5 +24,5 @@ def test_the_guidance_split_copies_nothing_from_the_host() -> None:
 @pytest.mark.parametrize("rule", ["quality=40", "budget=5"])
 def test_a_rule_for_exact_steps_reads_the_device_once_a_call(rule: str) -> None:
     for counts in steps_of(f"fresh-edges:{rule}").values():
-        assert sum(counts.copies.values()) == 1
+        assert sum(number for copy, number in counts.copies.items() if copy.startswith("cuda to cpu")) == 1
         assert sum(counts.syncs.values()) <= 1

@@ -66,7 +66,9 @@ def test_buffers_are_allocated_once_and_nothing_grows(ranks: Any, strategy: str)
     for where, num_bytes in ranks.run(f"{ON_RANKS}:held", 2, run):
         assert len(where[0]) >= 7  # keys and values of seven layers
         assert all(each == where[0] for each in where)
-        assert len(set(num_bytes[2:10])) == 1
+        assert len(set(num_bytes[6:10])) == 1
+        # The first stale step has the moments of all ranks as gathered in the exact one, and this rank's new ones.
+        assert max(num_bytes[2:10]) <= 1.05 * num_bytes[9]
         assert num_bytes[12:] == num_bytes[2:10]
 
 

@@ -26,7 +26,7 @@ EVALUATIONS = {"Heun": 7, "KDPM2": 7}  # of four steps; the last one of these ne
 
 
 def draw(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[RankOutput]]:
-    found: list[list[RankOutput]] = ranks.run(f"{ON_RANKS}:drawn", POOL_SIZE, list(cases), list(pictures))[0]
+    found: list[list[RankOutput]] = ranks.run(f"{ON_RANKS}:generated", POOL_SIZE, list(cases), list(pictures))[0]
     return found
 
 

@@ -24,7 +24,7 @@ STALE = "strategy=displaced:warmup_steps=1"
 
 
 def draw(ranks: Any, *drawings: PipelineCase) -> list[Any]:
-    found: list[Any] = ranks.run("tests.tokens.on_ranks:drawn", POOL_SIZE, list(drawings))[0]
+    found: list[Any] = ranks.run("tests.tokens.on_ranks:generated", POOL_SIZE, list(drawings))[0]
     return found
 
 

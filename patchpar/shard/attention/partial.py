@@ -50,7 +50,7 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
 
 
 def laid_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of one shape, of any, in one memory layout: they have it where they are of one kernel."""
+    """Return tensors of any one shape in one memory layout: they have it where they are of one kernel."""
     if len({x.stride() for x in tensors}) == 1:
         return list(tensors)
     layout = torch.empty_like(tensors[0])

@@ -58,7 +58,7 @@ class RemotePartials:
         return ExchangePart("kv", [(peers, tuple(own))], incoming, axis=self.axis, to_all=True)
 
     def arriving(self) -> Iterator[Tensor]:
-        """Yield nothing: a transport allocates what it receives."""
+        """Yield no tensor of any shape: a transport allocates what it receives."""
         return iter(())
 
     def tensors(self) -> Iterator[Tensor]:

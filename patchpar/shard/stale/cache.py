@@ -136,7 +136,7 @@ class Workspace:
         self._memory: Tensor | None = None
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a tensor of this shape, of the dtype and device of `like`, without values."""
+        """Return a tensor of `shape` without values. `like`, of any shape, has its dtype and device."""
         num_bytes = math.prod(shape) * like.element_size()
         memory = self._memory
         if memory is None or memory.device != like.device or memory.numel() < num_bytes:
@@ -144,7 +144,7 @@ class Workspace:
         return memory[:num_bytes].view(like.dtype).view(shape)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory, if any."""
+        """Yield the memory [bytes], if any."""
         if self._memory is not None:
             yield self._memory
 

@@ -67,14 +67,14 @@ class SplitTokens:
         return torch.cat([before, after, own], dim)
 
     def by_rank(self, mask: Tensor, dim: int) -> Tensor:
-        """Reorder a mask that is whole along `dim`: common tokens first, then each rank's tokens."""
+        """Reorder a mask of any shape that is whole along `dim`: common tokens first, then each rank's tokens."""
         if not self.after and self.ranges.across.planes == 1:
             return mask
         before, tokens, after = mask.split_with_sizes([self.start, self.tokens, self.after], dim)
         return torch.cat([before, after, self.ranges.by_rank(tokens, dim)], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
-        """Undo `common_first`."""
+        """Undo `common_first` for `x` of any shape."""
         if not self.after:
             return x
         before, after, own = x.split_with_sizes([self.start, self.after, self.own], dim)

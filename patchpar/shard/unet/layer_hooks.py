@@ -67,7 +67,8 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             received, halo = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
             moments = torch.stack([received[rank][0] if rank in received else own for rank in range(patch.axis.size)])
         if entry is not None:
-            entry.keep({patch.axis.ranks[other]: [moments.select(0, other)] for other in patch.axis.others}, own)
+            rows = moments.unbind(0)  # this rank's too, so that its own tensor is not held beside them
+            entry.keep({patch.axis.ranks[other]: [rows[other]] for other in patch.axis.others}, rows[patch.axis.rank])
         y, terms = normalise(module, x, moments)
         if feeds is not None and halo is not None:
             patch.halos.update(dict.fromkeys(feeds.convs, RawHalo(halo, terms, patch.dim, feeds.activations)))
