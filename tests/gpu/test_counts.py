@@ -6,29 +6,17 @@ The networks have the layers of SDXL and FLUX at 1024 x 1024, but few of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from benchmarks.gpu.denoisers import DENOISERS, Denoiser
+from benchmarks.gpu.denoisers import Denoiser
 from benchmarks.gpu.recorder import CallCounts
-from benchmarks.gpu.strategies import CFG, FakeRank, fake_rank
+from benchmarks.gpu.strategies import CFG, FakeRank
 from patchpar.shard.stale.cache import StaleCache
 
-WORLD, PIXELS, MIB = 4, 1024, 2**20
-LAYERS: dict[str, dict[str, Any]] = {
-    "sdxl": {
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "block_out_channels": (320, 640),
-        "transformer_layers_per_block": (1, 1),
-        "attention_head_dim": (5, 10),
-        "layers_per_block": 1,
-    },
-    "flux": {"num_layers": 1, "num_single_layers": 1},
-}
+MIB = 2**20
 
 
 class Ceiling(NamedTuple):
@@ -134,17 +122,6 @@ DAILY = {
     ("flux", "fresh-edges:context=pooled"),
 }
 """The others are further cases of the same promise."""
-
-
-@pytest.fixture(scope="module")
-def rank() -> Iterator[FakeRank]:
-    with fake_rank(1, WORLD) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def models(rank: FakeRank) -> dict[str, Denoiser]:
-    return {name: build(PIXELS, layers=LAYERS[name]) for name, build in DENOISERS.items()}
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,20 @@ from the step before. What stale steps take from it does not lie in the same pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.denoisers import DENOISERS, Denoiser
-from benchmarks.gpu.strategies import FakeRank, fake_rank
+from benchmarks.gpu.denoisers import Denoiser
+from benchmarks.gpu.strategies import FakeRank
 from benchmarks.gpu.tape import difference
 from patchpar.shard.stale.cache import StaleCache
-from tests.gpu.test_counts import LAYERS, PIXELS, WORLD
+from tests.gpu.short_models import LAYERS
 
 POOLED, PARTIALS = "fresh-edges:context=pooled", "fresh-edges:context=partials,refresh=1"
 STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:correction=none", POOLED, PARTIALS)
 DAILY = {("sdxl", "exact"), ("sdxl", "fresh-edges"), *(("flux", strategy) for strategy in STRATEGIES)}
-
-
-@pytest.fixture(scope="module")
-def rank() -> Iterator[FakeRank]:
-    with fake_rank(1, WORLD) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def models(rank: FakeRank) -> dict[str, Denoiser]:
-    return {name: build(PIXELS, layers=LAYERS[name]) for name, build in DENOISERS.items()}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
 TILE = 4096  # numbers that a program corrects
@@ -113,7 +114,7 @@ def launch_correct_tokens(
     from patchpar.shard.kernels.programs.correct_tokens import correct_tokens_program
 
     width = newest.shape[-1]
-    columns = 1 << (width - 1).bit_length()
+    columns = power_of_2(width)
     rows = max(1, TILE // columns)
     most = max((run.tokens for run in runs_of(runs)), default=0)
     heads = newest[0].numel() // width

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.map_layout import power_of_2
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
 LEAST, MOST = 0.5, 1.0  # fraction of the line: measured, see docs/decisions/0017
@@ -71,7 +72,7 @@ def launch_fit_tokens(
     from patchpar.shard.kernels.programs.fit_tokens import fit_tokens_program
 
     packed, width = empty_fit(own), own.shape[-1]
-    columns = 1 << (width - 1).bit_length()
+    columns = power_of_2(width)
     fit_tokens_program[(mean.numel() // width,)](
         own,
         mean,

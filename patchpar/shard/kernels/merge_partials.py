@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
 TILE = 4096  # values of an output that a program reads at once
@@ -49,7 +50,7 @@ def launch_merge(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequenc
     assert {x.stride() for x in lses} <= {lse.stride()}, "log-sum-exps of several memory layouts"
     merged, merged_lse = empty_merged(out, lse, outs, lses)
     batch, heads, queries, width = out.shape
-    columns = 1 << (width - 1).bit_length()
+    columns = power_of_2(width)
     rows = max(1, TILE // columns)
     merge_program[(-(-queries // rows), heads, batch)](
         (out, *outs),

@@ -7,6 +7,7 @@ D head width. Buffers are [tokens, 2, B, N, D], keys before values.
 from torch import Tensor
 
 from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 4096  # numbers that a program copies
 
@@ -34,7 +35,7 @@ def launch_write_tokens(
     from patchpar.shard.kernels.programs.write_tokens import write_tokens_program
 
     batch, tokens, heads, width = key.shape
-    columns = 1 << (width - 1).bit_length()
+    columns = power_of_2(width)
     rows = max(1, TILE // columns)
     write_tokens_program[(-(-tokens // rows), 2 * batch * heads)](
         attended,
