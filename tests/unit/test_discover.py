@@ -145,3 +145,20 @@ def test_the_same_call_at_another_size() -> None:
     assert shapes == [(2, 16, 33, 21)] * 2 + [(2, 16, 17, 11), (2, 32, 17, 11)] + [(2, 32, 9, 6)] * 2
     _, again = with_sample_size((), call, (33, 21))
     assert torch.equal(again["sample"], other["sample"])  # the same noise on every rank
+
+
+@pytest.mark.parametrize("halvings", [1, 3, 5])
+def test_the_probe_is_as_large_as_the_total_stride_needs(halvings: int) -> None:
+    """Two rows are left at the coarsest convolution, so that what halves the rows there is seen."""
+    seen = []
+
+    class Coarse(nn.Sequential):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            seen.append(tuple(sample.shape[-2:]))
+            return super().forward(sample)
+
+    model = Coarse(*(nn.Conv2d(4, 4, 3, stride=2, padding=1) for _ in range(halvings)), nn.Conv2d(4, 4, 3, padding=1))
+    sites = discover(model, model.forward, (torch.zeros(1, 4, 64, 64),), {})
+    assert sites.total_stride == 2**halvings
+    size = {1: 8, 3: 16, 5: 32}[halvings]
+    assert seen[-2:] == [(size, size), (2 * size, size)]

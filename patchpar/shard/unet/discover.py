@@ -1,6 +1,7 @@
 """Find the modules of a denoiser that mix positions of the image, by hooks in a run, not by class names.
 
-The denoiser runs twice on small inputs, the second twice as tall. Shapes that grow with the height are spatial:
+The denoiser runs twice on inputs as small as its total stride allows, the second twice as tall. Shapes that grow with
+the height are spatial:
 
     group norm     same batch, more values per sample    -> its moments span all bands
     attention      same batch, more tokens, self         -> its keys span all bands
@@ -32,7 +33,8 @@ TRANSFORMS = frozenset(
     getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
 )
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
-PROBE_SIZES = ((32, 32), (64, 32))  # latent rows and columns: enough for a total stride of 32
+PROBE_SIZES = (8, 16, 32)  # latent rows and columns, smallest first: the last is enough for a total stride of 32
+LEAST_ROWS = 2  # of the map that a convolution reads: one row may be what is left of less than one
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class _ProbedRun:
 
 def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> ExchangeSites:
     """Run `forward` at two small sizes and return the spatial modules. Raises UnsupportedModel."""
-    first, second, beside = _probed(denoiser, forward, args, kwargs)
+    size, first, second, beside = _probed(denoiser, forward, args, kwargs)
     norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
     convs = {path: shape for path, shape in first.convs.items() if _grows_in_rows(shape, second.convs[path])}
     if not convs:
@@ -121,7 +123,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
             f"{type(denoiser).__name__} has no convolution over rows: bands of rows are for UNets. Use cfg or data"
         )
     rows = {path: shape[-2] for path, shape in convs.items()}
-    stride = PROBE_SIZES[0][0] // min(rows.values())
+    stride = size // min(rows.values())
     modules: dict[str, Any] = dict(denoiser.named_modules())
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
     seen, taller = first.attention, second.attention
@@ -146,19 +148,24 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
 
 def _probed(
     denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[_ProbedRun, _ProbedRun, Any]:
-    """Return the observations of two runs, and the arguments that had to be resized with the latent.
+) -> tuple[int, _ProbedRun, _ProbedRun, tuple[str, ...]]:
+    """Return the size, the observations of two runs, and the arguments that had to be resized with the latent.
 
-    Resizing them is tried where the denoiser does not run without. Raises UnsupportedModel.
+    The size is the smallest that the denoiser runs at and that leaves LEAST_ROWS everywhere, if one does. Resizing
+    arguments is tried where the denoiser runs at no size without. Raises UnsupportedModel.
     """
     failed: RuntimeError | None = None
     for beside in dict.fromkeys([(), as_large_as_the_latent(args, kwargs)]):
-        try:
-            first, second = (_probe(denoiser, forward, args, kwargs, size, beside) for size in PROBE_SIZES)
-        except RuntimeError as error:
-            failed = failed or error
-            continue
-        return first, second, beside
+        for size in PROBE_SIZES:
+            try:
+                first, second = (
+                    _probe(denoiser, forward, args, kwargs, (rows, size), beside) for rows in (size, 2 * size)
+                )
+            except RuntimeError as error:
+                failed = failed or error
+                continue
+            if size == PROBE_SIZES[-1] or all(shape[-2] >= LEAST_ROWS for shape in first.convs.values()):
+                return size, first, second, beside
     raise UnsupportedModel(
         f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
         f"latent is as large as the image ({failed}): use plan cfg=2 or data=N"
