@@ -5,6 +5,7 @@ fake_nccl     a process group that sends nothing and reports itself as NCCL's
 recorder      what a call does on both: kernel launches, messages, synchronisations, memory
 denoisers     SDXL and FLUX, without weights, and a call of each
 strategies    one rank of a strategy, step by step
+quiet         a process without logs and warnings
 host_time     seconds of Python on tiny tensors, beside the plain model
 count         the tables
 """

@@ -7,17 +7,14 @@ python -m benchmarks.gpu.count --models flux --strategies "exact;fresh-edges" --
 from __future__ import annotations
 
 import argparse
-import logging
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu.denoisers import DENOISERS, NAMES, SHORT
 from benchmarks.gpu.host_time import exchange_times, host_times
+from benchmarks.gpu.quiet import quiet_process
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, fake_rank
 from benchmarks.page import publish
@@ -148,9 +145,7 @@ def main() -> None:
     parser.add_argument("--host-time", action="store_true", help="also measure the time of the process")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    quiet_process(threads=1)
     publish(lines(options), options.write)
 
 

@@ -6,15 +6,12 @@ python -m benchmarks.gpu.predict --write docs/figures/gpu-prediction.md
 from __future__ import annotations
 
 import argparse
-import logging
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu.denoisers import DENOISERS, NAMES, SHORT
+from benchmarks.gpu.quiet import quiet_process
 from benchmarks.gpu.recorder import CallCounts, Work
 from benchmarks.gpu.strategies import fake_rank
 from benchmarks.page import publish
@@ -216,9 +213,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="with few layers, for a quick look")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    quiet_process(threads=1)
     publish(lines(options), options.write)
 
 

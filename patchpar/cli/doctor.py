@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -83,15 +81,9 @@ def versions() -> dict[str, str]:
 def host() -> dict[str, Any]:
     """Return system, cores that this process may use, and free memory in bytes (None if unknown)."""
     from patchpar.launch.devices import available_cores
+    from patchpar.launch.host_memory import free_memory
 
     return {"system": platform.platform(), "cores": available_cores(), "free_bytes": free_memory()}
-
-
-def free_memory() -> int | None:
-    """Return the bytes that a new process can allocate without swapping; None if the system does not report it."""
-    table = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.exists() else None
-    return int(found[1]) * 1024 if found else None
 
 
 def collective_test(devices: Sequence[str]) -> dict[str, Any]:

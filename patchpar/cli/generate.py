@@ -1,6 +1,7 @@
 """`patchpar generate PROMPT`: generate images and save them."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags
 from patchpar.cli.output_files import check_writable, names_for, save
-from patchpar.cli.run_pipeline import report_run, run_and_save
+from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
 from patchpar.models.task import RequestedTask
 
@@ -30,13 +31,14 @@ def generate(request: GenerateFlags) -> None:
             check_writable(path)
         with stdout_kept_clean(request.json):
             requested_task = RequestedTask(verb="generate", per_prompt=request.num_images)
-            run, saved = run_and_save(request, requested_task, request.for_images, lambda output: _saved(output, paths))
+            keep = partial(_saved, paths)
+            run, saved = returned_by(request, requested_task, lambda pipe: pipe(**request.for_images()), keep)
         if not saved:
             return  # under torchrun, a rank other than 0, which saves and reports
         report_run(request, run, paths, [f"saved {path}" for path in paths])
 
 
-def _saved(output: Any, paths: list[Path]) -> bool:
+def _saved(paths: list[Path], output: Any) -> bool:
     """Save the images if this rank has them; return whether it has."""
     images = images_of(output)
     for image, path in zip(images or (), paths if images else (), strict=True):

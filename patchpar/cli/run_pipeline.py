@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from patchpar.cli.console import print_json, progress
-from patchpar.cli.flags import ModelFlags, SizedFlags, plan_of
+from patchpar.cli.flags import ModelFlags, plan_of
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.models.task import RequestedTask, purpose_of
 
-Keep = Callable[[Any], Any]
+R = TypeVar("R")
 
 
 def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Sequence[str], **figures: Any) -> None:
@@ -27,25 +27,17 @@ def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Se
         typer.echo(line)
 
 
-def itself(output: Any) -> Any:
-    """Return the output unchanged."""
-    return output
-
-
-def run_and_save(
-    request: SizedFlags, requested_task: RequestedTask, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
-) -> tuple[Any, Any]:
-    """Return (statistics, `keep` of the output). `arguments` may be slow, since workers start before."""
-    return returned_by(request, requested_task, lambda pipe: pipe(**arguments()), keep)
-
-
 def returned_by(
-    request: ModelFlags, requested_task: RequestedTask, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
-) -> tuple[Any, Any]:
+    request: ModelFlags,
+    requested_task: RequestedTask,
+    call: Callable[[Any], Any],
+    keep: Callable[[Any], R],
+    **options: Any,
+) -> tuple[Any, R]:
     """Return (statistics, `keep` of the result of `call`). `options` go to `ParallelPipeline.from_pretrained`.
 
-    `call` gets the pipeline. `keep` runs while the workers stop. Raises PlanError for a model that cannot do
-    `requested_task`: before loading if its folder shows it, else before any rank computes.
+    `call` gets the pipeline, whose workers have started. `keep` runs while they stop. Raises PlanError for a model that
+    cannot do `requested_task`: before loading if its folder shows it, else before any rank computes.
     """
     requested_task.check_model(request.model, request.for_loading())
     from patchpar import ParallelPipeline

@@ -8,7 +8,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import SizedFlags, given
-from patchpar.cli.run_pipeline import report_run, run_and_save
+from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.cli.video_file import check_folder, check_video, frames_of, save_frames, save_video
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
@@ -66,15 +66,14 @@ def video(request: VideoFlags) -> None:
         loaded_image = request.opened_image()
         with stdout_kept_clean(request.json):
             requested_task = RequestedTask(verb="video", product="video", has_image=loaded_image is not None)
-            run, output = run_and_save(request, requested_task, lambda: request.for_images(loaded_image))
-        frames = frames_of(output)
+            run, frames = returned_by(
+                request, requested_task, lambda pipe: pipe(**request.for_images(loaded_image)), frames_of
+            )
         if frames is None:
             return  # under torchrun, a rank other than 0, which saves and reports
         save_video(frames, request.output, request.fps)
-        paths, lines = (
-            [request.output],
-            [f"saved {request.output}: {len(frames)} frames, {len(frames) / request.fps:.1f} s"],
-        )
+        paths = [request.output]
+        lines = [f"saved {request.output}: {len(frames)} frames, {len(frames) / request.fps:.1f} s"]
         if request.frames is not None:
             paths += save_frames(frames, request.frames)
             lines.append(f"saved {len(frames)} frames in {request.frames}")

@@ -8,6 +8,7 @@ caller                       rank
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -213,7 +214,7 @@ class HeartbeatHooks(HookSet):
         for name, network in pipe.components.items():
             if isinstance(network, nn.Module):
                 for path, block in blocks(network):
-                    self.before(block, _beat_hook(beat, f"{name}.{path}"))
+                    self.before(block, partial(_beat_at, beat, f"{name}.{path}"))
 
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -228,8 +229,5 @@ def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
 
 
-def _beat_hook(beat: Callable[[str], object], where: str) -> Callable[..., None]:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        beat(where)
-
-    return hook
+def _beat_at(beat: Callable[[str], object], where: str, module: nn.Module, inputs: Any) -> None:
+    beat(where)

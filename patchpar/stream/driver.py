@@ -175,7 +175,7 @@ class StreamDriver(RankDriver):
                 self._ready = None
                 self._tell(0, EndStream())
                 return
-            if not (self._track is None or self._track.is_here(block)) or not self._credits.take():
+            if not (self._track is None or self._track.is_here(block)) or not self._take_credit():
                 return
             self._sent[block] = self._next_order(block)
         self._ready = None

@@ -1,7 +1,7 @@
 """Changes in the middle of a stream, and their serialization: each is sent with the block from which it holds.
 
-An event passes from rank to rank before its block, so that every denoising step applies it at the same block and the
-pipeline is neither drained nor restarted. The output depends on the seed, the audio and the events, not on the time at
+A change passes from rank to rank before its block, so that every denoising step applies it at the same block and the
+pipeline is neither drained nor restarted. The output depends on the seed, the audio and the changes, not on the time at
 which they arrive.
 """
 
@@ -71,19 +71,11 @@ class Parameter:
 Change = Prompt | Reference | Parameter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEvent:
-    """A change that holds from `block` on."""
-
-    block: int
-    change: Change
+def pack(changes: tuple[Change, ...]) -> Tensor:
+    """Serialize changes to bytes [N] in uint8, for one message."""
+    return torch.frombuffer(bytearray(messages.pack(messages.encode(changes))), dtype=torch.uint8)
 
 
-def pack(events: tuple[StreamEvent, ...]) -> Tensor:
-    """Serialize events to bytes [N] in uint8, for one message."""
-    return torch.frombuffer(bytearray(messages.pack(messages.encode(events))), dtype=torch.uint8)
-
-
-def unpack(data: Tensor) -> tuple[StreamEvent, ...]:
-    """Restore the events of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
+def unpack(data: Tensor) -> tuple[Change, ...]:
+    """Restore the changes of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
     return messages.unpack(to_host(data).numpy().tobytes())

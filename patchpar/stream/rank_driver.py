@@ -65,47 +65,20 @@ class OutputQueue(Generic[T]):
             self._lost()
 
 
-class BlockCredits:
-    """At most `limit` blocks that have begun and have not been taken. Thread-safe. Raises PlanError."""
-
-    def __init__(self, limit: int) -> None:
-        if not is_whole(limit):
-            raise PlanError(f"limit={limit!r}: it must be at least 1 block")
-        self.limit = limit
-        self._taken = 0
-        self._lock = threading.Lock()
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks that have begun and have not been taken."""
-        return self._taken
-
-    def take(self) -> bool:
-        """Take credit for one block; False if there is none."""
-        with self._lock:
-            has_credit = self._taken < self.limit
-            self._taken += has_credit
-            return has_credit
-
-    def give_back(self, blocks: int = 1) -> None:
-        """Return the credit of `blocks` blocks that the consumer has taken."""
-        with self._lock:
-            assert self._taken >= blocks, "more credit is returned than was taken"
-            self._taken -= blocks
-
-
 class RankDriver:
-    """One stream on `ranks` ranks. All public methods are thread-safe.
+    """One stream on `ranks` ranks. All public methods are thread-safe. Raises PlanError.
 
-    `credit`: blocks, or images, that may have begun and not been taken. `changed` guards the state, and is notified of
-    every change; methods whose names begin with an underscore are called while it is held.
+    `credit`: blocks, or images, that may have begun and not been taken; `in_flight`: those that have. `changed` guards
+    the state, and is notified of every change; methods with a leading underscore are called while it is held.
     """
 
     def __init__(self, ranks: int, credit: int) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.status: Status = "running"
         self.error: Exception | None = None
-        self._num_ranks, self._credits = ranks, BlockCredits(credit)
+        if not is_whole(credit):
+            raise PlanError(f"credit={credit!r}: it must be at least 1 block")
+        self._num_ranks, self._credit, self.in_flight = ranks, credit, 0
         self._tell: SendToRank | None = None
         self._is_paused = self._is_stopping = False
         self._thread = threading.Thread(target=self._drive, name="patchpar-stream", daemon=True)
@@ -120,19 +93,16 @@ class RankDriver:
         return not self._thread.is_alive()
 
     @property
-    def in_flight(self) -> int:
-        """Blocks, or images, that have begun and have not been taken."""
-        return self._credits.in_flight
-
-    @property
     def is_over(self) -> bool:
         """Whether no further output comes."""
         return self.status in ("finished", "cancelled", "failed")
 
-    def give_back(self, count: int = 1) -> None:
-        """Return the credit of `count` outputs that the consumer has taken, or lost."""
-        self._credits.give_back(count)
-        self.look()
+    def give_back(self) -> None:
+        """Return the credit of an output that the consumer has taken, or lost."""
+        with self.changed:
+            assert self.in_flight, "more credit is returned than was taken"
+            self.in_flight -= 1
+            self.look()
 
     def look(self) -> int:
         """Send orders that have become possible. Returns the number that was next before."""
@@ -171,6 +141,12 @@ class RankDriver:
                 self._order_cancel()
             else:
                 self._order()
+
+    def _take_credit(self) -> bool:
+        """Take credit for one block or image; False if there is none."""
+        has_credit = self.in_flight < self._credit
+        self.in_flight += has_credit
+        return has_credit
 
     def _tell_all(self, message: Any) -> None:
         for rank in range(self._num_ranks):

@@ -1,4 +1,4 @@
-"""The loop of one rank in a stream: receive a block, apply its events, run this rank's steps, send the block on.
+"""The loop of one rank in a stream: receive a block, apply its changes, run this rank's steps, send the block on.
 
     tick           0     1     2     3     4     5
     rank 0         b0    b1    b2    b3    b4    b5      step 0
@@ -8,7 +8,7 @@
 There is no clock, and no collective between stages: a stage waits for its block only (Live Avatar, arXiv:2512.04677,
 section 4.2). Where several ranks share a stage, its first rank receives the block, forwards it to the others before it
 computes anything, and sends the result on. The first finished block goes back to rank 0, which makes the adaptive sink
-from it: an event like any other, with the block that enters after block 0 has left the last step, so that no stage
+from it: a change like any other, with the block that enters after block 0 has left the last step, so that no stage
 waits for it.
 """
 
@@ -24,7 +24,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.events import Change, Reference, StreamEvent
+from patchpar.stream.events import Change, Reference
 from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
 
@@ -147,9 +147,8 @@ class OrderInlet:
         changes = (*self._adaptive_sink(block), *order.changes)
         self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         self._block += 1
-        events = tuple(StreamEvent(block=block, change=change) for change in changes)
         payload = self._model.begin(block, order.inputs)
-        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, events=events, payload=payload)
+        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
         """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
@@ -218,8 +217,8 @@ class StageLoop(Stage):
         is_wanted = envelope.sign is BlockSignal.BLOCK
         if is_wanted:
             for state in self._states:
-                for event in envelope.events:
-                    self._model.apply(state, event.change)
+                for change in envelope.changes:
+                    self._model.apply(state, change)
                 payload = self._model.step(state, envelope.block, payload)
         if self._makes_first and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)

@@ -1,6 +1,6 @@
 """Messages from one stage to the next: one per block, with the receive posted before the send.
 
-    message    header (sign, block, born, bytes of events) and payload; events, if any, follow in a second message
+    message    header (sign, block, born, bytes of changes) and payload; changes, if any, follow in a second message
 
 While a stream rests, empty messages show that the sender is alive, so that the deadline of every receive stays short.
 """
@@ -17,7 +17,7 @@ from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.causal_model import Payload
-from patchpar.stream.events import StreamEvent, pack, unpack
+from patchpar.stream.events import Change, pack, unpack
 
 HEADER = TensorSpec((4,), torch.int64)
 HELD = 2
@@ -49,12 +49,12 @@ class BlockSignal(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEnvelope:
-    """A block in flight. `born`: start of its first step, in ns of time.time_ns. `events`: they hold from it on."""
+    """A block in flight. `born`: start of its first step, in ns of time.time_ns. `changes`: they hold from it on."""
 
     sign: BlockSignal
     block: int = -1
     born: int = 0
-    events: tuple[StreamEvent, ...] = ()
+    changes: tuple[Change, ...] = ()
     payload: Payload = ()
 
 
@@ -86,7 +86,7 @@ class Downstream:
 
     def send(self, envelope: BlockEnvelope) -> None:
         """Start a send; waits only if the receiver is more than HELD messages late. Raises ExchangeError."""
-        packed = pack(envelope.events) if envelope.events else torch.empty(0, dtype=torch.uint8)
+        packed = pack(envelope.changes) if envelope.changes else torch.empty(0, dtype=torch.uint8)
         device = self._comm.transport.device
         header = to_device(torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()]), device)
         self._start("block", (header, *(envelope.payload or self._nothing)))
@@ -118,16 +118,16 @@ class Upstream:
         """Return the next message. Raises ExchangeError after the deadline."""
         header, *payload = (self._next or self._expect()).wait_for(0)
         sign, block, born, num_bytes = to_host(header).tolist()
-        events: tuple[StreamEvent, ...] = ()
+        changes: tuple[Change, ...] = ()
         if num_bytes:
             spec = TensorSpec((num_bytes,), torch.uint8)
-            events = unpack(self._comm.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
+            changes = unpack(self._comm.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
         if sign != BlockSignal.END and self._ahead:
             self._next = self._expect()
         return BlockEnvelope(
             sign=BlockSignal(sign),
             block=block,
             born=born,
-            events=events,
+            changes=changes,
             payload=tuple(payload) if BlockSignal(sign).is_block else (),
         )

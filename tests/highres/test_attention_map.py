@@ -44,7 +44,7 @@ def test_one_column_of_values_sums_the_map(text_first: bool | None) -> None:
         query, key = torch.cat([text_q, image_q][order], 2), torch.cat([text_k, image_k][order], 2)
     recording = AttentionRecorder(weights)
     with recording:
-        recording.enter(text_first)()
+        recording.enter(text_first)
         F.scaled_dot_product_attention(query, key, key)
         recording.leave()
         F.scaled_dot_product_attention(query, key, key)  # of another layer

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.gpu.battery import timing
+from benchmarks.gpu.quiet import quiet_process
 
 Row = dict[str, Any]
 
@@ -67,8 +66,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=Path, required=True)
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    quiet_process()
     with options.rows.open("w") as file:
         for row in PARTS[options.part](options.device):
             file.write(json.dumps(row, default=str) + "\n")

@@ -7,8 +7,9 @@ The layer's processor runs unchanged; only its call of scaled_dot_product_attent
 computes attention itself gets the keys and values of all ranks instead, always fresh.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,17 +86,14 @@ def keys_of_all(patch: LocalPatch, where: str, module: nn.Module) -> Iterator[No
     """
     asked: set[str] = set()
 
-    def of_all(name: str) -> Callable[..., Tensor]:
-        def hook(projection: nn.Module, args: Any, own: Tensor) -> Tensor:
-            asked.add(name)
-            return gathered_tokens(patch, where, own)
-
-        return hook
+    def of_all(name: str, projection: nn.Module, args: Any, own: Tensor) -> Tensor:
+        asked.add(name)
+        return gathered_tokens(patch, where, own)
 
     with HookSet() as hooks:
         for name in PROJECTIONS:
             if isinstance(projection := getattr(module, name, None), nn.Module):
-                hooks.after(projection, of_all(name))
+                hooks.after(projection, partial(of_all, name))
         yield
     if asked != set(PROJECTIONS):
         raise UnsupportedModel(

@@ -5,9 +5,10 @@ the image's. Text has the same tokens for every image; in layers over frames the
 keys come from another module (fused projections), a layer without another context attends to its own tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,19 @@ class ObservedAttention:
     def shape(self, path: str) -> tuple[int, ...] | None:
         """Return the shape of the input of a layer's keys."""
         return self.keys.get(path, self.own.get(path))
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin the forward of the layer at `path`."""
+        self.under_way.append(path)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        context = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
+        if context is None or context is hidden:
+            self.own[path] = tuple(hidden.shape)
+
+    def made_keys(self, path: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Note the input [B, L, C] of a layer's keys."""
+        if self.under_way[-1:] == [path]:
+            self.keys[path] = tuple(args[0].shape)
 
     def leave(self) -> None:
         """End the forward of the innermost layer."""
@@ -66,27 +80,8 @@ def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[
         for path, module in denoiser.named_modules():
             if not hasattr(module, "processor"):
                 continue
-            hooks.before(module, _begin(seen, path), with_kwargs=True)
+            hooks.before(module, partial(seen.enter, path), with_kwargs=True)
             hooks.after(module, lambda *_: seen.leave())
             if isinstance(getattr(module, "to_k", None), nn.Module):
-                hooks.before(module.to_k, _made_keys(seen, path))
+                hooks.before(module.to_k, partial(seen.made_keys, path))
         yield
-
-
-def _begin(seen: ObservedAttention, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.under_way.append(path)
-        hidden = args[0] if args else kwargs["hidden_states"]
-        context = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
-        if context is None or context is hidden:
-            seen.own[path] = tuple(hidden.shape)
-
-    return hook
-
-
-def _made_keys(seen: ObservedAttention, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if seen.under_way[-1:] == [path]:
-            seen.keys[path] = tuple(args[0].shape)
-
-    return hook

@@ -17,6 +17,7 @@ exchange in one round.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -111,6 +112,35 @@ class _ProbedRun:
     def leave(self) -> None:
         """End the innermost forward."""
         self.inside.pop()
+
+    # --- forward hooks of the module at `path`; its maps are [B, C, ..., H, W] ---------------------------------------
+
+    def note_norm(self, path: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        """Note a group norm."""
+        self.norms[path] = tuple(args[0].shape)
+        self.origins[id(output)] = (path, ())
+        self.kept.append(output)
+
+    def note_pointwise(self, path: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        """Note an activation between a norm and a convolution."""
+        origin = self.origins.get(id(args[0]))
+        if origin is not None:
+            self.origins[id(output)] = (origin[0], (*origin[1], path))
+            self.kept.append(output)
+
+    def note_map(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Note the sizes of a map before and after another module."""
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim >= 4 and isinstance(output, Tensor):
+            self.maps[path] = (tuple(args[0].shape), tuple(output.shape))
+
+    def note_conv(self, path: str, sample: Tensor, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        """Note a convolution in a run on `sample`."""
+        self.convs[path] = tuple(args[0].shape)
+        if _is_sample(args[0], sample):
+            self.reads_sample.add(path)
+        origin = self.origins.get(id(args[0]))
+        if origin is not None:
+            self.links.setdefault(origin[0], {})[path] = origin[1]
 
 
 def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> ExchangeSites:
@@ -218,13 +248,13 @@ def _watched(denoiser: nn.Module, seen: _ProbedRun, sample: Tensor) -> Iterator[
             hooks.before(module, lambda *_, path=path: seen.inside.append(path))
             hooks.after(module, lambda *_: seen.leave())
             if isinstance(module, nn.GroupNorm):
-                hooks.after(module, _watch_norm(seen, path))
+                hooks.after(module, partial(seen.note_norm, path))
             elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
-                hooks.after(module, _watch_conv(seen, path, sample))
+                hooks.after(module, partial(seen.note_conv, path, sample))
             elif isinstance(module, POINTWISE):
-                hooks.after(module, _watch_pointwise(seen, path))
+                hooks.after(module, partial(seen.note_pointwise, path))
             elif not any(module.children()):
-                hooks.after(module, _watch_map(seen, path))
+                hooks.after(module, partial(seen.note_map, path))
         yield
 
 
@@ -241,45 +271,6 @@ class _WatchedTransforms(TorchFunctionMode):
         if func in TRANSFORMS and self.seen.inside:
             self.seen.transforms[self.seen.inside[-1]] = None
         return func(*args, **(kwargs or {}))
-
-
-def _watch_norm(seen: _ProbedRun, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        seen.norms[path] = tuple(args[0].shape)
-        seen.origins[id(output)] = (path, ())
-        seen.kept.append(output)
-
-    return hook
-
-
-def _watch_pointwise(seen: _ProbedRun, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        origin = seen.origins.get(id(args[0]))
-        if origin is not None:
-            seen.origins[id(output)] = (origin[0], (*origin[1], path))
-            seen.kept.append(output)
-
-    return hook
-
-
-def _watch_map(seen: _ProbedRun, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim >= 4 and isinstance(output, Tensor):
-            seen.maps[path] = (tuple(args[0].shape), tuple(output.shape))
-
-    return hook
-
-
-def _watch_conv(seen: _ProbedRun, path: str, sample: Tensor) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        seen.convs[path] = tuple(args[0].shape)
-        if _is_sample(args[0], sample):
-            seen.reads_sample.add(path)
-        origin = seen.origins.get(id(args[0]))
-        if origin is not None:
-            seen.links.setdefault(origin[0], {})[path] = origin[1]
-
-    return hook
 
 
 def _is_sample(x: Tensor, sample: Tensor) -> bool:

@@ -12,6 +12,7 @@ Anything that is not is found when the VAE is compared with its plain run.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,14 +86,11 @@ def in_band(vae: nn.Module, band: VaeBand) -> Iterator[None]:
     with HookSet() as hooks:
         for path, module in vae.named_modules():
             if path:
-                hooks.before(module, _entering(band, path))
+                hooks.before(module, partial(_enter, band, path))
         hooks.callback(band.finish)
         with BandFunctions(band):
             yield
 
 
-def _entering(band: VaeBand, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        band.where = path
-
-    return hook
+def _enter(band: VaeBand, path: str, module: nn.Module, args: Any) -> None:
+    band.where = path

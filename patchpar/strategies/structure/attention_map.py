@@ -9,8 +9,9 @@ the mask M of ASGDiffusion (arXiv:2412.06163, equation 4).
     transformers     joint attention, queries of the image, keys of the text; the middle half of the blocks
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class AttentionMap:
         """Record calls of the denoiser while open."""
         with HookSet() as hooks, recording:
             for layer, text_first in self.layers:
-                hooks.before(layer, recording.enter(text_first))
+                hooks.before(layer, partial(recording.enter, text_first))
                 hooks.after(layer, recording.leave)
             yield
 
@@ -51,13 +52,9 @@ class AttentionRecorder(SdpaMode):
         self._text_first: bool | None = None
         self._seen: list[Tensor] = []
 
-    def enter(self, text_first: bool | None) -> Callable[..., None]:
-        """Return a forward pre-hook. `text_first` is None where the text has an attention call of its own."""
-
-        def hook(*_: Any) -> None:
-            self._inside, self._text_first = True, text_first
-
-        return hook
+    def enter(self, text_first: bool | None, *_: Any) -> None:
+        """Forward pre-hook: a layer begins. `text_first` is None where the text has an attention call of its own."""
+        self._inside, self._text_first = True, text_first
 
     def leave(self, *_: Any) -> None:
         """Forward hook: the layer has ended."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
-from patchpar.stream.events import StreamEvent
+from patchpar.stream.events import Change
 from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.queue import FrameQueue
 from patchpar.stream.plan import StreamPlan
@@ -53,7 +53,7 @@ class FrameEntrance:
             return self.take()
         if order.sign is not BlockSignal.BLOCK:
             return BlockEnvelope(sign=order.sign)
-        return self._entering(tuple(StreamEvent(block=self._block, change=change) for change in order.changes))
+        return self._entering(order.changes)
 
     def _drained(self) -> BlockEnvelope:
         assert self._left is not None
@@ -62,10 +62,10 @@ class FrameEntrance:
         self._left -= 1
         return self._entering(())
 
-    def _entering(self, events: tuple[StreamEvent, ...]) -> BlockEnvelope:
+    def _entering(self, changes: tuple[Change, ...]) -> BlockEnvelope:
         block, self._block = self._block, self._block + 1
-        frame = self._model.entering(block)
-        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=time.time_ns(), events=events, payload=(frame,))
+        payload, born = (self._model.entering(block),), time.time_ns()
+        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
 
 
 class StageNeighbours:
@@ -168,8 +168,8 @@ class FifoStage(Stage):
         if self._out is not None:
             self._out.send(replace(envelope, payload=(leaving,)))
         if self._zones:
-            for event in envelope.events:
-                self._model.apply(event.change)
+            for change in envelope.changes:
+                self._model.apply(change)
             self._generate(envelope.block == first, is_tick, entering)
         if self._exit is not None:
             self._exit.take(envelope, leaving)

@@ -128,7 +128,7 @@ class ImageDriver(RankDriver):
     def _order(self) -> None:
         """Request images as far as there is credit, and end the ranks when there are no more."""
         may_begin = not self._is_paused or self._is_stopping
-        while may_begin and self._tell is not None and self._waiting and self._credits.take():
+        while may_begin and self._tell is not None and self._waiting and self._take_credit():
             number, arguments = self._waiting.popleft()
             self._due.append(number)
             self._tell_all(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))

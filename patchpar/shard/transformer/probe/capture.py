@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -92,13 +92,7 @@ class CapturedBlock:
 
 
 Kind = tuple[str, tuple[str, ...], tuple[str, ...]]  # module list, structure, signature
-
-
-@dataclass(slots=True)
-class CapturedRun:
-    """The blocks of one run of the denoiser, by kind."""
-
-    blocks: dict[Kind, CapturedBlock] = field(default_factory=dict)
+CapturedRun = dict[Kind, CapturedBlock]  # the blocks of one run of the denoiser
 
 
 def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: CallArguments) -> CapturedRun:
@@ -143,28 +137,24 @@ class _CaptureHooks:
         self.seen, self.mode = seen, mode
         self._inside: tuple[nn.Module, Kind, int] | None = None
 
-    def entered(self, path: str, name: str) -> Callable[..., None]:
-        """Return a pre-forward hook of the block at `path`, of the list `name`."""
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._inside is not None:
-                return
-            arguments = CallArguments.of(module, args, kwargs)
-            kind = (name, structure_of(module), arguments.signature())
-            if kind not in self.seen.blocks:
-                self.seen.blocks[kind] = CapturedBlock(name, module, arguments.cloned())
-            paths = self.seen.blocks[kind].paths
-            if path not in paths:
-                paths.append(path)
-            self._inside = (module, kind, self.mode.count)
-
-        return hook
+    def entered(self, path: str, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The pre-forward hook of the block at `path`, of the list `name`."""
+        if self._inside is not None:
+            return
+        arguments = CallArguments.of(module, args, kwargs)
+        kind = (name, structure_of(module), arguments.signature())
+        if kind not in self.seen:
+            self.seen[kind] = CapturedBlock(name, module, arguments.cloned())
+        paths = self.seen[kind].paths
+        if path not in paths:
+            paths.append(path)
+        self._inside = (module, kind, self.mode.count)
 
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The forward hook of a block."""
         if self._inside is not None and self._inside[0] is module:
             _, kind, before = self._inside
-            self.seen.blocks[kind].attentions = self.mode.count - before
+            self.seen[kind].attentions = self.mode.count - before
             self._inside = None
 
 
@@ -174,7 +164,7 @@ def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iter
     mode.keeping, notes = False, _CaptureHooks(seen, mode)
     with HookSet() as hooks:
         for path, name, module in block_candidates(denoiser):
-            hooks.before(module, notes.entered(path, name), with_kwargs=True)
+            hooks.before(module, partial(notes.entered, path, name), with_kwargs=True)
             hooks.after(module, notes.left, with_kwargs=True)
         yield
 

@@ -64,13 +64,13 @@ def _block_plans(
 ) -> tuple[dict[Kind, BlockPlan], dict[str, str], frozenset[tuple[str, tuple[str, ...]]]]:
     """Return the plans of all kinds of blocks that are not known, the reasons of those not split, and their paths."""
     found, whole, others = dict[Kind, BlockPlan](), dict[str, str](), list[tuple[str, tuple[str, ...]]]()
-    for kind, block in seen.blocks.items():
+    for kind, block in seen.items():
         if known is not None and known.knows(block.paths, kind[-1]):
             continue
         plan = None
         try:
             with group_here(block.module):
-                plan = _plan_of(block, _the_same(moved.blocks.get(kind)), size)
+                plan = _plan_of(block, _the_same(moved.get(kind)), size)
                 if plan is not None:
                     plan = with_watched_modules(plan, block.module, block.arguments)
         except Exception as error:

@@ -99,10 +99,10 @@ class GridSources:
 
     def _moved(self, kind: Kind, plan: BlockPlan, now: CapturedRun) -> Tensor | None:
         """Return which tokens differ from the run without perturbation."""
-        if kind not in now.blocks:
+        if kind not in now:
             return None
         name, rows = next(iter(plan.inputs.items()))
-        before, after = (seen.blocks[kind].arguments.tensors()[name] for seen in (self._seen, now))
+        before, after = (seen[kind].arguments.tensors()[name] for seen in (self._seen, now))
         if before.shape != after.shape:
             return None
         tokens = round(plan.ratio * self._size)
@@ -110,7 +110,7 @@ class GridSources:
         return moved_indices(before, after)[rows.dim][start : start + tokens].cpu()
 
     def _from_table(self, kind: Kind, plan: BlockPlan) -> GridSource | None:
-        tensors = self._seen.blocks[kind].arguments.tensors()
+        tensors = self._seen[kind].arguments.tensors()
         tokens = round(plan.ratio * self._size)
         for name, rows in list(plan.inputs.items())[1:]:
             if grid_of_table(rows.among(tensors[name], tokens), rows.dim) is not None:

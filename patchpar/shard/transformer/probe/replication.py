@@ -7,9 +7,10 @@
 A part is a direct submodule that is called once. The parts that need all tokens are computed by every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,15 +81,12 @@ def _calls_in(block: CapturedBlock) -> dict[str, PartCall]:
 def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[CallArguments, Any]]]) -> Iterator[None]:
     """Record the arguments and the output of each call of a direct submodule while open."""
 
-    def noting(path: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            noted.setdefault(path, []).append((CallArguments.of(part, args, kwargs).cloned(), output))
-
-        return hook
+    def note(path: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        noted.setdefault(path, []).append((CallArguments.of(part, args, kwargs).cloned(), output))
 
     with HookSet() as hooks:
         for path, part in module.named_children():
-            hooks.after(part, noting(path), with_kwargs=True)
+            hooks.after(part, partial(note, path), with_kwargs=True)
         yield
 
 

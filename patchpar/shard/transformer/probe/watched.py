@@ -114,14 +114,11 @@ class _Location(SdpaMode):
 def _followed(module: nn.Module, located: _Location) -> Iterator[None]:
     """Keep the paths of the modules that run, while open."""
 
-    def entering(path: str) -> Callable[..., None]:
-        return lambda *_: located.path.append(path)
-
     def leaving(*_: object) -> None:
         located.path.pop()
 
     with HookSet() as hooks:
         for path, part in module.named_modules():
-            hooks.before(part, entering(path))
+            hooks.before(part, lambda *_, path=path: located.path.append(path))
             hooks.after(part, leaving)
         yield
