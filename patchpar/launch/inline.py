@@ -51,12 +51,9 @@ class OwnProcessExecutor(Executor):
     def _run_here(self, call: EngineCall) -> Any:
         """Return the method's result on this rank, whose device is the current one meanwhile."""
         with current_device(self._context.device):
-            return self._run_on_device(call)
-
-    def _run_on_device(self, call: EngineCall) -> Any:
-        if self._engine is None:
-            self._engine = load_engine(self._engine_name)(self._context)
-        return engine_method(self._engine, call.method)(*call.args, **call.kwargs)
+            if self._engine is None:
+                self._engine = load_engine(self._engine_name)(self._context)
+            return engine_method(self._engine, call.method)(*call.args, **call.kwargs)
 
     def close(self) -> None:
         """Release the engine. Idempotent."""

@@ -14,7 +14,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from patchpar.errors import LaunchError
@@ -67,7 +66,8 @@ def _accept_all(address: str, world_size: int, give_up: float, deadline: float) 
             link.sendall(WELCOME)
             link.settimeout(None)
     except OSError as error:
-        _close(links)
+        for link in links.values():
+            link.close()
         if isinstance(error, TimeoutError):
             missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in links)
             raise LaunchError(
@@ -127,8 +127,3 @@ def user_of(link: socket.socket) -> int:
     option = getattr(socket, "SO_PEERCRED")  # noqa: B009  there is none for mypy on other systems
     _, user, _ = CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, option, CREDENTIALS.size))
     return int(user)
-
-
-def _close(links: Mapping[int, socket.socket]) -> None:
-    for link in links.values():
-        link.close()

@@ -40,12 +40,6 @@ class PipelineTask:
     begins_with: str = ""
 
 
-def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> PipelineTask | None:
-    """Return the task of a model loaded with `options`; None if unknown before. Raises PlanError if it is no model."""
-    folder = resolve_model(model, options)[2]
-    return None if folder is None else purpose_of(folder.pipeline)
-
-
 def purpose_of(pipeline: str) -> PipelineTask | None:
     """Return the task of a diffusers pipeline class, by its name; None if diffusers has no such class."""
     found = _declared(pipeline)
@@ -153,8 +147,9 @@ class RequestedTask:
     per_prompt: int = 1
 
     def check_model(self, model: str | Path, options: Mapping[str, Any]) -> None:
-        """Raise PlanError if the model, loaded with `options`, cannot do this, as far as its folder shows."""
-        self.check(purpose_of_model(model, options))
+        """Raise PlanError if the model, loaded with `options`, is no model or, as its folder shows, cannot do this."""
+        folder = resolve_model(model, options)[2]
+        self.check(None if folder is None else purpose_of(folder.pipeline))
 
     def check(self, purpose: PipelineTask | None) -> None:
         """Raise PlanError if a pipeline of task `purpose` cannot do this. None, an unknown task, is accepted."""

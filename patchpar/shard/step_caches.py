@@ -58,12 +58,7 @@ def refuse_caches(denoiser: Any, *, stale: bool) -> None:
 
 def _cache_in(denoiser: nn.Module) -> str | None:
     """Return the name of the configuration of a cache that a function such as `apply_first_block_cache` installed."""
-    for module in denoiser.modules():
-        for _, hook in hooks_of(module):
-            written_in = type(hook).__module__.removeprefix(FOLDER)
-            if written_in in CONFIGURED_BY:
-                return CONFIGURED_BY[written_in]
-    return None
+    return next((CONFIGURED_BY[file] for file, _ in _hooks_by_file(denoiser) if file in CONFIGURED_BY), None)
 
 
 class CacheVote:
@@ -79,13 +74,13 @@ class CacheVote:
 
     def renew(self) -> None:
         """Install the vote in the caches that are enabled now."""
-        for _, hook in _cache_hooks(self.denoiser):
+        for hook in _cache_hooks(self.denoiser):
             if isinstance(hook, FBCHeadBlockHook):
                 setattr(hook, DECISION, partial(self._decide, hook))
 
     def restore(self) -> None:
         """Remove the vote: each rank decides by its own tensors."""
-        for _, hook in _cache_hooks(self.denoiser):
+        for hook in _cache_hooks(self.denoiser):
             vars(hook).pop(DECISION, None)
 
     def _decide(self, hook: Any, residual: Tensor) -> bool:
@@ -107,7 +102,7 @@ class CacheVote:
 def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
     """Context in which no cache skips blocks or changes its state."""
     with HookSet() as hooks:
-        for _, hook in _cache_hooks(denoiser):
+        for hook in _cache_hooks(denoiser):
             if hook.fn_ref.original_forward is not None:
                 hooks.replace(hook.fn_ref, "forward", hook.fn_ref.original_forward)
         yield
@@ -136,13 +131,15 @@ def are_as_before(before: Sequence[tuple[Tensor, int]], now: Sequence[tuple[Tens
     return [(id(x), version) for x, version in before] == [(id(x), version) for x, version in now]
 
 
-def _cache_hooks(denoiser: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    modules = tuple(FOLDER + name for name in WRITTEN_IN)
+def _cache_hooks(denoiser: nn.Module) -> list[Any]:
+    return [hook for file, hook in _hooks_by_file(denoiser) if file in WRITTEN_IN]
+
+
+def _hooks_by_file(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield diffusers' hooks of a denoiser, each with the file that has its class."""
     for module in denoiser.modules():
-        registry: Any = getattr(module, "_diffusers_hook", None)
-        for hook in registry.hooks.values() if registry is not None else ():
-            if type(hook).__module__ in modules:
-                yield module, hook
+        for _, hook in hooks_of(module):
+            yield type(hook).__module__.removeprefix(FOLDER), hook
 
 
 def gives_back(output: Any, call: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import AllGather
 from patchpar.comm.exchange_part import Received
-from patchpar.comm.transport import Messages, TensorSpec, Work
+from patchpar.comm.transport import Messages, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import Partial, merge_partials
@@ -81,12 +81,8 @@ def _attend_now(
 
 
 def _gather(patch: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> Work[Messages]:
-    batch, _, heads, _ = own.k_BlND.shape
-
-    def specs(group_rank: int) -> list[TensorSpec]:
-        return [TensorSpec((batch, grid.num_tokens(group_rank), heads, x.shape[-1]), x.dtype) for x in own]
-
-    return AllGather(patch.comm, patch.axis, "kv", where).start(own, specs)
+    gather = AllGather(patch.comm, patch.axis, "kv", where)
+    return gather.start(own, lambda group_rank: own.specs(grid.num_tokens(group_rank)))
 
 
 def _attend_here(grid: LevelGrid, call: AttentionCall, group_rank: int) -> Partial:

@@ -21,6 +21,10 @@ class KeysValues(NamedTuple):
     k_BlND: Tensor
     v_BlND: Tensor
 
+    def specs(self, tokens: int) -> tuple[TensorSpec, ...]:
+        """Return the specs of keys and values of so many tokens."""
+        return tuple(TensorSpec((x.shape[0], tokens, *x.shape[2:]), x.dtype) for x in self)
+
 
 class RemotePartials:
     """Attention of this rank's queries to all other ranks' tokens, as of the last refresh.
@@ -45,16 +49,8 @@ class RemotePartials:
 
     def part(self, own: KeysValues) -> ExchangePart:
         """Return what this rank sends and receives for a refresh in the next step."""
-        ranks = self.axis.ranks
-        batch, _, heads, _ = own.k_BlND.shape
-
-        def specs(group_rank: int) -> tuple[TensorSpec, ...]:
-            return tuple(
-                TensorSpec((batch, self.grid.num_tokens(group_rank), heads, x.shape[-1]), x.dtype) for x in own
-            )
-
-        peers = tuple(ranks[group_rank] for group_rank in self.axis.others)
-        incoming = {ranks[group_rank]: specs(group_rank) for group_rank in self.axis.others}
+        incoming = {self.axis.ranks[p]: own.specs(self.grid.num_tokens(p)) for p in self.axis.others}
+        peers = tuple(incoming)
         return ExchangePart("kv", [(peers, tuple(own))], incoming, axis=self.axis, to_all=True)
 
     def arriving(self) -> Iterator[Tensor]:

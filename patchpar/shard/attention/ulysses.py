@@ -118,18 +118,13 @@ def tokens_to_heads(
     received = FlatParts(whole.narrow(0, shared.common, sum(sizes)).view(-1), tuple(token * size for size in sizes))
     comm.all_to_all(group, "heads", where, _by_heads(own, split), received).wait()
     q_BnLD, k_BmLD, v_BmLD = unpack_tokens(whole, mine.heads)
-    return ShardedQKV(
+    return replace(
+        shared,
         q_BNlD=q_BnLD.narrow(2, shared.common - shared.asking, shared.asking + sum(sizes)),
         k_BMlD=mine.keys_for(k_BmLD),
         v_BMlD=mine.keys_for(v_BmLD),
         sizes=(sum(sizes),),
         group_rank=0,
-        common=shared.common,
-        common_asks=shared.common_asks,
-        mask=shared.mask,
-        causal=shared.causal,
-        scale=shared.scale,
-        kernel=shared.kernel,
     )
 
 

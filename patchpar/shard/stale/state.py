@@ -78,15 +78,15 @@ class StaleState:
         self._sent_before = self.comm.traffic.total_bytes
         return fresh
 
-    def tell(self) -> list[Tensor]:
+    def report(self) -> list[Tensor]:
         """Return what all ranks need to decide on the next call: [3], two sums of drift, and bytes sent; or nothing."""
         if self.policy.resync is None:
             return []
         drift, sent = self.cache.drift, float(self.comm.traffic.total_bytes - self._sent_before)
         return [torch.cat([drift, torch.full((1,), sent, device=drift.device)])]  # filled in without a copy to the GPU
 
-    def heard(self, gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
-        """Take what each rank returned in `tell` for this call: [3] from each.
+    def receive(self, gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
+        """Receive what `report` returned on each rank for this call: [3] from each.
 
         On a GPU the values come to the host while it goes on, and are waited for in `begin` of the next evaluation.
         """

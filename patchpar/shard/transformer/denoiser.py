@@ -241,7 +241,7 @@ class TokenDenoiser(SharedDenoiser):
         self._look_back(history, signature, (args, kwargs))
         output = self._shard.denoise(forward, *args, **kwargs)
         history.cache.end()
-        history.heard(self._gathered(history.tell()), fresh=self.patch.fresh)
+        history.receive(self._gathered(history.report()), fresh=self.patch.fresh)
         return output
 
     def _gathered(self, own: list[Tensor]) -> list[list[Tensor]]:

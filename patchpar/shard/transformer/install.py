@@ -63,7 +63,7 @@ class TransformerSharder:
         for path in sorted(watched):
             self._hooks.install(denoiser.get_submodule(path), _WatchedHook(self, path), WATCHED)
 
-    def _hook(self, module: Any, hook: "_BlockHook") -> None:
+    def _hook(self, module: Any, hook: "_ShardHook") -> None:
         self._hooks.install(module, hook, HOOK)
         if is_compiled(module):  # the hook runs before the compiled graph, though `module` still counts as compiled
             hook.compiled = module._compiled_call_impl
@@ -89,14 +89,21 @@ class TransformerSharder:
         self._hooks.close()
 
 
-class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class _ShardHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A hook of the module at `path`. `compiled`: the graph of a compiled one."""
+
+    def __init__(self, shard: TransformerSharder, path: str) -> None:
+        super().__init__()
+        self.shard, self.path = shard, path
+        self.compiled: Callable[..., Any] | None = None
+
+
+class _BlockHook(_ShardHook):
     """Runs a block on our tokens and keeps them split for the next block; one that is not split, on whole tensors."""
 
     def __init__(self, shard: TransformerSharder, path: str, module: nn.Module) -> None:
-        super().__init__()
-        self.shard, self.path = shard, path
+        super().__init__(shard, path)
         self.rules = ArgumentRules(shard.plan, path, module) if path in shard.plan.paths else None
-        self.compiled: Callable[..., Any] | None = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the block's forward."""
@@ -128,13 +135,8 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             call.inside = False
 
 
-class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class _PartHook(_ShardHook):
     """Runs a part of a block with the tokens of all ranks, where the block's plan says so."""
-
-    def __init__(self, shard: TransformerSharder, path: str) -> None:
-        super().__init__()
-        self.shard, self.path = shard, path
-        self.compiled: Callable[..., Any] | None = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the part's forward."""
@@ -152,12 +154,8 @@ class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             block.part = None
 
 
-class _WatchedHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class _WatchedHook(_ShardHook):
     """Intercepts the functions of a module of a block, where the block's plan says so."""
-
-    def __init__(self, shard: TransformerSharder, path: str) -> None:
-        super().__init__()
-        self.shard, self.path = shard, path
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's forward."""

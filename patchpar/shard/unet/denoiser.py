@@ -154,8 +154,8 @@ class PatchedDenoiser(SharedDenoiser):
         patch.policy = history.policy.frozen() if patch.frozen else history.policy
         output = self._in_bands(forward, *args, **kwargs)
         # The prediction is awaited now, the rest of the bucket a step later: so the prediction is sent first.
-        whole, gathered = self._join(output, history.tell(), meanwhile=history.cache.end)
-        history.heard(gathered, fresh=patch.fresh)
+        whole, gathered = self._join(output, history.report(), meanwhile=history.cache.end)
+        history.receive(gathered, fresh=patch.fresh)
         return whole
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -112,17 +112,13 @@ class StructureGuidance:
         if self.guide == "flow" and self.renoised:
             raise PlanError(f"{self.name}: renoised=true does not change the latent of guide=flow: use guide=anchor")
         for option, most in MOST.items():
-            self._check_number(option, most)
+            if (value := getattr(self, option)) is not None and not is_number(value, 0, most):
+                raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
         self._check_counts()
         if self.switch == 0:
             raise PlanError(f"{self.name}: switch=0: windows run below it, so use a value above 0")
         if self.bands > 1 and self.context:
             raise PlanError(f"{self.name}: windows with context are not split into bands: use context=0 or bands=1")
-
-    def _check_number(self, option: str, most: float) -> None:
-        value = getattr(self, option)
-        if value is not None and not is_number(value, 0, most):
-            raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
 
     def _check_counts(self) -> None:
         if not is_whole(self.bands):

@@ -48,20 +48,13 @@ class PatchInputs:
         """Return the layout of a call. Raises UnsupportedModel for an unknown layout."""
         args, kwargs = call
         refuse_whole(kwargs)
-        sample = sample_of(args, kwargs)
-        if isinstance(sample, Tensor) and sample.ndim == 4:
-            return cls(call=call, x_BCHW=sample, packed=False, pixels=pixels, size_conditioning=size_conditioning)
-        ids = kwargs.get("img_ids")
+        sample, ids, packed = sample_of(args, kwargs), kwargs.get("img_ids"), False
         if isinstance(sample, Tensor) and sample.ndim == 3 and isinstance(ids, Tensor) and ids.shape[-1] == 3:
             rows, columns = (int(ids[..., dim].max()) + 1 for dim in (1, 2))
             if rows * columns == sample.shape[1]:
-                return cls(
-                    call=call,
-                    x_BCHW=unpack(sample, rows, columns),
-                    packed=True,
-                    pixels=pixels,
-                    size_conditioning=size_conditioning,
-                )
+                sample, packed = unpack(sample, rows, columns), True
+        if isinstance(sample, Tensor) and sample.ndim == 4:
+            return cls(call=call, x_BCHW=sample, packed=packed, pixels=pixels, size_conditioning=size_conditioning)
         raise UnsupportedModel(
             "structure guidance splits latents of one image, [B, C, H, W] or packed with img_ids as in FLUX, but "
             f"this denoiser was called with {_shape(sample)}: use strategy exact"

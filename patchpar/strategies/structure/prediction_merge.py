@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import split_bands
 from patchpar.plan.mesh import Axis
@@ -84,12 +84,8 @@ class PredictionMerge:
         axis, height = self.mesh[1], own_BCHW.shape[-2]
         bands = split_bands(height, axis.size, 1)
         band = own_BCHW[..., bands.starts[axis.rank] : bands.starts[axis.rank + 1], :]
-
-        def spec(group_rank: int) -> list[TensorSpec]:
-            return [TensorSpec((*own_BCHW.shape[:-2], bands.size(group_rank), own_BCHW.shape[-1]), own_BCHW.dtype)]
-
-        found = all_to_all(self.mesh, self.where, {LATENTS: to_all([band])}, {LATENTS: spec})
-        return torch.cat([tensors[LATENTS][0] for tensors in found], -2)
+        sizes = [bands.size(group_rank) for group_rank in range(axis.size)]
+        return torch.cat(AllGather(*self.mesh, LATENTS, self.where).parts(band.contiguous(), -2, sizes), -2)
 
     def _merged(
         self,

@@ -77,6 +77,8 @@ class ModelFamily(Protocol):
 
     def encode(self, pipe: Any, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance."""
+        text, negative = encode_prompt(pipe, asked, device)
+        return text, negative
 
 
 def encode_prompt(pipe: Any, asked: PromptToEncode, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.fifo.network import FrameNetwork, ModelFamily, PromptToEncode, encode_prompt
+from patchpar.stream.fifo.network import FrameNetwork, ModelFamily
 from patchpar.stream.messages import ModelFacts
 from patchpar.stream.model_index import low_noise_below
 
@@ -66,8 +66,3 @@ class WanFamily(ModelFamily):
 
     def decoder(self, vae: AutoencoderKLWan) -> WanDecoder:
         return WanDecoder(vae)
-
-    def encode(self, pipe: WanPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings [1, T, D], see ModelFamily."""
-        text, negative = encode_prompt(pipe, asked, device)
-        return text, negative
