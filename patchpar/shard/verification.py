@@ -49,7 +49,7 @@ def verify_once(
     """
     comm, _ = mesh
     start = time.perf_counter()
-    with _uncounted(comm):
+    with uncounted(comm):
         key = verifications.key(facts)
         known = verifications.find(key, "relative_error", _error)
         if not known_to_all(mesh, facts["denoiser"], key, known is not None) or known is None:
@@ -88,7 +88,7 @@ def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known:
     Raises UnsupportedModel where they do not have the same key for a network of that class.
     """
     comm, axis = mesh
-    with _uncounted(comm):
+    with uncounted(comm):
         own = torch.tensor([known, int(key[:12], 16)], device=comm.transport.device)
         gathered = [(bool(each[0]), int(each[1])) for each in AllGather(comm, axis, "verify", "known").same(own)]
     if len({name for _, name in gathered}) > 1:  # all ranks see it
@@ -107,7 +107,8 @@ def _error(value: Any) -> float:
 
 
 @contextmanager
-def _uncounted(comm: Communicator) -> Iterator[None]:
+def uncounted(comm: Communicator) -> Iterator[None]:
+    """Context in which exchanges of `comm` are not part of a call's statistics."""
     counted, comm.traffic = comm.traffic, CommStats()
     try:
         yield

@@ -1,0 +1,212 @@
+"""A network's blocks, and the weights of each as one run of bytes, whatever their dtypes and tensor subclasses.
+
+    block       an item of an outermost ModuleList: blocks run one after the other, and each is called as a module
+    packed      parameters and buffers of a block, each at an aligned offset, in its own strides
+    left out    tensors outside blocks; tensors whose memory overlaps that of another block or of the rest (tied)
+
+A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.compiled import compiled_in
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
+LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
+OUTSIDE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTensor:
+    """A plain tensor of any shape in the bytes of its block, from `offset`, with the strides that it had."""
+
+    tensor: Tensor
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    num_bytes: int
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the tensor as it lies in `buffer` [bytes], which begins as the block does."""
+        elements = buffer.narrow(0, self.offset, self.num_bytes).view(self.dtype)
+        return elements.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBlock:
+    """The weights of one block. `num_bytes`: of all of them, with what aligns each."""
+
+    name: str
+    module: nn.Module
+    tensors: tuple[PackedTensor, ...]
+    num_bytes: int
+
+    def shard_bytes(self, num_ranks: int) -> int:
+        """Return the bytes that each of `num_ranks` ranks keeps; the last ones may hold padding only."""
+        return -(-self.num_bytes // (num_ranks * ALIGNMENT)) * ALIGNMENT
+
+    def write(self, buffer: Tensor) -> None:
+        """Copy the weights into `buffer` [bytes]."""
+        for each in self.tensors:
+            buffer.narrow(0, each.offset, each.num_bytes).copy_(_bytes_of(each.tensor))
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors, of any shape, as they lie in `buffer` [bytes]."""
+        return [each.view(buffer) for each in self.tensors]
+
+    def own_copies(self, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors in `buffer` [bytes] in memory of their own; tied ones share it as before."""
+        copies: dict[int, Tensor] = {}
+        for each in self.tensors:
+            if each.offset not in copies:
+                copies[each.offset] = buffer.narrow(0, each.offset, each.num_bytes).clone()
+        return [copies[x.offset].view(x.dtype).as_strided(x.shape, x.stride) for x in self.tensors]
+
+    def point_to(self, tensors: Sequence[Tensor]) -> None:
+        """Make the parameters and buffers use the memory of `tensors`, of their shapes."""
+        for each, found in zip(self.tensors, tensors, strict=True):
+            if each.tensor.data_ptr() != found.data_ptr() or each.tensor.dtype != found.dtype:
+                each.tensor.data = found
+
+    def layout(self) -> str:
+        """Return what must be the same on all ranks."""
+        return f"{self.name} " + " ".join(f"{x.offset} {x.dtype} {x.shape} {x.stride}" for x in self.tensors)
+
+
+def packed_blocks(network: nn.Module, device: torch.device) -> list[PackedBlock]:
+    """Return the blocks of a network, in the order they are registered in, with the weights that can be packed.
+
+    Raises UnsupportedModel for a network without blocks, with compiled modules, or with weights not on `device`.
+    """
+    blocks, kind = _blocks_of(network), type(network).__name__
+    if compiled_in(network):
+        raise UnsupportedModel(
+            f"{kind} has compiled modules ({compiled_in(network)[0] or kind}), whose graphs would contain the gathers "
+            "of sharded weights: use weights=whole, or do not compile it"
+        )
+    elsewhere = next((x.device for _, x in _tensors_of(network, blocks) if not _is_on(x.device, device)), None)
+    if elsewhere is not None:
+        raise UnsupportedModel(
+            f"{kind} has weights on {elsewhere}, but this rank is on {device}: weights=sharded takes the place of "
+            "offloading; load the model without it, or use weights=whole"
+        )
+    found = _packed(network, blocks)
+    total = sum(block.num_bytes for block in found)
+    found = [block for block in found if block.num_bytes * LEAST >= total]
+    if not found:
+        raise UnsupportedModel(
+            f"{kind} has no list of blocks with weights of their own (nn.ModuleList), so that none can be sharded: "
+            "use weights=whole"
+        )
+    return found
+
+
+def _is_on(found: torch.device, device: torch.device) -> bool:
+    return found.type == device.type and device.index in (None, found.index)
+
+
+def _blocks_of(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the items of the outermost lists by path, each once."""
+    found: dict[str, nn.Module] = {}
+    for path, module in network.named_modules():
+        inside = any(path.startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList) and not inside and path not in found:
+            found |= {f"{path}.{name}".lstrip("."): item for name, item in module.named_children()}
+    return found
+
+
+def _tensors_of(network: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each plain tensor of any shape once for each block that has it; the rest belongs to OUTSIDE."""
+    inside: set[nn.Module] = set()
+    for number, block in enumerate(blocks.values()):
+        seen: set[int] = set()
+        for module in block.modules():
+            inside.add(module)
+            for x in _own_tensors(module):
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    yield number, x
+    for module in network.modules():
+        if module not in inside:
+            yield from ((OUTSIDE, x) for x in _own_tensors(module))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for x in (*module._parameters.values(), *module._buffers.values()):
+        if x is not None:
+            yield from (plain for plain in _plain_tensors(x) if plain.numel())
+
+
+def _plain_tensors(x: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the bytes of `x`, of any shape: itself, or those inside a tensor subclass."""
+    if hasattr(x, "__tensor_flatten__") and type(x) is not nn.Parameter:
+        names, _ = x.__tensor_flatten__()
+        for name in names:
+            yield from _plain_tensors(getattr(x, name))
+    else:
+        yield x
+
+
+def _packed(network: nn.Module, blocks: dict[str, nn.Module]) -> list[PackedBlock]:
+    owners, left_out = list(_tensors_of(network, blocks)), set[int]()
+    for group in _overlapping([x for _, x in owners]):
+        ranges = {_range_of(owners[number][1]) for number in group}
+        if len(ranges) > 1 or len({owners[number][0] for number in group}) > 1:
+            left_out |= set(group)
+    by_block: dict[int, list[Tensor]] = defaultdict(list)
+    for number, (owner, x) in enumerate(owners):
+        if number not in left_out and owner != OUTSIDE:
+            by_block[owner].append(x)
+    names = list(blocks)
+    return [_pack(names[owner], blocks[names[owner]], tensors) for owner, tensors in sorted(by_block.items())]
+
+
+def _pack(name: str, module: nn.Module, tensors: Sequence[Tensor]) -> PackedBlock:
+    offsets: dict[tuple[int, int], int] = {}
+    packed, end = [], 0
+    for x in tensors:
+        memory = _range_of(x)
+        num_bytes = memory[1] - memory[0]
+        if memory not in offsets:
+            offsets[memory] = -(-end // ALIGNMENT) * ALIGNMENT
+            end = offsets[memory] + num_bytes
+        packed.append(PackedTensor(x, offsets[memory], x.dtype, tuple(x.shape), x.stride(), num_bytes))
+    return PackedBlock(name, module, tuple(packed), end)
+
+
+def _overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of tensors of any shape whose memory overlaps, of all of them, in groups."""
+    group: list[int] = []
+    end = 0
+    for number in sorted(range(len(tensors)), key=lambda number: _range_of(tensors[number])):
+        first, last = _range_of(tensors[number])
+        if group and first >= end:
+            yield group
+            group, end = [], 0
+        group.append(number)
+        end = max(end, last)
+    if group:
+        yield group
+
+
+def _span(x: Tensor) -> int:
+    """Return the number of elements from the first to the last of `x`, of any shape, in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _range_of(x: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of `x`, of any shape, and of the first one after it."""
+    return x.data_ptr(), x.data_ptr() + _span(x) * x.element_size()
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the memory of `x`, of any shape, as [bytes], with what lies between its elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach().as_subclass(Tensor).as_strided((_span(x),), (1,)).view(torch.uint8)

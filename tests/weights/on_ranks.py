@@ -1,0 +1,204 @@
+"""What ranks run here: networks with sharded weights, against the same networks with whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from patchpar.errors import PatchparError
+from patchpar.plan.mesh import rank_sets
+from patchpar.shard.weights.sharded import KIND, ShardedWeights
+from tests.exact import denoisers
+from tests.ranks import PoolRank
+from tests.tiny.transformers import TRANSFORMERS
+from tests.unit.collectives_on_ranks import over_torch
+from tests.weights import networks
+
+
+def sharded(this: PoolRank, network: nn.Module, **options: Any) -> ShardedWeights:
+    return ShardedWeights(network, this.comm(), this.mesh(patch=this.world)["patch"], **options)
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def equal(found: Any, wanted: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(wanted), strict=True))
+
+
+def state_of(network: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: (x.clone(), x.stride()) for name, x in named.items()}
+
+
+def same_state(network: nn.Module, before: dict[str, tuple[Tensor, tuple[int, ...]]]) -> bool:
+    now = state_of(network)
+    return now.keys() == before.keys() and all(
+        torch.equal(x, before[name][0]) and stride == before[name][1] for name, (x, stride) in now.items()
+    )
+
+
+@torch.no_grad()
+def networks_with(this: PoolRank, name: str, slots: int, resident: int) -> dict[str, Any]:
+    """Three calls of a network, the last with the order of its blocks reversed; and what was sent."""
+    network, x = networks.build(name), networks.sample()
+    before, wanted = state_of(network), network(x)
+    weights = sharded(this, network, slots=slots, resident=resident)
+    outside = weights.keep_what_is_read_outside(lambda: network(x))
+    assert not weights.comm.traffic.bytes_sent
+    outputs = [equal(network(x), wanted), equal(network(x), wanted)]
+    order, network.order = network.order, tuple(reversed(network.order))
+    reordered = network(x)
+    network.order = order
+    pointers = {id(p): p.data_ptr() for p in network.parameters()}
+    outputs.append(equal(network(x), wanted))
+    assert pointers == {id(p): p.data_ptr() for p in network.parameters()}, "an address has changed"
+    weights.restore()
+    weights.restore()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in network.modules())
+    network.order = tuple(reversed(network.order))
+    outputs.append(equal(network(x), reordered))
+    return {"equal": outputs, "outside": outside, "restored": same_state(network, before)}
+
+
+@torch.no_grad()
+def bytes_of(this: PoolRank) -> dict[str, Any]:
+    """What one rank holds and sends in two calls of a chain of four blocks, and what the blocks' shards have."""
+    network, x = networks.Chain(4).eval().requires_grad_(False), networks.sample()
+    weights = sharded(this, network)
+    for _ in range(2):  # the second ends with the gather of the first block, in advance
+        network(x)
+    weights.settle()
+    weights.comm.traffic.clear()
+    for _ in range(2):
+        network(x)
+    weights.settle()
+    shards = [block.shard_bytes(this.world) for block in weights.blocks]
+    traffic = weights.comm.traffic
+    return {
+        "shards": shards,
+        "held": weights.num_bytes,
+        "whole": sum(block.num_bytes for block in weights.blocks),
+        "sent": dict(traffic.bytes_sent),
+        "received": dict(traffic.bytes_received),
+        "rounds": traffic.rounds[KIND],
+    }
+
+
+@torch.no_grad()
+def diffusers_network(this: PoolRank, name: str, gathered: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Two calls of a network of diffusers; where not `gathered`, its slots keep what they have."""
+    network, call = _built(name)
+    network = network.to(dtype)
+    call = {key: _cast(x, dtype) for key, x in call.items()}
+    before, wanted = state_of(network), network(**call)
+    with pytest.MonkeyPatch.context() as patch:
+        if not gathered:
+            patch.setattr(ShardedWeights, "_start", lambda self, index: None)
+            patch.setattr(ShardedWeights, "_take", lambda self, slot: None)
+        weights = sharded(this, network)
+        found = [equal(network(**call), wanted) for _ in range(2)]
+    weights.restore()
+    return {"equal": found, "restored": same_state(network, before), "blocks": len(weights.blocks)}
+
+
+@torch.no_grad()
+def cast_by_layer(this: PoolRank) -> list[bool]:
+    """diffusers' layerwise casting gives parameters other memory at every call."""
+    network, call = _built("FluxTransformer2DModel")
+    network.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    wanted = network(**call)
+    weights = sharded(this, network)
+    found = [equal(network(**call), wanted) for _ in range(2)]
+    weights.restore()
+    return [*found, equal(network(**call), wanted)]
+
+
+@torch.no_grad()
+def by_one_operation(this: PoolRank) -> list[bool]:
+    """Gathered by an operation of torch.distributed, as on GPUs, instead of by messages."""
+    network, x = networks.build("tied"), networks.sample()
+    wanted = network(x)
+    comm, transport = over_torch(this, collective=True)
+    assert transport.collectives is not None
+    axis = this.mesh(patch=this.world)["patch"]
+    transport.collectives.form(rank_sets(this.world, patch=this.world))
+    weights = ShardedWeights(network, comm, axis)
+    found = [equal(network(x), wanted) for _ in range(3)]
+    weights.restore()
+    transport.close()
+    return [*found, equal(network(x), wanted)]
+
+
+@torch.no_grad()
+def after_an_exception(this: PoolRank) -> list[bool]:
+    """A block raises on every rank; the next call is right."""
+    network, x = networks.build("chain"), networks.sample()
+    wanted = network(x)
+    weights = sharded(this, network)
+    network(x)
+    handle = network.blocks[2].linear.register_forward_hook(_fail)  # type: ignore[index]
+    with pytest.raises(ZeroDivisionError):
+        network(x)
+    handle.remove()
+    found = [equal(network(x), wanted) for _ in range(2)]
+    weights.restore()
+    return found
+
+
+@torch.no_grad()
+def refused(this: PoolRank, change: str) -> str:
+    """The message for a network that cannot be sharded."""
+    network: Any = networks.build("chain")
+    CHANGES[change](this, network)
+    try:
+        sharded(this, network)
+    except PatchparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def _compile(this: PoolRank, network: Any) -> None:
+    network.blocks[0].compile()
+
+
+def _to_meta(this: PoolRank, network: Any) -> None:
+    network.blocks[1].to("meta")
+
+
+def _without_blocks(this: PoolRank, network: Any) -> None:
+    del network.blocks
+
+
+def _different(this: PoolRank, network: Any) -> None:
+    if this.rank:
+        network.blocks[3].shift = nn.Parameter(torch.zeros(7))
+
+
+CHANGES: dict[str, Callable[[PoolRank, Any], None]] = {
+    "nothing": lambda this, network: None,
+    "compiled": _compile,
+    "offloaded": _to_meta,
+    "no blocks": _without_blocks,
+    "different": _different,
+}
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    if name in TRANSFORMERS:
+        return TRANSFORMERS[name].build(), TRANSFORMERS[name].call(0)
+    return denoisers.build(name), denoisers.call(name, 12, 8)

@@ -1,0 +1,92 @@
+"""Sharded weights give the bits of whole ones, whatever the blocks, and leave every bit as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.shard.weights.sharded import resident_of
+from tests.breadth import first_of
+from tests.exact import denoisers
+from tests.tiny.transformers import TRANSFORMERS
+from tests.weights.networks import NETWORKS
+
+ON_RANKS = "tests.weights.on_ranks"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("world", "slots", "resident"), [(2, 2, 0), (3, 3, 0), (3, 1, 1)])
+def test_same_bits_as_whole_weights(ranks: Any, name: str, world: int, slots: int, resident: int) -> None:
+    for found in ranks.run(f"{ON_RANKS}:networks_with", world, name, slots, resident):
+        assert found["equal"] == [True] * 4
+        assert found["restored"]
+        outside = ["blocks.1", "blocks.4"] if name == "read outside" else []
+        assert found["outside"] == outside
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bytes_are_those_of_the_shards(ranks: Any, world: int) -> None:
+    for found in ranks.run(f"{ON_RANKS}:bytes_of", world):
+        gathered = 2 * sum(found["shards"]) * (world - 1)
+        assert found["sent"] == found["received"] == {"weights": gathered}
+        assert found["rounds"] == 2 * 4
+        padding = 4 * 64 * world
+        assert found["held"] <= found["whole"] / world + 2 * max(found["shards"]) * world + padding
+
+
+@pytest.mark.parametrize(
+    "name", first_of([*TRANSFORMERS, *denoisers.KINDS], "FluxTransformer2DModel", "WanTransformer3DModel", "sdxl")
+)
+def test_networks_of_diffusers(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:diffusers_network", 3, name, True, torch.float32):
+        assert found["equal"] == [True, True]
+        assert found["restored"]
+
+
+def test_networks_in_half_precision(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:diffusers_network", 2, "FluxTransformer2DModel", True, torch.bfloat16):
+        assert found["equal"] == [True, True]
+
+
+def test_without_the_gathers_it_is_wrong(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:diffusers_network", 2, "FluxTransformer2DModel", False, torch.float32):
+        assert found["equal"] == [False, False]
+
+
+@pytest.mark.parametrize("case", ["cast_by_layer", "after_an_exception"])
+def test_parameters_with_other_memory_and_interrupted_calls(ranks: Any, case: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:{case}", 2):
+        assert all(found)
+
+
+def test_by_one_operation_as_on_gpus(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:by_one_operation", 4, through="torch"):
+        assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("nothing", "not refused"),
+        ("compiled", "compiled modules (blocks.0)"),
+        ("offloaded", "weights on meta"),
+        ("no blocks", "no list of blocks"),
+        ("different", "the ranks hold different weights of Chain"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: Any, change: str, says: str) -> None:
+    for message in ranks.run(f"{ON_RANKS}:refused", 2, change):
+        assert says in message
+
+
+def test_one_rank_is_refused(ranks: Any) -> None:
+    (message,) = ranks.run(f"{ON_RANKS}:refused", 1, "nothing")
+    assert "at least 2 ranks, but the plan has 1" in message
+
+
+def test_resident_blocks_are_evenly_spaced() -> None:
+    assert resident_of(8, 0) == set()
+    assert resident_of(8, 2) == {2, 6}
+    assert resident_of(5, 9) == {0, 1, 2, 3, 4}
