@@ -34,7 +34,7 @@ ONLY = {
     "launch": {"errors", "plan.scalars"},
     "comm": {"errors", "plan.mesh"},
     "comm.transport": {"errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"},
-    "shard.kernels": {"shard.precision"},
+    "shard.kernels": {"shard.precision", "launch.accelerators"},
     "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "shard.kernels", "comm.exchange_part.Halo"},
     "shard.verification_cache": {"errors", "plan.json_files"},
     "models.image_file": {"errors"},
@@ -56,10 +56,6 @@ NAMES_OF_ACCELERATORS = {"cuda", "xpu", "npu", "mps"}
 MAY_NAME_ACCELERATORS = {
     "launch.accelerators": "the facts by type",
     "pipeline.component_proxy": "a method of networks",
-    "shard.kernels.fused_op": "Triton's kernels",
-    "shard.attention.lse_kernels": "kernels that return the log-sum-exp",
-    "comm.transport.torch_p2p": "NCCL",
-    "comm.transport.stream_waits": "NCCL",
 }
 # Modules that intercept calls of torch, with the reason. Any other uses HookSet and SdpaMode.
 MAY_INTERCEPT = {

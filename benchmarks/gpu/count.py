@@ -39,6 +39,10 @@ are not counted, messages on their way are.
 
 Strategies with stale values run an exact step first; `stale` is a step like all later ones."""
 
+NO_HOST_TIME = """\
+The time of the process is not measured here: `python -m benchmarks.gpu.count --host-time` adds it, on a machine that \
+does nothing else."""
+
 
 def model_lines(model: str, size: int, world: int, strategies: Sequence[str], *, short: bool) -> Iterator[str]:
     """Yield the section of one model."""
@@ -132,6 +136,9 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     if options.host_time:
         yield ""
         yield from host_lines(options.world, TURNS, options.models, options.strategies)
+    else:
+        yield ""
+        yield NO_HOST_TIME
 
 
 def main() -> None:

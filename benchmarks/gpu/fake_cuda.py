@@ -41,10 +41,16 @@ def fake_cuda(events: EventCounts) -> Iterator[None]:
 
 @contextmanager
 def cuda_names(events: EventCounts) -> Iterator[None]:
-    """Replace streams, events and the current device of torch.cuda by counters, whatever the tensors are."""
+    """Replace streams, events and the current device of torch.cuda by counters, whatever the tensors are.
+
+    Those of torch.cpu too: a stand-in for NCCL on CPU tensors asks the module of their device.
+    """
+    found = _stand_ins(events)
     with ExitStack() as stack:
-        for name, found in _stand_ins(events).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, found))
+        for name, each in found.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, each))
+        for name in ("Event", "current_device"):
+            stack.enter_context(mock.patch.object(torch.cpu, name, found[name]))
         yield
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 KINDS = ("cuda", "xpu", "npu", "mps")
 """Device types of accelerators in torch; "cuda" is also the name in builds for ROCm."""
 
+CUDA = KINDS[0]
+"""The type of NVIDIA's and AMD's GPUs, which have Triton's kernels and those of attention."""
+
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends whose waits block the process; those of accelerators work in the device's streams."""
 
@@ -87,6 +90,25 @@ def current_device(device: str) -> AbstractContextManager[None]:
     """Return a context manager in which an accelerator is the current one of this thread. Nothing for a CPU."""
     manager = getattr(device_module(kind_of(device)), "device", None) if is_accelerator(device) else None
     return nullcontext() if manager is None else manager(device)
+
+
+def current_index(device: torch.device) -> int:
+    """Return the index of an accelerator, of the current one where the device names none."""
+    return int(device_module(device.type).current_device()) if device.index is None else device.index
+
+
+def timing_event(kind: str) -> Any:
+    """Return an event of an accelerator's streams that measures times."""
+    return device_module(kind).Event(enable_timing=True)
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; None for other devices, AMD's too, and without a driver."""
+    import torch
+
+    if device.type != CUDA or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def card_id(device: str) -> str:

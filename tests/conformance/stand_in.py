@@ -125,8 +125,8 @@ class StandIn:
             for name, found in stand_ins.items():
                 stack.enter_context(mock.patch.object(dist, name, found, create=True))
             stack.enter_context(mock.patch.object(TorchTransport, "_start", noted))
-            stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
-            stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
+            stack.enter_context(mock.patch.object(torch.cpu, "Event", _Event))
+            stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))
             yield
 
     def _new_group(self, ranks: Sequence[int], *_: Any) -> RankGroup:

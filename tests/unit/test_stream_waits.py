@@ -84,7 +84,7 @@ class Work:
 
 @pytest.fixture(params=["nccl", "undefined"], ids=["a group of NCCL", "init_process_group() without a backend"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """In the place of NCCL and CUDA."""
+    """In the place of NCCL, and of an accelerator's events."""
     gpu = Gpu()
 
     def batch(operations: Sequence[Any]) -> list[Work]:
@@ -107,8 +107,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     }
     for name, fake in distributed.items():
         monkeypatch.setattr(torch.distributed, name, fake, raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cpu, "Event", gpu.event)
+    monkeypatch.setattr(torch.cpu, "current_device", lambda: 3)
     return gpu
 
 

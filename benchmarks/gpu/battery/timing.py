@@ -101,13 +101,14 @@ def _initialised(denoiser: Denoiser, dtype: torch.dtype | None = None) -> Denois
 
 @contextmanager
 def _device(device: str) -> Iterator[None]:
-    """On a CPU, put models there, and let events of CUDA be of no effect."""
+    """On a CPU, put models there, and let events be of no effect."""
     with ExitStack() as stack:
         if device == "cpu":
             for module in (denoisers, fake_cuda):
                 stack.enter_context(mock.patch.object(module, "DEVICE", torch.device("cpu")))
             event = mock.Mock(query=lambda: True, elapsed_time=lambda end: 0.0)
-            stack.enter_context(mock.patch.object(torch.cuda, "Event", return_value=event))
+            for events in (torch.cuda, torch.cpu):
+                stack.enter_context(mock.patch.object(events, "Event", return_value=event))
         yield
 
 

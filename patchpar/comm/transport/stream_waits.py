@@ -15,20 +15,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
+from patchpar.launch.accelerators import timing_event
 
 GLANCE = 0.5  # seconds between two looks at works in flight
 POLL = 1e-3
 
 
 class StreamStall:
-    """Measures how long the current stream waits between the construction of this and `end`."""
+    """Measures how long the current stream of an accelerator waits between the construction of this and `end`."""
 
-    def __init__(self) -> None:
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    def __init__(self, kind: str) -> None:
+        self._begin, self._end = timing_event(kind), timing_event(kind)
         self._begin.record()
 
     def end(self) -> None:
@@ -39,7 +39,7 @@ class StreamStall:
         """Return its duration; None while it lasts, unless `block`, which synchronises."""
         if block:
             self._end.synchronize()
-        elif not self._end.query():  # type: ignore[no-untyped-call]
+        elif not self._end.query():
             return None
         return self._begin.elapsed_time(self._end) / 1e3
 
@@ -53,13 +53,14 @@ class _Awaited(NamedTuple):
 
 
 class StreamWaits:
-    """Works that streams wait for. `deadline` returns the limit of one in seconds, which may change.
+    """Works that streams wait for, of devices of type `kind`.
 
+    `deadline` returns the limit of one in seconds, which may change.
     `on_late` is called once, by any thread, with what has not arrived.
     """
 
-    def __init__(self, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
-        self._deadline, self._on_late = deadline, on_late
+    def __init__(self, kind: str, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
+        self._kind, self._deadline, self._on_late = kind, deadline, on_late
         self._awaited: deque[_Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
@@ -70,7 +71,7 @@ class StreamWaits:
 
     def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall:
         """Make the current stream wait."""
-        stall = StreamStall()
+        stall = StreamStall(self._kind)
         for work in works:
             work.wait()
         stall.end()

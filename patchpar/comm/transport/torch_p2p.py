@@ -14,7 +14,7 @@ from patchpar.comm.transport.torch_collectives import Buffers, TorchCollectives
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.comm.transport.torch_work import TorchWork
 from patchpar.errors import ExchangeError
-from patchpar.launch.accelerators import HOST_BACKENDS, group_backend
+from patchpar.launch.accelerators import HOST_BACKENDS, current_index, group_backend
 
 
 class TorchTransport(Poisonable):
@@ -30,7 +30,7 @@ class TorchTransport(Poisonable):
         backend = group_backend(device)
         self.staged = backend in HOST_BACKENDS and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
-        self.waits = None if backend in HOST_BACKENDS else StreamWaits(lambda: self.deadline, self.poison)
+        self.waits = None if backend in HOST_BACKENDS else StreamWaits(device.type, lambda: self.deadline, self.poison)
         everyone = tuple(range(dist.get_world_size()))
         self._groups = ProcessGroups(backend, self._wire, deadline)
         collective = collective or self.waits is not None
@@ -38,8 +38,7 @@ class TorchTransport(Poisonable):
         self._group = self._groups.of(everyone, bulk=False)
         self.collectives = TorchCollectives(self._groups, self._wire, self._start) if collective else None
         if self.waits is not None:  # NCCL's first operation must include all ranks, and an exchange need not
-            index = torch.cuda.current_device() if device.index is None else device.index
-            dist.barrier(self._group, device_ids=[index])
+            dist.barrier(self._group, device_ids=[current_index(device)])
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> TorchWork:
         """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier exchange."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar.launch.accelerators import CUDA, cuda_capability
 from patchpar.shard.precision import wide
 
 HEAD_MULTIPLE = 8  # elements: 16 bytes in half precision
@@ -56,9 +57,9 @@ class Processor(NamedTuple):
 @cache
 def processor_of(device: torch.device) -> Processor:
     """Return what is known of a device."""
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+    capability = cuda_capability(device)
+    if capability is None:
         return Processor(device.type)
-    capability = torch.cuda.get_device_capability(device)
     new_enough = (torch.backends.cudnn.version() or 0) >= CUDNN_VERSION  # type: ignore[no-untyped-call]
     return Processor(device.type, capability, cudnn=new_enough and capability in CUDNN_CAPABILITIES)
 
@@ -68,7 +69,7 @@ def kernel_for(processor: Processor, dtype: torch.dtype, widths: tuple[int, int]
     if processor.type == "cpu":
         return ON_CPU
     capability = processor.capability
-    if processor.type != "cuda" or dtype not in (torch.float32, *HALF):
+    if processor.type != CUDA or dtype not in (torch.float32, *HALF):
         return None
     if dtype == torch.bfloat16 and capability is not None and capability < AMPERE:
         return None

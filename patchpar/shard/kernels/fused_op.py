@@ -8,8 +8,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from patchpar.launch.accelerators import CUDA
+
 NAMESPACE = "patchpar"
-DEVICE_TYPE = "cuda"  # torch's name for NVIDIA's GPUs and for AMD's
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,7 +27,7 @@ def has_triton() -> bool:
 
 def is_fused(x: Tensor) -> bool:
     """Whether `x`, of any shape, goes through a kernel: on a GPU, and not in fp64, since kernels add in fp32."""
-    return x.device.type == DEVICE_TYPE and x.dtype != torch.float64 and has_triton()
+    return x.device.type == CUDA and x.dtype != torch.float64 and has_triton()
 
 
 def registered() -> tuple[str, ...]:
@@ -44,7 +45,7 @@ def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, launch, DEVICE_TYPE.upper())  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, launch, CUDA.upper())  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     _NAMES.append(f"{NAMESPACE}::{name}")
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
