@@ -60,8 +60,9 @@ def model_lines(model: str, size: int, world: int, strategies: Sequence[str], *,
     for strategy, step, counts, plain in counted(model, size, world, strategies, short=short):
         yield row(strategy, step, counts, plain)
         places.update({f"{strategy}, {step}: {place}": number for place, number in counts.syncs.items()})
-    yield ""
-    yield from (f"- {number} x {place}" for place, number in places.items())
+    if places:
+        yield ""
+        yield from (f"- {number} x {place}" for place, number in places.items())
 
 
 def counted(

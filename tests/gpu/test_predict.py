@@ -1,0 +1,76 @@
+"""Predictions of a step's time: what limits it, from counts and published rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.denoisers import Denoiser
+from benchmarks.gpu.predict import ASSUMED, COMPARISON, DEVICES, LEFT_OUT, predicted, stale_kinds
+from benchmarks.gpu.recorder import CallCounts, Work
+from benchmarks.gpu.strategies import FakeRank
+
+H100 = DEVICES[0]
+PAGE = Path(__file__).parents[2] / "docs/figures/gpu-predict.md"
+SECOND_OF_LINK = int(H100.link * ASSUMED.link_share)
+COUNTS = CallCounts(
+    launches=Counter(mm=1000),
+    operations=Counter(all_gather=100),
+    work=Counter({Work(int(H100.flops * ASSUMED.matmul_share), 0): 1, Work(0, 1): 1000}),
+    booked=Counter(kv=3 * SECOND_OF_LINK, halo=SECOND_OF_LINK),
+    rounds=Counter({"kv": 10, "halo+moments": 10}),
+)
+
+
+def test_an_exact_step_waits_for_every_message() -> None:
+    found = predicted(COUNTS, H100)
+    assert found.host == pytest.approx(1000 * ASSUMED.launch + 100 * ASSUMED.operation)
+    assert found.kernels == pytest.approx(1 + 1000 * ASSUMED.shortest_kernel)
+    assert found.messages == pytest.approx(4 + 20 * ASSUMED.message)
+    assert found.step == found.replayed == found.kernels + found.messages
+
+
+def test_a_stale_step_waits_for_fresh_messages_and_is_no_shorter_than_all_of_them_take() -> None:
+    found = predicted(COUNTS, H100, {"kv"})
+    assert found.messages == pytest.approx(1 + 10 * ASSUMED.message)
+    assert found.step == found.replayed == found.link == pytest.approx(4)
+    faster = predicted(COUNTS, replace(H100, link=100 * H100.link), {"kv"})
+    assert faster.step == faster.kernels + faster.messages
+
+
+def test_a_step_is_no_shorter_than_its_launches_take_unless_they_are_replayed() -> None:
+    counts = CallCounts(launches=Counter(mul=10), work=Counter({Work(0, 1): 10}))
+    found = predicted(counts, H100)
+    assert found.step == pytest.approx(10 * ASSUMED.launch)
+    assert found.replayed == pytest.approx(10 * ASSUMED.shortest_kernel)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kinds"),
+    [
+        ("exact", set()),
+        ("fresh-edges", {"kv", "bucket"}),
+        ("displaced", {"kv", "bucket", "halo", "moments"}),
+    ],
+)
+def test_what_arrives_a_step_later(strategy: str, kinds: set[str]) -> None:
+    assert stale_kinds(strategy) == kinds
+
+
+def test_four_ranks_of_a_network_have_a_quarter_of_its_attention(rank: FakeRank, models: dict[str, Denoiser]) -> None:
+    plain, split = rank.plain(models["flux"]), rank.steps(models["flux"], "exact")["exact"]
+
+    def longest(counts: CallCounts) -> Work:
+        return max(counts.work, key=lambda work: work.flops)
+
+    assert predicted(split, H100).kernels < predicted(plain, H100).kernels / 2
+    assert longest(split).flops < longest(plain).flops / 2
+
+
+def test_the_page_has_the_assumptions_of_its_figures() -> None:
+    text = PAGE.read_text()
+    missing = [each for each in (*ASSUMED.lines(), LEFT_OUT, COMPARISON) if each not in text]
+    assert not missing, "write it again: python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md"
