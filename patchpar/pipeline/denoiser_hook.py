@@ -9,6 +9,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.comm.pytree import with_own_lists
+from patchpar.pipeline.installed_weights import InstalledWeights
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import BatchArguments
@@ -40,6 +41,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
         self.votes, self.check, self.plan, self._watched = votes, check, plan, False
+        self.weights: InstalledWeights | None = None
+        """What shards the denoiser's weights before its first call, if the plan says so."""
         self._looked: int | None = None  # the evaluation of this image in which the denoiser was last inspected
         self._by_branch: Sequence[nn.Module] = ()
         self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
@@ -57,6 +60,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         looks = self._look_again()
         before = kept_by_processors(module) if looks and self._splits_calls else None
         plain = self.fn_ref.original_forward
+        self._shard_weights(module, plain, (args, kwargs))
         forward = plain
         for layer in reversed(self.layers):
             forward = partial(layer.denoise, forward)
@@ -80,6 +84,10 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport, seconds = self.comm.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
+
+    def _shard_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
+        if self.weights is not None:
+            self.weights.before_denoiser(module, _on_lists_of_its_own(plain), call)
 
     @property
     def _splits_calls(self) -> bool:

@@ -12,6 +12,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.installed_weights import InstalledWeights
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
 from patchpar.plan.mesh import Mesh
@@ -43,6 +44,7 @@ class InstalledPlan:
         self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
+        self.weights: InstalledWeights | None = None
         self._hooks = HookSet()
         self._hooked: list[InstalledHook] = []
 
@@ -60,6 +62,8 @@ class InstalledPlan:
         """Make the denoisers parallel. `guided`: whether the current call uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm, strategy = mesh, comm, plan.strategy
+        if plan.weights == "sharded":
+            self.weights = InstalledWeights(self.pipe, plan, mesh, comm)
         if plan.cfg > 1:  # one for all networks, since several may take part in one step
             self.guidance = GuidanceSplit(comm, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
             for module in self._conditioners():
@@ -83,7 +87,9 @@ class InstalledPlan:
                 by_branch = partial(self.guidance.layers_of, module)
                 check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch)
             votes = CacheVote(module, comm, (mesh["patch"], mesh["cfg"]), clock)
-            self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
+            hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
+            hook.weights = self.weights
+            self._register(module, hook)
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
         """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""
@@ -112,11 +118,16 @@ class InstalledPlan:
             self.vaes.restore()
         self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
         self.mesh = self.comm = None
+        weights, self.weights = self.weights, None
+        if weights is not None:
+            weights.restore()
 
     # --- while installed ----------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Discard what is known of the pipeline's modules, which may change now."""
+        """Discard what is known of the pipeline's modules, which may change now; make their weights whole."""
+        if self.weights is not None:
+            self.weights.gather()
         for patched in self.patched:
             patched.forget()
         if self.vaes is not None:
@@ -124,6 +135,8 @@ class InstalledPlan:
 
     def open_up(self) -> None:
         """Remove the denoisers' exchange points before a callback changes them. The next call analyses them again."""
+        if self.weights is not None:
+            self.weights.gather()
         for patched in self.patched:
             shared = patched.team if isinstance(patched, HighResDenoiser) else patched
             if shared is not None:
@@ -172,6 +185,8 @@ class InstalledPlan:
             self.guidance.finish()
         for patched in self.patched:
             patched.finish()
+        if self.weights is not None:
+            self.weights.finish()
 
     def control(self, *, exchange: str, vae: str) -> None:
         """Set the exchange between bands to "off" or "frozen", which gives wrong images, for negative controls."""

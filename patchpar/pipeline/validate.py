@@ -99,6 +99,11 @@ def _check_side(name: str, value: Any, unit: int) -> None:
 def check_plan(model: PipelineInfo, plan: Plan) -> None:
     """Raise UnsupportedModel or PlanError if no call of this model works with the plan."""
     if isinstance(plan.strategy, StructureGuidance):
+        if plan.weights != "whole":
+            raise PlanError(
+                f"plan {plan} shards weights, for which all ranks have to run the same blocks, but with strategy "
+                f"{plan.strategy.name} each rank runs patches of its own: use weights=whole, or strategy exact"
+            )
         if plan.cfg > 1:
             raise PlanError(
                 f"plan {plan} splits guidance over axis 'cfg', but strategy {plan.strategy.name} distributes the "

@@ -3,6 +3,7 @@
 Plan(cfg=2, patch=4)                                            8 devices: 2 guidance branches x 4 bands, exact
 Plan.parse("cfg=2,patch=4")                                     the same from a command line
 Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow their strategy
+Plan(patch=4, weights="sharded")                                a quarter of the blocks' weights on each rank
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from patchpar.plan.scalars import is_whole, make_plain
 
 AXIS_MEANINGS = {"data": "a part of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
 SPLITS = ("auto", "rows", "columns")
+WEIGHTS = ("whole", "sharded")
+NUMBERS = (*AXIS_MEANINGS, "resident")
 SINGLE = "single"
 """How a plan for one device prints."""
 
@@ -23,7 +26,9 @@ class Plan:
     """Degrees multiply to the number of devices. `strategy` is an options object from `strategies`, or its text.
 
     A text is parsed at once, so that equal plans compare equal. `parse` reads `str(plan)` as the same plan. `split` is
-    the side that bands are split along: "auto" takes the longer one, because the halo then is shorter.
+    the side that bands are split along: "auto" takes the longer one, because the halo then is shorter. `weights`: whole
+    on every rank, or sharded: a part of each block, gathered when the block runs. Then `resident` blocks of each
+    network stay whole.
     """
 
     data: int = 1
@@ -31,6 +36,8 @@ class Plan:
     patch: int = 1
     strategy: Any = "exact"
     split: str = "auto"
+    weights: str = "whole"
+    resident: int = 0
 
     def __post_init__(self) -> None:
         from patchpar.strategies import resolve_strategy  # imported late: strategies import this package
@@ -42,6 +49,20 @@ class Plan:
                 raise PlanError(f"{name}={degree!r}: the degree of an axis is a whole number of at least 1")
         if self.split not in SPLITS:
             raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise PlanError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
+        if self.weights == "sharded" and self.patch == 1:
+            raise PlanError(
+                "weights=sharded divides the weights between the ranks of axis 'patch', which has 1 rank: use patch=2 "
+                "or more, or weights=whole"
+            )
+        if not is_whole(self.resident, 0):
+            raise PlanError(f"resident={self.resident!r}: it is a number of blocks of each network, at least 0")
+        if self.resident and self.weights == "whole":
+            raise PlanError(f"resident={self.resident} is for weights=sharded: with weights=whole all blocks are")
 
     def degrees(self) -> dict[str, int]:
         """Return the degree of each axis, outermost first."""
@@ -59,7 +80,7 @@ class Plan:
         for name, value in () if text.strip() == SINGLE else _pairs(text):
             if name in options:
                 raise PlanError(f"plan {text!r} has {name} twice: once is enough")
-            options[name] = _degree(name, value) if name in AXIS_MEANINGS else value
+            options[name] = _number(name, value) if name in NUMBERS else value
         if strategy is not None:
             if "strategy" in options:
                 raise PlanError(f"plan {text!r} has a strategy, and strategy={strategy} is another: give one of them")
@@ -79,6 +100,10 @@ class Plan:
         parts = [f"{name}={degree}" for name, degree in self.degrees().items() if degree > 1]
         if self.split != "auto":
             parts.append(f"split={self.split}")
+        if self.weights != "whole":
+            parts.append(f"weights={self.weights}")
+        if self.resident:
+            parts.append(f"resident={self.resident}")
         if self.patch > 1 or str(self.strategy) != "exact":
             parts.append(f"strategy={self.strategy}")
         return ",".join(parts) or SINGLE
@@ -98,8 +123,8 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
             strategy += f",{part}" if ":" in strategy else f":{part}"
         elif equals:
             raise PlanError(
-                f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split or strategy; options "
-                "of a strategy come after it"
+                f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split, weights, resident "
+                "or strategy; options of a strategy come after it"
             )
         else:
             raise PlanError(f"{part!r} in plan {text!r} is not of the form axis=degree, as in cfg=2,patch=2")
@@ -107,8 +132,9 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
         yield "strategy", strategy
 
 
-def _degree(name: str, value: str) -> int:
+def _number(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise PlanError(f"{name}={value}: the degree of an axis is a whole number, as in {name}=2") from None
+        what = "the degree of an axis" if name in AXIS_MEANINGS else "the number of resident blocks"
+        raise PlanError(f"{name}={value}: {what} is a whole number, as in {name}=2") from None

@@ -68,7 +68,8 @@ def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
         strategy = next(generated)
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
-        plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS))
+        weights = {"weights": "sharded", "resident": chance.choice((0, 3))} if degrees["patch"] > 1 else {}
+        plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS), **chance.choice(({}, weights)))
         assert Plan.parse(str(plan)) == plan
         assert Plan.parse(str(plan).replace(":", ",")) == plan
         assert plan_of(str(plan), None, "auto") == plan

@@ -56,7 +56,11 @@ class PlanSearch:
         if plan is None and known is None:
             plan = self._kept(call, otherwise=False) or self._shipped()
         second_hand = plan is not None or (known is not None and self.second_hand)
-        return self._agreed(plan or self._watched(forward, call, known is not None, known), second_hand=second_hand)
+        # Ranks agree first: if one searched alone, the others would not gather its sharded weights.
+        agreed = self._first_of_all(plan, second_hand=second_hand)
+        if agreed is not None:
+            return agreed
+        return self._agreed(self._watched(forward, call, known is not None, known), second_hand=second_hand)
 
     def find_anew(self, forward: Forward, call: Call, why: Exception, known: TokenPlan | None = None) -> TokenPlan:
         """Return a plan found by a search, since the known one does not fit. Raises UnsupportedModel.
@@ -118,6 +122,16 @@ class PlanSearch:
 
     def _agreed(self, plan: TokenPlan | None, *, second_hand: bool) -> TokenPlan:
         """Return the plan of the first rank that has one on all ranks: all must cut alike. Raises PlanError."""
+        found = self._first_of_all(plan, second_hand=second_hand)
+        if found is None:
+            raise PlanError(
+                f"no rank has the memory to find the tokens of {type(self.denoiser).__name__} in a plain forward: use "
+                "a smaller image first, for which they are found once and cached"
+            )
+        return found
+
+    def _first_of_all(self, plan: TokenPlan | None, *, second_hand: bool) -> TokenPlan | None:
+        """Return the plan of the first rank that has one, on all ranks; None if none has."""
         comm, axis = self.mesh
         text = "" if plan is None else to_json(plan)
         own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.transport.device)
@@ -125,10 +139,7 @@ class PlanSearch:
         sizes = gather.same(torch.tensor([len(own), second_hand], device=own.device))
         chosen = next((number for number, (size, _) in enumerate(sizes) if size), None)
         if chosen is None:
-            raise PlanError(
-                f"no rank has the memory to find the tokens of {type(self.denoiser).__name__} in a plain forward: use "
-                "a smaller image first, for which they are found once and cached"
-            )
+            return None
         self.second_hand = bool(sizes[chosen][1])
         first = gather.parts(own, 0, [int(size) for size, _ in sizes])[chosen]
         return from_json(bytes(first.cpu().tolist()).decode())

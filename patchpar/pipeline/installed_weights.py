@@ -1,0 +1,88 @@
+"""Weights of a plan with weights=sharded: each network is sharded when it is first called, until `restore`."""
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.pytree import map_leaves
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.plan import Plan
+from patchpar.shard.hooks import HookSet
+from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.weights.sharded import ShardedWeights
+
+ENCODER = "text_encoder"  # what the names of text encoders begin with
+log = logging.getLogger(__name__)
+
+
+class InstalledWeights:
+    """Denoisers sharded over axis `patch`, text encoders over all ranks of an image: these run all blocks together."""
+
+    def __init__(self, pipe: Any, plan: Plan, mesh: Mesh, comm: Communicator) -> None:
+        self._plan, self._mesh, self._comm = plan, mesh, comm
+        self._sharded: dict[nn.Module, ShardedWeights | None] = {}  # None: stays whole
+        self._hooks = HookSet()
+        for name, network in pipe.components.items():
+            if name.startswith(ENCODER) and isinstance(network, nn.Module):
+                self._hooks.before(network, partial(self._before_encoder, name), with_kwargs=True)
+
+    def before_denoiser(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
+        """Shard a denoiser before its first call; `plain` is its own forward. Raises UnsupportedModel."""
+        if network not in self._sharded:
+            self._sharded[network] = self._shard(network, self._mesh["patch"], plain, call)
+
+    def _before_encoder(self, name: str, network: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called before a text encoder runs. One that cannot be sharded stays whole, which is logged."""
+        if network in self._sharded:
+            return
+        self._sharded[network] = None  # while it is called for a check
+        try:
+            self._sharded[network] = self._shard(network, self._mesh.of_one_image(), network.forward, (args, kwargs))
+        except UnsupportedModel as error:  # the same on all ranks
+            if self._mesh.of_one_image().rank == 0:
+                log.warning("%s stays whole on every rank: %s", name, error)
+
+    def _shard(
+        self, network: nn.Module, axis: Axis, plain: Callable[..., Any], call: tuple[Any, Any]
+    ) -> ShardedWeights:
+        with torch.inference_mode(mode=False):  # slots are written to in calls without it too
+            found = ShardedWeights(network, self._comm, axis, resident=self._plan.resident)
+
+        def run() -> Any:
+            args, kwargs = map_leaves(_copied, call)
+            return plain(*args, **kwargs)
+
+        with caches_set_aside(network):
+            found.keep_what_is_read_outside(run)
+        return found
+
+    def finish(self) -> None:
+        """End a call of the pipeline: wait for gathers that were started in advance. Raises ExchangeError."""
+        for weights in filter(None, self._sharded.values()):
+            weights.settle()
+
+    def gather(self) -> None:
+        """Make all weights whole, since they may be changed or read now; the next call shards them again. Collective.
+
+        Raises ExchangeError.
+        """
+        for weights in filter(None, self._sharded.values()):
+            weights.restore()
+        self._sharded.clear()
+
+    def restore(self) -> None:
+        """Make all weights whole and remove the hooks. Collective. Raises ExchangeError."""
+        self._hooks.close()
+        self.gather()
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of an argument: a network may write into tensors and caches that it is given."""
+    return leaf.clone() if isinstance(leaf, Tensor) else deepcopy(leaf)
