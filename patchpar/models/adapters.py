@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.files import HUB_NAME, PICKLES
+from patchpar.models.files import HUB_NAME, pickles_in
 
 READ_FILES = ("load_lora_weights", "load_lora_adapter", "load_attn_procs", "load_textual_inversion", "lora_state_dict")
 """Methods of pipelines and networks that read weights from the location in their first argument."""
@@ -87,7 +87,7 @@ def _check_folder(name: str, folder: Path) -> None:
     """Raise PlanError for a folder of weights without safetensors."""
     if any(folder.glob(f"*{SUFFIX}")):
         return
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    pickles = pickles_in(folder)
     if pickles:
         raise PlanError(f"{name}: {folder} has only {pickles[0]}, a pickle, {CONVERT}")
     raise PlanError(f"{name}: {folder} has no weights as safetensors")

@@ -114,13 +114,18 @@ def _weights(folder: Path, variant: str | None) -> list[Path]:
     chosen = [file for file in files if variant and f".{variant}." in file.name] or [
         file for file in files if not re.search(r"\.(fp16|bf16|fp32)\.", file.name)
     ]
-    if not chosen and any(file for pattern in PICKLES for file in folder.glob(pattern)):
+    if not chosen and pickles_in(folder):
         raise PlanError(f"{folder} has weights only as pickles, which can run code: convert them to safetensors first")
     if not chosen and files:
         raise PlanError(f"{folder} has {files[0].name}, but not that without a variant: pass variant=, such as 'fp16'")
     if not chosen and (folder / "config.json").is_file() and _has_weights(folder):
         raise PlanError(f"{folder} has a config.json but no safetensors weights")
     return chosen
+
+
+def pickles_in(folder: Path) -> list[str]:
+    """Return the names of the pickles in a folder."""
+    return sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
 
 
 def _has_weights(folder: Path) -> bool:

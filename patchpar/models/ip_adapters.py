@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from patchpar.errors import PlanError
 from patchpar.models.adapters import CONVERT, SUFFIX, check_source, check_strength, entry, several
-from patchpar.models.files import HUB_NAME, PICKLES, refuse_other_weights
+from patchpar.models.files import HUB_NAME, PICKLES, pickles_in, refuse_other_weights
 from patchpar.models.remote_code import refuse_code_of_network
 
 METHOD = "load_ip_adapter"
@@ -93,12 +93,8 @@ def _encoder(owner: Any, given: Given, first: IPAdapter) -> ImageEncoderSource |
     if getattr(owner, "image_encoder", owner) is not None:
         return None
     if OWN_SOURCE in given:  # FLUX
-        source = given[OWN_SOURCE]
-        return (
-            None
-            if source is None
-            else ImageEncoderSource(source=str(source), inside=given["image_encoder_subfolder"] or "")
-        )
+        source, inside = given[OWN_SOURCE], given["image_encoder_subfolder"] or ""
+        return None if source is None else ImageEncoderSource(source=str(source), inside=inside)
     folder = given.get("image_encoder_folder")
     if folder is None or isinstance(first.source, Mapping):
         return None
@@ -118,7 +114,7 @@ def _folder_of(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> Path:
         here = _fetched(encoder.source, wanted, options, FOR_ENCODERS)
     folder = here / encoder.inside
     if not any((folder / name).is_file() for name in WEIGHTS):
-        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+        pickles = pickles_in(folder)
         _refuse(encoder, pickles or _listed(encoder, options))
     refuse_other_weights(folder)
     refuse_code_of_network(folder)

@@ -7,7 +7,7 @@ along it, so columns work alike.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,25 +46,17 @@ class ConvolutionLike(Protocol):
     def groups(self) -> int: ...
 
 
-class GroupNormLike(Protocol):
-    """The attributes used of a group norm, a module or the arguments of a call, as in nn.GroupNorm."""
+class GroupNormArguments(NamedTuple):
+    """The arguments of a group norm, by the names of the module. `weight`, `bias`: [C]."""
 
-    @property
-    def num_channels(self) -> int: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def weight(self) -> Tensor | None:
-        """[C]."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[C]."""
-
-    @property
-    def eps(self) -> float: ...
+    num_groups: int
+    num_channels: int
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
 
 
+GroupNormLike = nn.GroupNorm | GroupNormArguments
 PASSING = (nn.Identity, nn.Dropout)  # what a model that is not in training passes through
 VALUES_PER_WEIGHT = 8  # map values for each weight, up to which a copy costs less than a second pass over the weights
 LAUNCHES_SAVED = 4  # by a copy of the band instead of a second and third convolution of its borders, or more

@@ -6,7 +6,7 @@ moments have arrived, so that the next convolution needs no exchange.
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +16,12 @@ from patchpar.shard.kernels.fused_op import is_fused
 from patchpar.shard.kernels.group_moments import moments_of_band
 from patchpar.shard.kernels.group_norm import scaled, terms_of
 from patchpar.shard.kernels.moments import merge_moments, unpack_moments
-from patchpar.shard.unet.layers import RawHalo, normalise
+from patchpar.shard.unet.layers import GroupNormArguments, RawHalo, normalise
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 SLICES = 8  # of the channels, one at a time in fp32: all at once would need several times the peak of half precision
 INPLACE = (F.silu, F.relu)
 POINTWISE = (*INPLACE, F.gelu, F.mish, F.dropout, torch.tanh)
-
-
-class GroupNormArguments(NamedTuple):
-    """The arguments of a group norm, by the names of the module."""
-
-    num_groups: int
-    num_channels: int
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
 
 
 def group_norm(

@@ -3,6 +3,7 @@
 The denoiser gets embeddings, so token ids are recorded where the pipeline calls its text encoders.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,16 @@ class ContentTokens:
     def __init__(self, pipe: Any) -> None:
         self._prompts: dict[str, Tensor] = {}
         self._tokenizers = {encoder: getattr(pipe, name, None) for encoder, name in ENCODERS}
-        found = {name: getattr(pipe, name, None) for name, _ in ENCODERS}
         self._hooks = HookSet()
-        for name, module in found.items():
-            if isinstance(module, nn.Module):
-                self._listen(name, module)
+        for name, _ in ENCODERS:
+            encoder = getattr(pipe, name, None)
+            if isinstance(encoder, nn.Module):
+                self._hooks.before(encoder, partial(self._note, name), with_kwargs=True)
 
-    def _listen(self, name: str, encoder: nn.Module) -> None:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            ids = args[0] if args else kwargs.get("input_ids")
-            if isinstance(ids, Tensor) and ids.ndim == 2:
-                self._prompts.setdefault(name, ids.detach().cpu())  # prompts come before negative prompts
-
-        self._hooks.before(encoder, note, with_kwargs=True)
+    def _note(self, name: str, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.ndim == 2:
+            self._prompts.setdefault(name, ids.detach().cpu())  # prompts come before negative prompts
 
     def reset(self) -> None:
         """Begin an image."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -223,15 +224,11 @@ class _ContextAttention(SdpaMode):
 
     def listen(self, hooks: HookSet, path: str, layer: nn.Module) -> None:
         """Track when this layer runs."""
+        hooks.before(layer, partial(self._turn_to, path))
+        hooks.after(layer, partial(self._turn_to, None))
 
-        def enter(*_: Any) -> None:
-            self._path = path
-
-        def leave(*_: Any) -> None:
-            self._path = None
-
-        hooks.before(layer, enter)
-        hooks.after(layer, leave)
+    def _turn_to(self, path: str | None, *_: Any) -> None:
+        self._path = path
 
     def _with_context(self, call: AttentionCall) -> Tensor:
         path = self._path

@@ -11,7 +11,7 @@ up to rounding.
 Shapes: B batch, L tokens, n attention heads of this rank, d width of a head.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,13 +29,6 @@ class AttentionOperands(NamedTuple):
     mask: Tensor | None
 
 
-class ForwardPass(Protocol):
-    """One forward pass of a transformer."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """Return the operands of the self-attention of `layer`, from q, k, v [B, L, n, d] before rotation."""
-
-
 class SinkPass:
     """One frame that attends to itself only, stored as the sink."""
 
@@ -43,7 +36,7 @@ class SinkPass:
         self._memory, self._rotary = memory, positions.at([0])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """Store k and v [B, L, n, d] as the sink, see ForwardPass."""
+        """Store k and v [B, L, n, d] of a layer as the sink; return its operands. All are given before rotation."""
         self._memory.put_sink(layer, k, v)
         return AttentionOperands(rotate(q, self._rotary), rotate(k, self._rotary), v, None)
 
@@ -63,7 +56,7 @@ class BlockPass:
             self._all = positions.at(([*sink] if memory.has_sink else []) + slots)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """Store k and v [B, L, n, d] in the window and attend to all of it, see ForwardPass."""
+        """Store k and v [B, L, n, d] of a layer in the window; return operands that attend to all of it."""
         memory = self._memory
         memory.put(layer, k if self._sink is None else rotate(k, self._own), v)
         memory.set_sink(layer, self._sink)

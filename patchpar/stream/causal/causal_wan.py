@@ -10,6 +10,7 @@ Shapes: B batch, C channels, F latent frames, H x W latent pixels, N blocks, T t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.attention_passes import BlockPass, ForwardPass, SinkPass
+from patchpar.stream.causal.attention_passes import BlockPass, SinkPass
 from patchpar.stream.causal.kv_window import KVWindow, WindowSize
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
@@ -58,7 +59,7 @@ class CausalWan:
         for layer, block in enumerate(transformer.blocks):
             self._hooks.replace(block.attn1, "processor", CausalProcessor(layer, self._passing))
             if audio is not None and layer in audio.config.after:
-                self._hooks.after(block, AudioHook(layer, audio, self._passing))
+                self._hooks.after(block, partial(self._add_audio, audio, layer))
 
     def restore(self) -> None:
         """Restore the transformer to its original state."""
@@ -114,7 +115,7 @@ class CausalWan:
 
     @contextmanager
     def _during(
-        self, now: ForwardPass, heard: BlockAudio | None = None, *, frames: ShardedFrames | None = None
+        self, now: SinkPass | BlockPass, heard: BlockAudio | None = None, *, frames: ShardedFrames | None = None
     ) -> Iterator[None]:
         passing = self._passing
         passing.now, passing.frames = now, frames
@@ -124,6 +125,13 @@ class CausalWan:
             yield
         finally:
             passing.now = passing.audio = passing.frames = None
+
+    def _add_audio(
+        self, audio: AudioConditioner, layer: int, module: nn.Module, args: Any, hidden_BLD: Tensor
+    ) -> Tensor | None:
+        """Add the audio attention to the tokens after one block, as a forward hook; None leaves them unchanged."""
+        heard = self._passing.audio
+        return None if heard is None else hidden_BLD + self._passing.audio_scale * audio(layer, hidden_BLD, heard)
 
     def _shared(self, x_BCFHW: Tensor) -> ShardedFrames | None:
         """The sharding of a forward pass over these latents; None on a single rank."""
@@ -154,7 +162,7 @@ class CurrentPass:
     """State of the current forward pass. `frames`: its sharding, or None if this rank computes all of it."""
 
     def __init__(self) -> None:
-        self.now: ForwardPass | None = None
+        self.now: SinkPass | BlockPass | None = None
         self.frames: ShardedFrames | None = None
         self.audio: Tensor | None = None
         self.audio_scale = 1.0
@@ -187,20 +195,6 @@ class CausalProcessor:
         assert now is not None, "a block-causal transformer must be called through CausalWan"
         queries, keys, values, mask = now.attend(self._layer, q, k, v)
         return dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
-
-
-class AudioHook:
-    """Adds the audio attention to the tokens after one block of the transformer."""
-
-    def __init__(self, layer: int, audio: AudioConditioner, passing: CurrentPass) -> None:
-        self._layer, self._audio, self._passing = layer, audio, passing
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], hidden_BLD: Tensor) -> Tensor | None:
-        """Run as a forward hook; None leaves the output unchanged."""
-        heard = self._passing.audio
-        if heard is None:
-            return None
-        return hidden_BLD + self._passing.audio_scale * self._audio(self._layer, hidden_BLD, heard)
 
 
 def split_tokens(hooks: HookSet, transformer: WanTransformer3DModel, passing: CurrentPass) -> None:
