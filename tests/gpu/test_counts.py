@@ -59,11 +59,11 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(366, 8, 0, 16, 497, 21, 171, 100),
     },
     ("sdxl", "fresh-edges"): {
-        "exact": Ceiling(460, 28, 0, 56, 644, 68, 241, 169),
+        "exact": Ceiling(452, 28, 0, 56, 644, 68, 181, 109),
         "stale": Ceiling(392, 32, 0, 64, 554, 68, 241, 169),
     },
     ("sdxl", "fresh-edges:correction=none"): {
-        "exact": Ceiling(432, 28, 0, 56, 624, 68, 232, 161),
+        "exact": Ceiling(424, 28, 0, 56, 624, 68, 172, 101),
         "stale": Ceiling(388, 28, 0, 56, 546, 68, 232, 161),
     },
     ("sdxl", "fresh-edges:context=pooled"): {
@@ -71,7 +71,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(432, 32, 0, 64, 582, 17, 132, 60),
     },
     ("sdxl", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(460, 28, 0, 56, 644, 68, 273, 201),
+        "exact": Ceiling(452, 28, 0, 56, 644, 68, 213, 141),
         "stale": Ceiling(716, 32, 0, 64, 826, 72, 314, 201),
     },
     ("sdxl", CFG): {
@@ -95,20 +95,20 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(256, 3, 0, 6, 261, 33, 280, 97),
     },
     ("flux", "fresh-edges"): {
-        "exact": Ceiling(325, 3, 0, 6, 341, 90, 468, 232),
-        "stale": Ceiling(402, 5, 0, 10, 395, 91, 544, 328),
+        "exact": Ceiling(279, 3, 0, 6, 307, 73, 369, 160),
+        "stale": Ceiling(253, 5, 0, 10, 265, 73, 439, 256),
     },
     ("flux", "fresh-edges:correction=none"): {
-        "exact": Ceiling(311, 3, 0, 6, 331, 90, 463, 223),
-        "stale": Ceiling(272, 3, 0, 6, 271, 90, 502, 319),
+        "exact": Ceiling(265, 3, 0, 6, 297, 73, 364, 151),
+        "stale": Ceiling(251, 3, 0, 6, 261, 73, 430, 247),
     },
     ("flux", "fresh-edges:context=pooled"): {
         "exact": Ceiling(341, 3, 2, 6, 355, 90, 290, 54),
         "stale": Ceiling(438, 5, 0, 10, 427, 29, 269, 86),
     },
     ("flux", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(325, 3, 0, 6, 341, 90, 487, 271),
-        "stale": Ceiling(426, 5, 0, 10, 411, 100, 643, 367),
+        "exact": Ceiling(279, 3, 0, 6, 307, 73, 388, 199),
+        "stale": Ceiling(415, 5, 0, 10, 401, 82, 616, 295),
     },
 }
 DAILY = {

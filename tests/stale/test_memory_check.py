@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from patchpar.comm.exchange_part import ExchangePart
 from patchpar.plan.bands import Bands
 from patchpar.plan.kv_selection import TokensAcross
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues
-from patchpar.shard.stale.cache import StaleBytes, Workspace
+from patchpar.shard.stale.cache import StaleBytes
+from patchpar.shard.stale.memory_check import expected_bytes
+from patchpar.shard.stale.send_window import NUM_BUFFERS, ReceiveMemory
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.stale.workspace import Workspace
 from patchpar.strategies import parse_strategy
 from tests.breadth import first_of
 
@@ -58,6 +63,40 @@ def test_one_layer_stores_what_its_layout_says(strategy: str, rank: int, dtype: 
     part = state.part(state.write(KeysValues(*whole[rank])))
     assert isinstance(part, ExchangePart)
     assert part.bytes_sent > 0
+
+
+LATE = ("fresh-edges", "fresh-edges:extrapolated=false", "fresh-edges:correction=none", "fresh-edges:correction=linear")
+
+
+@pytest.mark.parametrize("strategy", LATE)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_layer_that_sends_late_stores_what_its_layout_says(strategy: str, rank: int) -> None:
+    """Its own tokens; what it receives into belongs to the window."""
+    axis, grid = Axis("patch", rank, 3, (0, 1, 2)), LevelGrid(Bands((0, 5, 10, 14)), TokensAcross(8), -2)
+    context = parse_strategy(strategy).policy.context
+    early = StaleLayout(context, axis, grid, (2, 2, 3, 8), 4, common=2)
+    layout = replace(early, may_wait=True)
+    whole = {p: torch.randn(2, 2, grid.num_tokens(p) + 2 * (p == rank), 3, 8) for p in range(3)}
+    state, memory = LateTokens(layout, whole[rank], Workspace()), ReceiveMemory()
+    others = {p: KeysValues(*x) for p, x in whole.items() if p != rank}
+    state.remember(KeysValues(*whole[rank]), others, continues=False)
+    for index in range(2 * NUM_BUFFERS):
+        state.receive_into(memory.of(index))
+    assert StaleBytes(num_bytes(state.tensors()), num_bytes(state.arriving())) == layout.num_bytes
+    assert num_bytes(memory.tensors()) == layout.window_bytes
+    assert expected_bytes(layout, 50).total < 0.8 * expected_bytes(early, 50).total
+
+
+EARLY = ("pcpp", "displaced:preset=paper", "fresh-edges:context=pooled", "fresh-edges:bits=8")
+
+
+@pytest.mark.parametrize("strategy", EARLY)
+def test_what_is_small_or_read_where_it_arrives_is_not_sent_late(strategy: str) -> None:
+    axis, grid = Axis("patch", 0, 2, (0, 1)), LevelGrid(Bands((0, 4, 8)), TokensAcross(8), -2)
+    policy = parse_strategy(strategy).policy
+    layout = StaleLayout(policy.context, axis, grid, (2, 2, 3, 8), 4, joins=policy.published, may_wait=True)
+    assert not layout.is_late
+    assert layout.window_bytes == 0
 
 
 @pytest.mark.parametrize("strategy", first_of(STRATEGIES[:5], "fresh-edges:context=pooled,pool=2"))

@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather
-from patchpar.comm.exchange_part import Received
+from patchpar.comm.exchange_part import Received, collectives_of
 from patchpar.comm.transport import Messages, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
+from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.cache import StaleCache, StaleEntry
 from patchpar.shard.stale.memory_check import check_room
+from patchpar.shard.stale.send_window import LateExchange
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.stale.workspace import Workspace
 
 DRIFT_STRIDE = 16  # tokens
 
@@ -102,17 +105,20 @@ def _attend_beside_tokens(
     assert isinstance(options, StaleKV)
     assert cache is not None
     here = _here(call)
-    if entry.state is None:
+    if entry.state is None or (patch.frozen and isinstance(entry.state, LateTokens)):  # frozen: nothing is sent late
         layout = _layout(patch, grid, here, options)
         if cache.is_first_state():
             check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
-        entry.state = RemoteTokens(layout, call.key, cache.workspace)
+        entry.state = _new_state(cache, where, entry, layout, call.key)
     state: RemoteTokens = entry.state
+    follows = {"continues": cache.continues, "next_is_exact": cache.next_is_exact}
+    if isinstance(state, LateTokens) and (not patch.fresh or state.needs_last(**follows)):
+        cache.window.reach(state.index)
     state.arrived(entry.take())
     if patch.fresh:
         others: dict[int, KeysValues] = {}
         result = _attend_now(patch, where, grid, call, others)
-        state.remember(here, others, continues=cache.continues)
+        state.remember(here, others, **follows)
         return result
     attended = state.write(here)
     if patch.frozen:
@@ -120,11 +126,30 @@ def _attend_beside_tokens(
         return state.attend(call, attended)
     state.refresh(attended, patch.step_ratio, _fits_of_all(patch, where, attended, state))
     if state.derived:
-        entry.pending = _sent(patch, where, attended, state)
+        if not isinstance(state, LateTokens):
+            entry.pending = _sent(patch, where, attended, state)
         return state.attend(call, attended)
     result = state.attend(call, attended)  # before the next values may arrive where it reads
     entry.pending = _sent(patch, where, attended, state)
     return result
+
+
+def _new_state(cache: StaleCache, where: str, entry: StaleEntry, layout: StaleLayout, like: Tensor) -> RemoteTokens:
+    """Return the state of an exchange point that has run for the first time, in its window if it sends late."""
+    if not layout.is_late:
+        return RemoteTokens(layout, like, cache.workspace)
+    state = LateTokens(layout, like, cache.workspace)
+
+    def start(memory: Workspace) -> None:
+        state.receive_into(memory)
+        rows = state.rows
+        if rows is None:
+            entry.pending = cache.send_at_once(state.late_part(), where)
+        else:
+            entry.pending = cache.gather_at_once(layout.axis, where, rows, state.unsent)
+
+    state.index = cache.window.add(LateExchange(start, entry.drop))
+    return state
 
 
 def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: StaleKV) -> StaleLayout:
@@ -137,6 +162,7 @@ def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: Stale
         itemsize=here.k_BlND.element_size(),
         common=local - grid.num_tokens(patch.group_rank),
         joins=patch.policy.published or options.narrow_to is not None,  # as DistriFusion's code does
+        may_wait=collectives_of(patch.comm.transport, patch.axis) is not None and not patch.frozen,
     )
 
 

@@ -6,6 +6,9 @@
 
 Where nothing is extrapolated or corrected, `newest` is a part of `attended`. Else all exchange points have one buffer
 for `attended`, since it is of no use after the attention. All tokens of an exchange point are of one guidance call.
+
+Where tokens are sent late, in the step that reads them, each rank stores its own until then, and `newest` is memory
+that exchange points share: see `shard.stale.send_window`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +24,11 @@ from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.cache import Workspace
 from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, numbers_of
 from patchpar.shard.stale.quantized_delta import QuantizedDelta
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import log_weights, take, take_bias
+from patchpar.shard.stale.workspace import Workspace
 
 
 class RemoteTokens:
@@ -39,11 +42,7 @@ class RemoteTokens:
         self._workspace, self._token, self._slots = workspace, layout.token, layout.attended
         self.derived, self._newest_slots = layout.derived, layout.newest
         self._kept = None if self.derived else like.new_empty(self._slots.total, *self._token)
-        self._newest = (
-            like.new_empty(self._newest_slots.total, *self._token)
-            if self._kept is None
-            else self._kept[self._slots.common :]
-        )
+        self._newest = self._new_newest(like)
         extrapolated = self.options.extrapolated
         self._previous = like.new_empty(layout.previous.total, *self._token) if extrapolated else None
         slots, mine = (self._slots, self._newest_slots, layout.previous), self.axis.rank
@@ -53,6 +52,12 @@ class RemoteTokens:
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
         self._bias = self._make_bias(like)
         self._past = OwnPast(self.options.correction, extrapolated=extrapolated)
+
+    def _new_newest(self, like: Tensor) -> Tensor:
+        """Return memory for the newest tokens."""
+        if self._kept is not None:
+            return self._kept[self._slots.common :]
+        return like.new_empty(self._newest_slots.total, *self._token)
 
     def _make_bias(self, like: Tensor) -> Tensor | None:
         """Return the logit bias of every token attended to; None where all have weight 1."""
@@ -65,8 +70,13 @@ class RemoteTokens:
         bias = torch.cat([bias.new_zeros(self._slots.common), bias])
         return bias.to(like.device, like.dtype, non_blocking=True)
 
-    def remember(self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
-        """Store the fresh tokens of all ranks. `continues`: the step before belongs to the same image."""
+    def remember(
+        self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool, next_is_exact: bool = False
+    ) -> None:
+        """Store the fresh tokens of all ranks.
+
+        `continues`: the step before belongs to the same image. `next_is_exact`: no stale step follows.
+        """
         own = self._own(self.write(here))
         self._past.remember(own, continues=continues)
         if continues:
@@ -75,7 +85,7 @@ class RemoteTokens:
             pieces = self.layout.pieces(group_rank, self.axis.rank)
             if pieces:
                 slot = self._newest_slots.of(self._newest, group_rank)
-                slot.copy_(take(_token_first(whole), pieces, self.grid))
+                slot.copy_(take(token_first(whole), pieces, self.grid))
         if not continues:
             self._step_back()
         if self.options.bits < 16:
@@ -99,9 +109,13 @@ class RemoteTokens:
         attended, mine = self._kept, self.axis.rank
         if attended is None:
             attended = self._workspace.take((self._slots.total, *self._token), here.k_BlND)
-        sent = self._newest_slots.of(self._newest, mine) if self.derived and self._newest_slots.counts[mine] else None
-        write_tokens(attended, *here, self._slots.starts[mine], self._slots.common, sent)
+        write_tokens(attended, *here, self._slots.starts[mine], self._slots.common, self._message_of_own())
         return attended
+
+    def _message_of_own(self) -> Tensor | None:
+        """Return where own tokens [l, 2, B, N, D] lie until they are sent, if not in what attention reads."""
+        mine = self.axis.rank
+        return self._newest_slots.of(self._newest, mine) if self.derived and self._newest_slots.counts[mine] else None
 
     def _own(self, attended: Tensor) -> Tensor:
         """Return this rank's tokens [l, 2, B, N, D] of what attention reads."""
@@ -119,18 +133,22 @@ class RemoteTokens:
 
     def part(self, attended: Tensor) -> ExchangePart:
         """Return what this rank sends and receives for the next step. The tensors must not change until then."""
-        mine, own = self.axis.rank, self._own(attended)
-        senders = [p for p in self.axis.others if self._slots.counts[p]]
-        to_all = self.options.selection == AllRows()
+        own, message = self._own(attended), self._message_of_own()
         if self.options.bits < 16:
+            senders = [p for p in self.axis.others if self._slots.counts[p]]
+            to_all = self.options.selection == AllRows()
             outgoing = [
                 (peers, self._deltas[pieces].encode(take(own, pieces, self.grid)))
                 for pieces, peers in self.layout.receivers().items()
             ]
             specs = {self.axis.ranks[p]: self._delta_of(p).specs() for p in senders}
             return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
-        if self._newest_slots.counts[mine]:
-            own = self._newest_slots.of(self._newest, mine)
+        return self._part_of(own if message is None else message)
+
+    def _part_of(self, own: Tensor) -> ExchangePart:
+        """Return the exchange of tokens as they are; `own` [l, 2, B, N, D] are this rank's."""
+        senders = [p for p in self.axis.others if self._slots.counts[p]]
+        to_all = self.options.selection == AllRows()
         outgoing = [(peers, (self._message(own, pieces),)) for pieces, peers in self.layout.receivers().items()]
         into = {self.axis.ranks[p]: (self._newest_slots.of(self._newest, p),) for p in senders}
         specs = {rank: (TensorSpec.of(x),) for rank, (x,) in into.items()}
@@ -253,6 +271,6 @@ class RemoteTokens:
             yield self._newest
 
 
-def _token_first(tokens: KeysValues) -> Tensor:
+def token_first(tokens: KeysValues) -> Tensor:
     """Return keys and values as one tensor [l, 2, B, N, D]."""
     return torch.stack([x.transpose(0, 1) for x in tokens], dim=1)

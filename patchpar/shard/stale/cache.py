@@ -8,7 +8,6 @@ An entry is identified by the denoiser call within the step (guidance may need t
 often that exchange point has run in the call.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,12 +21,14 @@ from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import Work
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.plan.mesh import Axis
+from patchpar.shard.stale.send_window import ReceiveMemory, SendWindow
+from patchpar.shard.stale.workspace import Workspace
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
 
 
 class StaleBytes(NamedTuple):
-    """Memory of stale values on one rank. `arriving`: in buffers into which the values of this step are received."""
+    """Memory of stale values on one rank. `arriving`: in buffers that values are received into."""
 
     held: int
     arriving: int
@@ -129,30 +130,11 @@ class _Ticket:
             raise ExchangeError(f"{self.where} waits for stale values: {error}") from error
 
 
-class Workspace:
-    """Memory that the exchange points of a call use one after the other: it keeps no values from one to the next."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a tensor of `shape` without values. `like`, of any shape, has its dtype and device."""
-        num_bytes = math.prod(shape) * like.element_size()
-        memory = self._memory
-        if memory is None or memory.device != like.device or memory.numel() < num_bytes:
-            memory = self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
-        return memory[:num_bytes].view(like.dtype).view(shape)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory [bytes], if any."""
-        if self._memory is not None:
-            yield self._memory
-
-
 @dataclass(slots=True)
 class _GuidanceCall:
     """One guidance call of the step: its entries, and the evaluation and form they belong to."""
 
+    window: SendWindow
     entries: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
     evaluation: int = -2
     form: Any = None
@@ -163,12 +145,13 @@ class StaleCache:
 
     def __init__(self, comm: Communicator, bucket: int) -> None:
         self.comm, self.bucket = comm, MessageBucket(comm, bucket)
-        self.workspace = Workspace()
+        self.workspace, self._arriving = Workspace(), ReceiveMemory()
         self._calls: dict[int, _GuidanceCall] = {}
-        self._call = _GuidanceCall()
+        self._call = _GuidanceCall(SendWindow(self._arriving))
         self._passed: Counter[str] = Counter()
         self.evaluation = 0
         self.continues = False  # whether the previous evaluation of this call is known
+        self.next_is_exact = False  # whether the next evaluation is known to be
         self.attentions = 0  # attention exchange points run in this call
         self.drift = torch.zeros(2)  # squared change of this rank's keys in this call, and their square
 
@@ -182,11 +165,13 @@ class StaleCache:
                 f"the denoiser has been called {call + 1} times without a scheduler step in between (limit "
                 f"{MOST_CALLS}), so stale values cannot be assigned to a step: use strategy 'exact'"
             )
-        known = self._calls.setdefault(call, _GuidanceCall())
+        known = self._calls.setdefault(call, _GuidanceCall(SendWindow(self._arriving)))
         usable = known.form == form and evaluation - known.evaluation == 1
         if known.form != form:
             _settle(known)
             known.entries.clear()
+            known.window.clear()
+        known.window.begin()
         known.form, known.evaluation = form, evaluation
         self._call, self.evaluation, self.attentions = known, evaluation, 0
         self.continues = usable
@@ -213,12 +198,13 @@ class StaleCache:
         exchange = self.comm.exchange(where, [part], bulk=True)
         return lambda: exchange.wait()[0]
 
-    def gather_at_once(self, axis: Axis, where: str, rows: Tensor) -> Callable[[], Received]:
+    def gather_at_once(self, axis: Axis, where: str, rows: Tensor, own: Tensor | None = None) -> Callable[[], Received]:
         """Send this rank's row of `rows` [P, ...] to all ranks of the axis, and receive theirs for the next step there.
 
-        `rows` must not change until the function returned has waited for them.
+        `own` [...] is sent instead of that row, if given. Neither must change until the function returned has waited.
         """
-        exchange = self.comm.all_gather(axis, "kv", where, rows[axis.rank], into=rows, bulk=True)
+        own = rows[axis.rank] if own is None else own
+        exchange = self.comm.all_gather(axis, "kv", where, own, into=rows, bulk=True)
 
         def wait() -> Received:
             exchange.wait()
@@ -226,9 +212,15 @@ class StaleCache:
 
         return wait
 
+    @property
+    def window(self) -> SendWindow:
+        """The exchange points of this call that send late."""
+        return self._call.window
+
     def end(self) -> None:
-        """End a denoiser call: send what is left in the bucket."""
+        """End a denoiser call: send what is left in the bucket, and wait for what was to be read in this call."""
         self.bucket.flush("end of the call")
+        self._call.window.end()
 
     def settle(self) -> None:
         """Wait for every pending exchange. Raises ExchangeError."""
@@ -248,7 +240,8 @@ class StaleCache:
         """Return the bytes stored for the next step; storage shared by several tensors counts once."""
         entries = [entry for call in self._calls.values() for entry in call.entries.values()]
         held = [*(x for entry in entries for x in entry.tensors()), *self.workspace.tensors()]
-        return StaleBytes(_num_bytes(held), _num_bytes(x for entry in entries for x in entry.arriving()))
+        arriving = [*(x for entry in entries for x in entry.arriving()), *self._arriving.tensors()]
+        return StaleBytes(_num_bytes(held), _num_bytes(arriving))
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -14,7 +14,8 @@ GIB = 2**30
 def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
     """Return the bytes of stale keys and values of a call with the attention of so many such layers."""
     one = layout.num_bytes
-    return StaleBytes(round(one.held * layers) + layout.workspace_bytes, round(one.arriving * layers))
+    arriving = round(one.arriving * layers) + layout.window_bytes
+    return StaleBytes(round(one.held * layers) + layout.workspace_bytes, arriving)
 
 
 def check_room(layout: StaleLayout, layers: float, device: torch.device, strategy: str) -> None:

@@ -9,6 +9,7 @@ from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.stale.cache import StaleBytes
 from patchpar.shard.stale.correction import kind_for, stride_for
+from patchpar.shard.stale.send_window import NUM_BUFFERS
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 
@@ -19,7 +20,8 @@ MEAN_BYTES = 4  # of a number in fp32
 class StaleLayout:
     """Buffers of tokens, each `token` (2, B, N, D) numbers of `itemsize` bytes. `common`: tokens that all ranks have.
 
-    `joins`: what is attended to is concatenated for each attention. See `shard.attention.stale_kv`.
+    `joins`: what is attended to is concatenated for each attention. See `shard.attention.stale_kv`. `may_wait`: own
+    tokens may be sent in the step that reads them, see `shard.stale.send_window`.
     """
 
     options: StaleKV
@@ -29,6 +31,7 @@ class StaleLayout:
     itemsize: int
     common: int = 0
     joins: bool = False
+    may_wait: bool = False
 
     def pieces(self, sender: int, receiver: int) -> tuple[PooledRows, ...]:
         """Return the pieces of one rank's tokens that another receives."""
@@ -42,6 +45,12 @@ class StaleLayout:
     def derived(self) -> bool:
         """Whether attention reads other memory than what is received, so that the next values may arrive meanwhile."""
         return self.options.extrapolated or self.options.correction != "none" or self.joins
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether own tokens are stored here and sent in the step that reads them: where all are sent as they are."""
+        as_they_are = self.options.selection == AllRows() and self.options.bits == 16
+        return self.may_wait and self.derived and as_they_are and not self.joins
 
     @cached_property
     def attended(self) -> TokenSlots:
@@ -81,21 +90,30 @@ class StaleLayout:
 
     @property
     def num_bytes(self) -> StaleBytes:
-        """What the exchange point stores, in bytes. Where `derived`, all of them share `workspace_bytes` beside."""
+        """What the exchange point stores, in bytes.
+
+        Where `derived`, all of them share `workspace_bytes` beside; where `is_late`, `window_bytes` too.
+        """
         options, size = self.options, prod(self.token) * self.itemsize
         tokens = 0 if self.derived else self.attended.total
         tokens += self.previous.total if options.extrapolated else 0
         if options.bits < 16:
             tokens += self.newest.total if self.derived else 0
             tokens += sum(map(self.num_tokens, self.receivers()))
+        tokens += self.newest.counts[self.axis.rank] if self.is_late else 0
         bias = self.attended.total * self.itemsize if self.averages else 0
-        arriving = self.newest.total * size if self.derived and options.bits == 16 else 0
+        arriving = self.newest.total * size if self.derived and options.bits == 16 and not self.is_late else 0
         return StaleBytes(tokens * size + self._sample_bytes + bias, arriving)
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of what attention reads, where that is not what is received."""
         return self.attended.total * prod(self.token) * self.itemsize if self.derived else 0
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes that are received into by the exchange points of a window, where they send late."""
+        return NUM_BUFFERS * self.newest.total * prod(self.token) * self.itemsize if self.is_late else 0
 
     @property
     def _sample_bytes(self) -> int:
