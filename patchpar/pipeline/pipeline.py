@@ -60,7 +60,7 @@ class ParallelPipeline:
         request = check_request(devices, plan, **limits, verify=verify, vae=vae)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
-        self._begin(request, "adopt", pipe)
+        self._begin(request, "adopt", pipe, request.plan)
         self._state.progress = dict(getattr(pipe, "_progress_bar_config", None) or {})
 
     @classmethod
@@ -89,7 +89,7 @@ class ParallelPipeline:
         source, options, folder = resolve_model(model, options)
         check_memory(source, folder, options, request.devices.names)
         self = cls.__new__(cls)
-        self._begin(request, "load", source, options, needed_bytes(folder, options))
+        self._begin(request, "load", source, options, needed_bytes(folder, options), request.plan)
         return self
 
     def _begin(self, request: PipelineOptions, method: str, *args: Any) -> None:

@@ -37,6 +37,7 @@ from patchpar.models.info import (
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import for_task, load_pipeline, prepare_pipeline, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
@@ -64,18 +65,27 @@ class PipelineRunner:
         self._installed = InstalledPlan()
         self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
         self._transport: Transport | None = None
+        self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._arguments: dict[str, Any] = {}
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that print
             silence_libraries()
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
-    def load(self, model: str, options: Mapping[str, Any], weight_bytes: int = 0) -> PipelineInfo:
-        """Load onto this rank's device, from safetensors only. Raises PlanError before loading if memory is short."""
+    def load(
+        self, model: str, options: Mapping[str, Any], weight_bytes: int = 0, plan: Plan | None = None
+    ) -> PipelineInfo:
+        """Load onto this rank's device, from safetensors only, except encoders that it does not hold by `plan`.
+
+        Raises PlanError before loading if memory is short.
+        """
         self._check_memory(weight_bytes)
         options = with_dtype(options)
         task = options.pop("task", None)
-        return self.adopt(for_task(load_pipeline(model, options), task).to(self.device))
+        self.restore()
+        pipe = for_task(load_pipeline(model, options), task)
+        self._encoders.arrange(pipe, plan)
+        return self._use(pipe.to(self.device))
 
     def _check_memory(self, weight_bytes: int) -> None:
         free = free_bytes(self.device)  # None for a CPU: the caller has checked the memory of all such ranks together
@@ -85,7 +95,7 @@ class PipelineRunner:
                 "free: load them in a smaller dtype (torch_dtype=torch.float16), or free some of it"
             )
 
-    def adopt(self, pipe: Any) -> PipelineInfo:
+    def adopt(self, pipe: Any, plan: Plan | None = None) -> PipelineInfo:
         """Use a pipeline in memory. Raises UnsupportedModel for an offloaded, spread, parallel or compiled one."""
         if getattr(pipe, "hf_device_map", None):
             raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
@@ -96,8 +106,12 @@ class PipelineRunner:
         if self.context.world_size > 1:
             refuse_compiled_denoisers(pipe)
         self.restore()
+        self._encoders.arrange(pipe, plan)
+        return self._use(pipe if offloaded or pipe.device == self.device else pipe.to(self.device))
+
+    def _use(self, pipe: Any) -> PipelineInfo:
         prepare_pipeline(pipe)
-        self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
+        self.pipe = pipe
         return replace(describe(self.pipe), **_set_by_attributes(self.pipe))
 
     def apply(
@@ -108,6 +122,7 @@ class PipelineRunner:
         The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
         """
         self._installed.forget()
+        self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = with_checked_sources(method, args, kwargs)
         result = method(*args, **kwargs)
@@ -144,34 +159,47 @@ class PipelineRunner:
 
     def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
         """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. `verify` and `vae`: see CallOptions."""
-        self.restore()
+        self._uninstall()
         works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
-        if self._transport is None and (self.context.world_size > 1 or works):
-            join = connect if self.context.world_size > 1 else alone
-            with self.context.waiting:
-                self._transport = watched(join(self.context), self.context)
+        if self.context.world_size > 1 or works:
+            watched(self._connected(), self.context)  # whose limit may have been that of loading
         if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
             self._transport.collectives.form(rank_sets(plan.world_size, **plan.degrees()))
         if self.context.rank < plan.world_size and works:
-            assert self._transport is not None
             mesh, verifications = (
                 Mesh(self.context.rank, range(plan.world_size), **plan.degrees()),
                 VerificationCache.of(verify),
             )
-            communicators = [Communicator(self._transport, self.context.beat) for _ in ("denoisers", "VAEs")]
+            communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(vae, communicators[1], verifications)
         self._installed_for = (plan, verify, vae)
 
     def restore(self) -> None:
-        """Remove every hook: the pipeline is as before `install`."""
+        """Remove every hook, and give encoders back to all ranks: the pipeline is as before `install`."""
+        self._uninstall()
+        self._encoders.give_back()
+
+    def _uninstall(self) -> None:
         self._installed.restore()
         self._installed_for = (Plan(), True, "auto")
 
-    def control(self, *, exchange: str = "on", vae: str = "on") -> None:
+    def _connected(self) -> Transport:
+        """Return the transport, connected if it is not yet. Collective."""
+        if self._transport is None:
+            join = connect if self.context.world_size > 1 else alone
+            with self.context.waiting:
+                self._transport = watched(join(self.context), self.context)
+        return self._transport
+
+    def _communicator(self) -> Communicator:
+        return Communicator(self._connected(), self.context.beat)
+
+    def control(self, *, exchange: str = "on", vae: str = "on", encoders: str = "on") -> None:
         """Set the exchange between bands to "off" (denoisers also "frozen"), which gives wrong images, for controls."""
         self._installed.control(exchange=exchange, vae=vae)
+        self._encoders.control(encoders)
 
     def _guided(self) -> bool | None:
         if self._installed.is_for_large_images:
@@ -184,6 +212,7 @@ class PipelineRunner:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
         if self._installed_for != (options.plan, options.verify, options.vae):
             self.install(options.plan, verify=options.verify, vae=options.vae)
+        self._encoders.arrange(self.pipe, options.plan)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)
         if options.random is not None:
@@ -230,7 +259,7 @@ class PipelineRunner:
         watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
         recorder = installed.begin(tracing=options.tracing, watched=watched)
         call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed.interrupted)
-        call.changing = installed.open_up
+        call.changing = self._before_changes
         with self._own_part(dict(kwargs)) as self._arguments, installed.running():
             output = call.run(self._arguments)
         recorder.end_image()
@@ -238,6 +267,10 @@ class PipelineRunner:
         if self._transport is not None:
             self._transport.settle("end of the call")
         return output, recorder.figures(self.context.rank, self.context.device)
+
+    def _before_changes(self) -> None:
+        self._installed.open_up()
+        self._encoders.give_back()
 
     def _own_part(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Return a context with the arguments for this rank's prompts."""

@@ -17,6 +17,7 @@ AXIS_MEANINGS = {"data": "a part of the prompts", "cfg": "a guidance branch", "p
 SPLITS = ("auto", "rows", "columns")
 WEIGHTS = ("whole", "sharded")
 NUMBERS = (*AXIS_MEANINGS, "resident")
+ENCODERS = ("auto", "all", "one")
 SINGLE = "single"
 """How a plan for one device prints."""
 
@@ -28,7 +29,8 @@ class Plan:
     A text is parsed at once, so that equal plans compare equal. `parse` reads `str(plan)` as the same plan. `split` is
     the side that bands are split along: "auto" takes the longer one, because the halo then is shorter. `weights`: whole
     on every rank, or sharded: a part of each block, gathered when the block runs. Then `resident` blocks of each
-    network stay whole.
+    network stay whole. `encoders`: which ranks of an image hold and run its text and image encoders, "all" or "one";
+    "auto" is "all".
     """
 
     data: int = 1
@@ -38,6 +40,7 @@ class Plan:
     split: str = "auto"
     weights: str = "whole"
     resident: int = 0
+    encoders: str = "auto"
 
     def __post_init__(self) -> None:
         from patchpar.strategies import resolve_strategy  # imported late: strategies import this package
@@ -49,6 +52,12 @@ class Plan:
                 raise PlanError(f"{name}={degree!r}: the degree of an axis is a whole number of at least 1")
         if self.split not in SPLITS:
             raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")
+        if self.encoders not in ENCODERS:
+            raise PlanError(f"encoders={self.encoders!r}: use one of {', '.join(ENCODERS)}")
+        if self.encoders == "one" and self.weights == "sharded":
+            raise PlanError(
+                "encoders=one holds the encoders on one rank, and weights=sharded on all: leave one of them out"
+            )
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -104,6 +113,8 @@ class Plan:
             parts.append(f"weights={self.weights}")
         if self.resident:
             parts.append(f"resident={self.resident}")
+        if self.encoders != "auto":
+            parts.append(f"encoders={self.encoders}")
         if self.patch > 1 or str(self.strategy) != "exact":
             parts.append(f"strategy={self.strategy}")
         return ",".join(parts) or SINGLE
@@ -123,8 +134,8 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
             strategy += f",{part}" if ":" in strategy else f":{part}"
         elif equals:
             raise PlanError(
-                f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split, weights, resident "
-                "or strategy; options of a strategy come after it"
+                f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split, weights, resident, "
+                "encoders or strategy; options of a strategy come after it"
             )
         else:
             raise PlanError(f"{part!r} in plan {text!r} is not of the form axis=degree, as in cfg=2,patch=2")

@@ -16,7 +16,7 @@ from patchpar.errors import PlanError
 from patchpar.pipeline.startup import plan_of as plan_asked_for
 from patchpar.plan.attention_mode import WAYS
 from patchpar.plan.exchange_policy import BITS
-from patchpar.plan.plan import AXIS_MEANINGS, SPLITS, Plan
+from patchpar.plan.plan import AXIS_MEANINGS, ENCODERS, SPLITS, Plan
 from patchpar.strategies import known, parse_strategy
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
@@ -69,7 +69,8 @@ def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
         weights = {"weights": "sharded", "resident": chance.choice((0, 3))} if degrees["patch"] > 1 else {}
-        plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS), **chance.choice(({}, weights)))
+        options = chance.choice(({}, weights, {"encoders": chance.choice(ENCODERS)}))
+        plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS), **options)
         assert Plan.parse(str(plan)) == plan
         assert Plan.parse(str(plan).replace(":", ",")) == plan
         assert plan_of(str(plan), None, "auto") == plan

@@ -1,0 +1,71 @@
+"""Which ranks hold the pipeline's encoders: all of them, or with `encoders=one` the first rank of each image."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import UnsupportedModel
+from patchpar.models.encoders import encoders_of
+from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.plan import Plan
+from patchpar.shard.encoders.one_rank import OneRankEncoders
+
+OF_OTHER_PARTS = ("set_progress_bar_config", "enable_vae_", "disable_vae_")
+"""Methods of pipelines that use no encoder, by name or its beginning."""
+
+
+class EncoderPlacement:
+    """The encoders of one rank's pipeline, on all ranks at first. `connect` returns a way to the other ranks."""
+
+    def __init__(self, rank: int, device: torch.device, connect: Callable[[], Communicator]) -> None:
+        self._rank, self._device, self._connect = rank, device, connect
+        self._one: OneRankEncoders | None = None
+        self._names: frozenset[str] = frozenset()
+
+    def arrange(self, pipe: Any, plan: Plan | None) -> None:
+        """Hold the encoders of `pipe` where `plan` wants them. Collective. Raises UnsupportedModel, ExchangeError."""
+        axis = self._axis_of(plan)
+        if axis == self.axis:
+            return
+        self.give_back()
+        if axis is None:
+            return
+        encoders = encoders_of(pipe)
+        if not encoders:
+            raise UnsupportedModel(f"{type(pipe).__name__} has no encoder that could be on one rank: use encoders=all")
+        components = pipe.components.items()
+        others = [each for name, each in components if isinstance(each, nn.Module) and name not in encoders]
+        self._one = OneRankEncoders(encoders, others, axis, self._device, self._connect)
+        self._names = frozenset(encoders)
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks of one image, of which only the first holds the encoders; None if all do."""
+        return None if self._one is None else self._one.axis
+
+    def give_back(self) -> None:
+        """Let all ranks hold the encoders. Collective. Raises ExchangeError."""
+        one, self._one = self._one, None
+        if one is not None:
+            one.give_back()
+
+    def give_back_for(self, method: str) -> None:
+        """Let all ranks hold the encoders if this method of the pipeline, or of a network, may use them."""
+        owner, _, name = method.rpartition(".")
+        concerns = owner.partition(".")[0] in self._names if owner else not name.startswith(OF_OTHER_PARTS)
+        if concerns:
+            self.give_back()
+
+    def control(self, exchange: str) -> None:
+        """Set the transfer to "off", which gives other ranks encodings of zeros, for negative controls."""
+        if self._one is not None:
+            self._one.exchange = exchange
+
+    def _axis_of(self, plan: Plan | None) -> Axis | None:
+        if plan is None or plan.encoders != "one" or self._rank >= plan.world_size:
+            return None
+        axis = Mesh(self._rank, range(plan.world_size), **plan.degrees()).of_one_image()
+        return axis if axis.size > 1 else None
