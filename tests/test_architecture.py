@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -87,9 +88,15 @@ def imported(source: str, path: Path) -> Iterator[str]:
             yield rest if rest.split(".")[0] in LEVEL else "PUBLIC"
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source, parsed once for all rules."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def names_imported(source: str, path: Path) -> Iterator[str]:
     """Dotted names of all that a file imports, wherever in it: modules, and what is in modules."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -136,7 +143,7 @@ def wrong_imports(source: str, path: Path) -> list[str]:
 def mentions(source: str, dotted: str) -> bool:
     """Whether code (not a comment or a docstring) imports or reads `dotted`, such as os.environ."""
     package, _, name = dotted.rpartition(".")
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import) and any(
             alias.name == dotted or alias.name.startswith(f"{dotted}.") for alias in node.names
         ):
@@ -229,14 +236,14 @@ def test_one_door_to_the_other_ranks(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_hidden_state(path: Path) -> None:
     source = path.read_text()
-    assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    assert not [node for node in nodes_of(source) if isinstance(node, ast.Global)]
     reads_environment = any(mentions(source, name) for name in ("os.environ", "os.getenv", "os.putenv"))
     assert name_of(path) == "launch" or not reads_environment
 
 
 def accelerators_named(source: str) -> list[str]:
     """Return the strings and modules of torch by which a source names a type of accelerator."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     of_torch = [
         node.attr
@@ -259,7 +266,7 @@ def test_every_exception_names_an_accelerator() -> None:
 
 def interceptions(source: str) -> set[str]:
     """Return by which means a source intercepts calls of torch functions or of modules."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     hooks = {"hook" for name in names if name.startswith(("register_forward", "register_module_forward"))}
@@ -302,7 +309,7 @@ def test_the_accelerator_rule_sees(source: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_command_line_prints(path: Path) -> None:
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node.func for node in nodes_of(path.read_text()) if isinstance(node, ast.Call)]
     prints = [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
     assert name_of(path) == "cli" or not prints
 
@@ -328,7 +335,7 @@ def test_the_door_rule_sees(source: str, dotted: str, seen: bool) -> None:
 def test_files_and_functions_stay_short(path: Path) -> None:
     source = path.read_text()
     assert len(source.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path.name}: {node.name}"
@@ -356,7 +363,7 @@ def classes_in_several_modules(sources: Mapping[str, str]) -> dict[str, list[str
     """Names of classes, wherever they stand in a file, with the modules that define one of that name."""
     places: dict[str, set[str]] = {}
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, set()).add(module)
     return {name: sorted(found) for name, found in places.items() if len(found) > 1}

@@ -150,5 +150,10 @@ def installed(denoiser: Denoiser, strategy: str, comm: Communicator, mesh: Mesh)
 def fake_rank(rank: int, world: int) -> Iterator[FakeRank]:
     """Open a fake GPU on which this process is rank `rank` of `world`."""
     events, groups = EventCounts(), GroupCounts()
-    with fake_nccl(rank, world, groups), fake_cuda(events):
-        yield FakeRank(rank, world, events, groups)
+    gc.collect()
+    gc.freeze()  # what is there before is not collected again in every step, which takes longer than the step
+    try:
+        with fake_nccl(rank, world, groups), fake_cuda(events):
+            yield FakeRank(rank, world, events, groups)
+    finally:
+        gc.unfreeze()

@@ -18,7 +18,7 @@ from patchpar import ParallelPipeline, WorkerDied
 from .conftest import EXACT, QUICK, generator, relative_error
 
 CALL = {**QUICK, "output_type": "latent"}
-TIMES = 4
+TIMES = 2
 
 
 def latents_of_its_own(pipe: ParallelPipeline) -> weakref.ref[torch.Tensor]:
