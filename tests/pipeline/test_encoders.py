@@ -115,6 +115,7 @@ class DiesWhileEncoding:
         return self.tokenizer(*args, **kwargs)
 
 
+@pytest.mark.breadth  # test_faults has a worker that is killed
 def test_the_rank_that_encodes_dies(sdxl_folder: Path, tmp_path: Path) -> None:
     """Loading leaves the encoders to the first rank; when it dies the next call has new workers."""
     with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", plan=ONE, deadline=20.0) as pipe:

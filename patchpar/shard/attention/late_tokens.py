@@ -68,7 +68,7 @@ class LateTokens(RemoteTokens):
             self._is_behind = True
 
     def refresh(self, attended: Tensor, ratio: Tensor, fits: Tensor | Sequence[Tensor] | None) -> None:
-        """See RemoteTokens. The tokens received become the previous ones."""
+        """See RemoteTokens; `attended` [tokens, 2, B, N, D]. The tokens received become the previous ones."""
         super().refresh(attended, ratio, fits)
         self._is_behind = True
 
@@ -78,5 +78,5 @@ class LateTokens(RemoteTokens):
         yield self._unsent
 
     def arriving(self) -> Iterator[Tensor]:
-        """Yield nothing: what tokens are received into belongs to the window."""
+        """Yield nothing: the tensors [bytes] that tokens are received into belong to the window."""
         return iter(())

@@ -49,7 +49,7 @@ class TensorLayout(NamedTuple):
         return x.detach()[tuple(slice(0, size) for size in self.sent.shape)].contiguous()
 
     def rebuild(self, received: Tensor) -> Tensor:
-        """Return the tensor of this layout with the values of `received`, what is sent of it."""
+        """Return the tensor of this layout with the values of `received`, of any shape, what is sent of it."""
         if received.stride() == self.strides and tuple(received.shape) == self.shape:
             return received
         made = torch.empty_strided(received.shape, self.strides, dtype=self.dtype, device=received.device)

@@ -70,7 +70,7 @@ class PackedBlock:
         return [copies[x.offset].view(x.dtype).as_strided(x.shape, x.stride) for x in self.tensors]
 
     def point_to(self, tensors: Sequence[Tensor]) -> None:
-        """Make the parameters and buffers use the memory of `tensors`, of their shapes."""
+        """Make the parameters and buffers use the memory of `tensors`, of any shape, each that of its own."""
         for each, found in zip(self.tensors, tensors, strict=True):
             if each.tensor.data_ptr() != found.data_ptr() or each.tensor.dtype != found.dtype:
                 each.tensor.data = found

@@ -32,10 +32,12 @@ ALWAYS = (
 
 SLOW = (
     "AceStepPipeline",
+    "AllegroPipeline",
     "AnimateDiffVideoToVideoControlNetPipeline",
     "AnyFlowFARPipeline",
     "HeliosPyramidPipeline",
     "LTX2DFRPipeline",
+    "LTX2HDRPipeline",
     "LTX2InContextPipeline",
 )
 """They take ten seconds and more each: the others of their families are among the quarter."""
