@@ -74,13 +74,13 @@ class VideoEncoder:
         import av
 
         self._form = form
-        self._extrapolator = Fraction(form.fps).limit_denominator(10_000)
+        self._fps = Fraction(form.fps).limit_denominator(10_000)
         try:
-            self._video: Any = container.add_stream(form.video, rate=self._extrapolator, options=form.options)
+            self._video: Any = container.add_stream(form.video, rate=self._fps, options=form.options)
         except av.FFmpegError as error:
             raise PlanError(f"this PyAV cannot encode {form.video}: {error}") from error
         self._video.width, self._video.height, self._video.pix_fmt = form.width, form.height, "yuv420p"
-        self._video.codec_context.time_base = 1 / self._extrapolator
+        self._video.codec_context.time_base = 1 / self._fps
         self._audio: Any = None
         if form.rate is not None:
             self._audio = container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
@@ -95,7 +95,7 @@ class VideoEncoder:
         first = round(pts * self._form.fps)
         for number, image in enumerate(frames_FHWC.numpy()):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
-            frame.pts, frame.time_base = first + number, 1 / self._extrapolator
+            frame.pts, frame.time_base = first + number, 1 / self._fps
             if number == 0 and self._begins_anew(first):
                 frame.pict_type = av.video.frame.PictureType.I
             yield from self._timed(self._video.encode(frame))
@@ -119,7 +119,7 @@ class VideoEncoder:
 
     def _timed(self, packets: list[Any]) -> Iterator[Any]:
         for packet in packets:
-            packet.duration = round(1 / self._extrapolator / packet.time_base)  # encoders leave it open
+            packet.duration = round(1 / self._fps / packet.time_base)  # encoders leave it open
             yield packet
 
     @property
