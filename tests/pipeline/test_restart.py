@@ -36,6 +36,7 @@ def die(pipe: ParallelPipeline) -> None:
     pipe.on_step = None
 
 
+@pytest.mark.breadth  # unit/test_changes has what is kept, test_faults workers that take the place of others
 def test_workers_are_told_what_holds_and_nothing_more(
     sdxl_folder: Path, loras: Path, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
