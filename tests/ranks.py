@@ -60,6 +60,8 @@ class Ranks:
         """
         transport = connect(self._context, through=through)
         transport.deadline = DEADLINE
+        if through == "torch":
+            dist.barrier()  # gloo's links to a rank that closes its own at once may not be made yet
         try:
             if self._context.rank >= world:
                 return None

@@ -1,5 +1,6 @@
 """Two workers that are well: calls, results, events, questions, and what is shared."""
 
+import io
 import os
 import socket
 import subprocess
@@ -190,16 +191,16 @@ def test_a_small_call_costs_little(pool):
     assert (time.perf_counter() - start) / 50 < 0.05
 
 
-def test_what_workers_print_comes_to_our_stderr_once(pool, capfd):
+def test_what_workers_print_comes_to_our_stderr_once(pool, capfd, monkeypatch):
+    printed = io.StringIO()  # what comes while capfd reads its file is lost
+    monkeypatch.setattr(sys, "stderr", printed)
     pool.call("talk", "a library's warning")
     give_up = time.monotonic() + 20
-    printed = ""
-    while not ("from 0" in printed and "from 1" in printed) and time.monotonic() < give_up:
-        captured = capfd.readouterr()
-        assert captured.out == ""
-        printed += captured.err
-    lines = sorted(printed.splitlines())
+    while not all(f"from {rank}" in printed.getvalue() for rank in range(2)) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    lines = sorted(printed.getvalue().splitlines())
     assert lines == ["a library's warning", "a library's warning from 0", "a library's warning from 1"]
+    assert capfd.readouterr().out == ""
 
 
 def test_two_pools_live_side_by_side(pool):
