@@ -78,7 +78,7 @@ def forecast(model: Any, call: PlannedCall) -> PlanForecast:
     choice = choose(model, call.devices, arguments)
     others = (plan for plan in plans(call.devices) if plan != choice.plan)
     offers = tuple(_checked(model, plan, arguments) for plan in (choice.plan, *others))
-    return PlanForecast(chosen=choice.plan, reason=choice.reason, offers=offers)
+    return PlanForecast(chosen=choice.plan, reason=choice.explanation, offers=offers)
 
 
 def plans(devices: int) -> Iterator[Plan]:

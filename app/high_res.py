@@ -7,7 +7,7 @@ from patchpar import PlanError
 
 from .image_runner import ImageJobRunner, JobImage, RunOptions
 from .job_queue import Job
-from .presets import Preset, plain
+from .presets import Preset, large_image, plain
 from .requests import MAX_PIXELS, GenerateRequest
 
 MAX_SCALE = 8.0
@@ -57,8 +57,7 @@ class UpscaleRequest:
 
 def high_res_preset(count: int, options: str) -> Preset:
     """Structure guidance on all devices, with options as on the command line. Raises PlanError."""
-    strategy = f"asg:{options.strip()}" if options.strip() else "asg"
-    preset = Preset(label="Structure guidance", degrees=f"patch={count}", strategy=strategy)
+    preset = large_image(count, options.strip())
     preset.plan(count)
     return preset
 

@@ -49,7 +49,20 @@ def automatic(count: int) -> Preset:
 
 def presets_for(count: int) -> tuple[Preset, ...]:
     """All presets for `count` devices, the automatic one first."""
-    return (plain(),) if count == 1 else (automatic(count), plain(), *_guided(count), *_bands(count))
+    if count == 1:
+        return (plain(), large_image(count))
+    return (automatic(count), plain(), *_guided(count), *_bands(count), large_image(count))
+
+
+def large_image(count: int, options: str = "") -> Preset:
+    """Structure guidance on all devices, with options as on the command line."""
+    return Preset(
+        label="Large image, structure guidance",
+        degrees=f"patch={count}",
+        strategy=f"structure:{options}" if options else "structure",
+        meaning="For 1.5 times the model's native size and more, where a model repeats objects: the image is generated "
+        "from patches of native size. It differs from that of plain diffusers.",
+    )
 
 
 def _guided(count: int) -> list[Preset]:

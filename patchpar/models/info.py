@@ -40,10 +40,10 @@ class PipelineInfo:
     """A pipeline in names and numbers. `parameters`: of its call, with defaults (None if there is none).
 
     `splits_into_tokens`: its denoisers consist of blocks and may be split by tokens; the first call shows whether they
-    can be, and `unsplit_reason` why not. `native_only_reason`: why images beyond the native size get plain generation;
-    empty if structure guidance supports them, None if that is unknown. `one_batch_reason`: why prompts cannot be split
-    over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown. `guided_by_its_scale`:
-    `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
+    can be, and `unsplit_reason` why not. `native_only_reason`: why structure guidance is impossible beyond the native
+    size; empty if structure guidance supports them, None if that is unknown. `one_batch_reason`: why prompts cannot be
+    split over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown.
+    `guided_by_its_scale`: `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
     """
 
     pipeline: str

@@ -1,16 +1,16 @@
-"""The rule that chooses a plan for plan="auto".
+"""The rule that chooses a plan for plan="auto". The image is always that of plain diffusers.
 
-0. An image of at least 1.5 times the model's native size on both sides: structure guidance, on one device too, so that
-   the image does not depend on the number of devices. If the pipeline cannot do it, the reason is reported.
 1. Of all ways to distribute prompts, guidance branches and bands over the devices, the one whose busiest rank finishes
    first, by the formula in `plan.mesh_shape`: prompts send nothing, branches one prediction, bands all keys.
 2. A UNet is split into bands of at least two units of rows; any other denoiser is split by tokens, with at least two
    rows of tokens for each device.
 3. Prompts stay in one batch if a callback needs all of them, or if a part of them would give other images.
 4. A device that would not make the call faster stays idle, and the reason is reported.
+5. From 1.5 times the model's native size on both sides, models repeat objects: then there is advice how to ask for
+   structure guidance. `upscale`, which is not a method of diffusers, uses it at these sizes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,31 +28,70 @@ UNITS_PER_BAND = 2  # with fewer, halos and waiting cost more than a further ran
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """A plan and the reason for it."""
+    """A plan and the reason for it. `advice`: another plan that the user may prefer for this size, or empty."""
 
     plan: Plan
     reason: str
+    advice: str = ""
+
+    @property
+    def explanation(self) -> str:
+        """The reason, with the advice."""
+        return "; ".join(filter(None, (self.reason, self.advice)))
+
+
+Rule = Callable[[PipelineInfo, int, Mapping[str, Any]], PlanChoice]
 
 
 def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
-    """Return the plan for a call with `kwargs` on `devices` devices."""
-    size, native = model.size(kwargs), model.default_size
-    if model.native_only_reason is None or size is None or native is None or not is_large(size, native):
-        return _exact(model, devices, kwargs)
-    ratios = dict.fromkeys(f"{side / own:.3g}" for side, own in zip(size, native, strict=True))
-    large = f"{' x '.join(ratios)} times the native {native[0]} x {native[1]}"
-    addressed = [name for name in kwargs.get("cross_attention_kwargs") or () if name in ADDRESSED]
-    why_not = f"{addressed[0]} has positions in the whole image" if addressed else model.native_only_reason
-    if why_not:
-        plain = _exact(model, devices, kwargs)
-        return PlanChoice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
-    strategy = StructureGuidance()
-    branches = 2 if model.guided(kwargs) else 1
-    most = branches * max(units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin))
-    patch = min(devices, most)
-    idle = f"; {devices - patch} of {devices} devices idle: no more windows" if patch < devices else ""
-    takes = MemoryEstimate.of(model, size, branches)
-    return PlanChoice(Plan(patch=patch, strategy=strategy), f"{large}: structure guidance{idle}; about {takes}")
+    """Return the plan for a call with `kwargs` on `devices` devices. Its image is that of plain diffusers."""
+    choice, large = _exact(model, devices, kwargs), LargeImage.of(model, devices, kwargs)
+    if large is None or large.why_not:
+        return choice
+    return replace(
+        choice,
+        advice=f"{large.ratio}: at such sizes models repeat objects. plan={str(large.plan)!r} (--strategy structure) "
+        "generates this image from patches of native size; it then differs from that of plain diffusers",
+    )
+
+
+def choose_for_upscale(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
+    """Return the plan that keeps a large image close to the one it starts from: structure guidance where possible."""
+    large = LargeImage.of(model, devices, kwargs)
+    if large is None or large.why_not:
+        choice = _exact(model, devices, kwargs)
+        why_not = "" if large is None else f"; {large.ratio}, but no structure guidance: {large.why_not}"
+        return replace(choice, reason=choice.reason + why_not)
+    unused = devices - large.plan.patch
+    idle = f"; {unused} of {devices} devices idle: no more windows" if unused else ""
+    return PlanChoice(large.plan, f"{large.ratio}: structure guidance{idle}; about {large.memory}")
+
+
+@dataclass(frozen=True, slots=True)
+class LargeImage:
+    """An image so large that a model repeats objects. `why_not`: why structure guidance is impossible, or empty."""
+
+    ratio: str
+    plan: Plan
+    memory: MemoryEstimate
+    why_not: str
+
+    @classmethod
+    def of(cls, model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> "LargeImage | None":
+        """Return the large image of a call; None if it is not large, or the pipeline not tested at such sizes."""
+        size, native = model.size(kwargs), model.default_size
+        if model.native_only_reason is None or size is None or native is None or not is_large(size, native):
+            return None
+        ratios = dict.fromkeys(f"{side / own:.3g}" for side, own in zip(size, native, strict=True))
+        addressed = [name for name in kwargs.get("cross_attention_kwargs") or () if name in ADDRESSED]
+        strategy, branches = StructureGuidance(), 2 if model.guided(kwargs) else 1
+        units = units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin)
+        return cls(
+            ratio=f"{' x '.join(ratios)} times the native {native[0]} x {native[1]}",
+            plan=Plan(patch=min(devices, branches * max(units)), strategy=strategy),
+            memory=MemoryEstimate.of(model, size, branches),
+            why_not=f"{addressed[0]} has positions in the whole image" if addressed else model.native_only_reason,
+        )
 
 
 def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:

@@ -19,7 +19,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.executor import Executor
 from patchpar.models.files import check_memory, needed_bytes, resolve_model
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
-from patchpar.pipeline.auto_plan import choose, without
+from patchpar.pipeline.auto_plan import Rule, choose, without
 from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.messages import CallResult
@@ -116,6 +116,10 @@ class ParallelPipeline:
         Raises PlanError for an impossible call before any rank computes, the pipeline's own exceptions, and WorkerDied
         or WorkerHung if a rank fails (the next call restarts the workers).
         """
+        return self._call(choose, args, kwargs)
+
+    def _call(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the wrapped pipeline; `rule` chooses the plan if it is "auto"."""
         state, executor = self._state, self._executor
         bound = bind(self.description, args, kwargs)
         check_call(self.description, bound)
@@ -126,7 +130,7 @@ class ParallelPipeline:
         with state.lock, caller.listening(state.on_step, state.progress):
             state.caller, start = caller, time.perf_counter()
             try:
-                plan, results = self._call_workers(executor, caller)
+                plan, results = self._call_workers(executor, caller, rule)
             finally:
                 state.caller = None
             state.keep(caller.changes)
@@ -137,9 +141,9 @@ class ParallelPipeline:
             state.plan, state.last_run = plan, Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
         return output
 
-    def _call_workers(self, executor: Executor, caller: CallController) -> tuple[Plan, list[CallResult]]:
+    def _call_workers(self, executor: Executor, caller: CallController, rule: Rule) -> tuple[Plan, list[CallResult]]:
         """Return the plan and the ranks' results. If an automatic plan is not supported, try another one."""
-        plan = self._plan_for(caller.kwargs)
+        plan = self._plan_for(caller.kwargs, rule)
         try:
             return plan, self._generate(executor, caller, plan)
         except (UnsupportedModel, PlanError) as error:
@@ -147,7 +151,7 @@ class ParallelPipeline:
             if state.wanted is not None or learnt is None or executor.kind != "local":
                 raise  # with other executors the caller's generators have advanced
             state.model = learnt
-            return self._call_workers(executor, caller)
+            return self._call_workers(executor, caller, rule)
 
     def _generate(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
         request = self._state.request
@@ -155,12 +159,13 @@ class ParallelPipeline:
         results = executor.call("generate", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
         return [result for result in results if isinstance(result, CallResult)]
 
-    def _plan_for(self, kwargs: Mapping[str, Any]) -> Plan:
+    def _plan_for(self, kwargs: Mapping[str, Any], rule: Rule) -> Plan:
         state = self._state
         plan = state.wanted
         if plan is None:
-            choice = choose(self.description, self._executor.world_size, kwargs)
-            plan, state.reason = choice.plan, choice.reason
+            choice = rule(self.description, self._executor.world_size, kwargs)
+            plan, state.reason = choice.plan, choice.explanation
+            state.advise(choice.advice)
         check_plan_for(self.description, plan, kwargs, state.request.devices.names)
         return plan
 

@@ -1,5 +1,6 @@
 """The state of a `ParallelPipeline`, in a separate object, so that its other attributes can be the pipeline's."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
 from patchpar.plan.plan import Plan
 
+log = logging.getLogger(__name__)
+
 
 class PipelineState:
     """The requested options, the ranks and their model, and the latest call."""
@@ -27,6 +30,7 @@ class PipelineState:
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
         self.reason = ""
+        self._advice: set[str] = set()  # what has been logged
         self.last_run: Run | None = None
         self.on_step: Callable[[int, int], object] | None = None
         self.progress: dict[str, Any] = {}
@@ -52,6 +56,12 @@ class PipelineState:
         everywhere = ranks.kind != "local"
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
+
+    def advise(self, advice: str) -> None:
+        """Log advice, unless it is empty or has been logged before."""
+        if advice and advice not in self._advice:
+            self._advice.add(advice)
+            log.warning("%s", advice)
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""

@@ -3,7 +3,8 @@
     image  --resize-->  encode  --noise-->  windows, kept in place by the anchor  --decode-->  larger image
 
 As in img2img (SDEdit, arXiv 2108.01073): the noise removes the fine detail that resizing cannot provide, and the model
-generates new detail. At a size that is large for the model, structure guidance keeps it close to the image.
+generates new detail. At a size that is large for the model, plan="auto" means structure guidance here, which keeps the
+new image close to the old one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError
+from patchpar.pipeline.auto_plan import choose_for_upscale
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,7 +34,7 @@ def upscale(
     _check(pipe, scale, strength)
     size = (round(image.width * scale), round(image.height * scale))
     resized = _continued(image.convert("RGB").resize(size, resample=3))
-    output = pipe(**{"prompt": "", "image": resized, "strength": strength, **call})
+    output = pipe._call(choose_for_upscale, (), {"prompt": "", "image": resized, "strength": strength, **call})
     return None if output.images is None else output.images[0].crop((0, 0, *size))
 
 

@@ -55,6 +55,10 @@ class FakePipeline:
     def explain(self) -> str:
         return f"2 CPU workers; plan {self.plan}: as requested"
 
+    def _call(self, rule: Any, args: tuple[()], arguments: dict[str, Any]) -> Any:
+        """As `upscale` does."""
+        return self(**arguments)
+
     def __call__(self, **arguments: Any) -> Any:
         self.calls.append(arguments)
         latents = torch.zeros(1, 4, 16, 16)

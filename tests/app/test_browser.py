@@ -124,7 +124,7 @@ def test_a_large_image_is_generated(opened: Any) -> None:
     small(page, steps=2, side=512)
     press(page, "high-res-run")
     done(page, "high-res")
-    expect(page.locator("#high-res-facts")).to_contain_text("asg")
+    expect(page.locator("#high-res-facts")).to_contain_text("structure")
     screenshot(page, "high-res")
 
 

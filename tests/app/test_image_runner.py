@@ -150,7 +150,7 @@ def test_large_images_are_led_by_structure_guidance(queue: JobQueue) -> None:
     assert isinstance(guided.strategy, StructureGuidance)
     assert (guided.strategy.overlap, guided.patch) == (0.25, 2)
     assert str(direct) == "patch=2,strategy=exact"
-    with pytest.raises(PlanError, match="asg"):
+    with pytest.raises(PlanError, match="structure"):
         high_res_preset(2, "overlp=0.25")
 
 

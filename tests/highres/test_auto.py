@@ -1,4 +1,4 @@
-"""plan="auto" takes structure guidance for large pictures, says so, and does without where it cannot be."""
+"""plan="auto" generates large images as plain diffusers does, with advice; an upscaled one by structure guidance."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
+from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance, upscale
 from patchpar.cli.compare import of_one
 from patchpar.cli.flags import plan_of
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import PipelineInfo, describe
-from patchpar.pipeline.auto_plan import choose, without
+from patchpar.pipeline.auto_plan import choose, choose_for_upscale, without
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.native_size import TESTED, why_native_only
 from patchpar.strategies.structure.sizing import COPIES, GIB, MemoryEstimate, check_room
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
+from tests.tiny.pictures import scene
 from tests.vae.allocations import Allocations
 
 from .drawing import Case, alone, plain
@@ -38,40 +39,44 @@ def model() -> PipelineInfo:
 
 
 @pytest.mark.parametrize(
-    ("devices", "size", "plan"),
+    ("devices", "size", "plan", "upscaled"),
     [
-        (4, (256, 192), "patch=4,strategy=asg"),
-        (1, (256, 192), "strategy=asg"),
-        (4, (256, 184), "cfg=2,patch=2,strategy=exact"),  # 1.44 times on one side
-        (4, (512, 128), "cfg=2,patch=2,strategy=exact"),
-        (4, (128, 128), "cfg=2,patch=2,strategy=exact"),
-        (64, (256, 256), "patch=18,strategy=asg"),
+        (4, (256, 192), "cfg=2,patch=2,strategy=exact", "patch=4,strategy=structure"),
+        (1, (256, 192), "single", "strategy=structure"),
+        (4, (256, 184), "cfg=2,patch=2,strategy=exact", None),  # 1.44 times on one side
+        (4, (512, 128), "cfg=2,patch=2,strategy=exact", None),
+        (4, (128, 128), "cfg=2,patch=2,strategy=exact", None),
+        (64, (256, 256), "cfg=2,patch=4,strategy=exact", "patch=18,strategy=structure"),
     ],
 )
-def test_from_half_as_large_again_on_both_sides(
-    model: PipelineInfo, devices: int, size: tuple[int, int], plan: str
+def test_a_large_image_is_exact_with_advice_and_upscaled_by_structure_guidance(
+    model: PipelineInfo, devices: int, size: tuple[int, int], plan: str, upscaled: str | None
 ) -> None:
-    choice = choose(model, devices, {"height": size[0], "width": size[1]})
+    call = {"height": size[0], "width": size[1]}
+    choice, larger = choose(model, devices, call), choose_for_upscale(model, devices, call)
     assert str(choice.plan) == plan
-    led = isinstance(choice.plan.strategy, StructureGuidance)
-    assert led == (min(size) >= 1.5 * NATIVE)
-    assert ("times the native 128 x 128: structure guidance" in choice.reason) == led
-    assert ("46 of 64 devices idle: no more windows" in choice.reason) == (devices == 64)
+    assert str(larger.plan) == (upscaled or plan)
+    assert (f"plan={upscaled!r} (--strategy structure)" in choice.advice) == (upscaled is not None)
+    assert bool(choice.advice) == (upscaled is not None)
+    assert ("times the native 128 x 128: structure guidance" in larger.reason) == (upscaled is not None)
+    assert ("46 of 64 devices idle: no more windows" in larger.reason) == (devices == 64)
 
 
 def test_without_where_it_cannot_be(model: PipelineInfo) -> None:
     """Each time with the reason; a call that fails teaches an automatic plan."""
     refused = replace(model, native_only_reason="thresholding")
-    assert choose(refused, 2, LARGE).plan == Plan(cfg=2)
-    assert choose(refused, 2, LARGE).reason.endswith("128 x 128, but no structure guidance: thresholding")
-    assert choose(replace(model, native_only_reason=None), 2, LARGE).plan == Plan(cfg=2)
-    boxes = choose(model, 2, {**LARGE, "cross_attention_kwargs": {"gligen": {}}})
+    assert choose_for_upscale(refused, 2, LARGE).plan == Plan(cfg=2)
+    assert choose_for_upscale(refused, 2, LARGE).reason.endswith("128 x 128, but no structure guidance: thresholding")
+    unknown = replace(model, native_only_reason=None)
+    assert choose_for_upscale(unknown, 2, LARGE).plan == Plan(cfg=2)
+    assert [choose(info, 2, LARGE).advice for info in (refused, unknown)] == ["", ""]
+    boxes = choose_for_upscale(model, 2, {**LARGE, "cross_attention_kwargs": {"gligen": {}}})
     assert "gligen has positions in the whole image" in boxes.reason
-    scaled = choose(model, 2, {**LARGE, "cross_attention_kwargs": {"scale": 0.5}})
+    scaled = choose_for_upscale(model, 2, {**LARGE, "cross_attention_kwargs": {"scale": 0.5}})
     assert scaled.plan.strategy == StructureGuidance()
     learnt = without(model, scaled.plan, UnsupportedModel("packed in its own way"))
     assert learnt is not None
-    assert choose(learnt, 2, LARGE).reason.endswith("packed in its own way")
+    assert choose_for_upscale(learnt, 2, LARGE).reason.endswith("packed in its own way")
     assert without(model, Plan(cfg=2), PlanError("another")) is None
 
 
@@ -86,25 +91,38 @@ def test_what_pipelines_say_of_themselves(name: str) -> None:
     assert (type(pipe).__name__ in TESTED) == (why == "")
 
 
-def test_on_one_device() -> None:
-    """The picture does not depend on the number of devices, so that one takes it too; a scheduler may speak against."""
+def test_a_large_image_is_that_of_plain_diffusers_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """Advice is logged once for each size; asked for by name, the image is that of structure guidance."""
     case = Case(options={"native": NATIVE, "switch": None}, arguments={"height": 192, "width": 192})
-    generator = {"generator": torch.Generator().manual_seed(0)}
     call: dict[str, Any] = {**build("sd").call_kwargs, **case.arguments, "num_inference_steps": case.steps}
+
+    def generate(pipe: ParallelPipeline, **options: Any) -> Tensor:
+        return pipe(**call | options, generator=torch.Generator().manual_seed(0), output_type="latent").images
+
     with ParallelPipeline(build("sd").pipe, devices="cpu:1") as pipe:
         pipe.set_progress_bar_config(disable=True)
-        got = pipe(**call | generator, output_type="latent").images
-        assert relative(got, alone(case)) < 1e-5
-        assert "1.5 times the native 128 x 128: structure guidance; about" in pipe.explain()
-        own = build("sd").pipe.scheduler
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(own.config, thresholding=True)
-        pipe(**call, output_type="latent")
-        assert "no structure guidance: DDIMScheduler has thresholding=True" in pipe.explain()
-        pipe.scheduler = own
-        small = call | {"height": NATIVE, "width": NATIVE, "generator": torch.Generator().manual_seed(0)}
-        same = Case(arguments={"height": NATIVE, "width": NATIVE})
-        assert torch.equal(pipe(**small, output_type="latent").images, plain(same))
+        exact = [generate(pipe), generate(pipe)]
+        assert all(torch.equal(image, plain(case)) for image in exact)
+        advice = "1.5 times the native 128 x 128: at such sizes models repeat objects. plan='strategy=structure' "
+        assert advice in pipe.explain()
+        assert sum(advice in record.getMessage() for record in caplog.records) == 1
+        small = {"height": NATIVE, "width": NATIVE}
+        assert torch.equal(generate(pipe, **small), plain(Case(arguments=small)))
         assert pipe.explain().endswith("one device: the plain pipeline")
+        pipe.plan = "strategy=structure"
+        asked = generate(pipe)
+        assert relative(asked, alone(case)) < 1e-5
+        assert relative(asked, exact[0]) > 1e-2  # the negative control
+        assert sum("repeat objects" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_scheduler_may_speak_against_it() -> None:
+    with ParallelPipeline(build("sd_img2img").pipe, devices="cpu:1") as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        own = build("sd_img2img").pipe.scheduler
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(own.config, thresholding=True)
+        upscale(pipe, scene(128, 128), scale=1.5, num_inference_steps=6)
+        assert "no structure guidance: DDIMScheduler has thresholding=True" in pipe.explain()
 
 
 def test_memory_is_estimated_first(model: PipelineInfo) -> None:
@@ -117,7 +135,7 @@ def test_memory_is_estimated_first(model: PipelineInfo) -> None:
         check_room(model, (4096, 4096), 2, ranks=4, free=takes.latents)
     with pytest.raises(PlanError, match="ask for at most 2048 x 2048"):
         check_room(model, (4096, 4096), 2, ranks=4, free=takes.latents)
-    assert "GiB to decode" in choose(model, 2, LARGE).reason
+    assert "GiB to decode" in choose_for_upscale(model, 2, LARGE).reason
 
 
 def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +186,8 @@ def test_no_more_is_held_than_estimated(time: int) -> None:
 
 def test_on_the_command_line_it_needs_no_plan() -> None:
     """All devices take part; other strategies must be told how many."""
-    assert plan_of("auto", "asg:lag=1", "cpu:3") == Plan(patch=3, strategy=StructureGuidance(lag=1))
-    assert plan_of("patch=2", "asg", "cpu:3") == Plan(patch=2, strategy=StructureGuidance())
+    assert plan_of("auto", "structure:lag=1", "cpu:3") == Plan(patch=3, strategy=StructureGuidance(lag=1))
+    assert plan_of("patch=2", "structure", "cpu:3") == Plan(patch=2, strategy=StructureGuidance())
     with pytest.raises(PlanError, match="--strategy pcpp needs a plan to go with"):
         plan_of("auto", "pcpp", "cpu:3")
 

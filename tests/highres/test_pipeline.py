@@ -89,8 +89,8 @@ def test_messages(one: ParallelPipeline) -> None:
 
 def test_options_as_text() -> None:
     """From a command line, and back."""
-    strategy = parse_strategy("asg:preset=paper,lag=1,masked=false")
+    strategy = parse_strategy("structure:preset=paper,lag=1,masked=false")
     assert strategy == StructureGuidance(preset="paper", lag=1, masked=False)
     assert parse_strategy(str(strategy)) == strategy
-    assert resolve_strategy("asg") == StructureGuidance()
-    assert str(StructureGuidance()) == "asg"
+    assert resolve_strategy("structure") == StructureGuidance()
+    assert str(StructureGuidance()) == "structure"

@@ -97,7 +97,7 @@ def test_a_printed_plan_is_one_that_devices_can_be_asked_for() -> None:
             "patch=4,strategy=exact:attention=ring:ulysses=2",
             Plan(patch=4, strategy=ExactPatch(attention="ring", ulysses=2)),
         ),
-        ("strategy=asg:native=512,seed=3", Plan(strategy=StructureGuidance(native=512, seed=3))),
+        ("strategy=structure:native=512,seed=3", Plan(strategy=StructureGuidance(native=512, seed=3))),
     ],
 )
 def test_options_follow_their_strategy_wherever_it_stands(text: str, plan: Plan | None) -> None:
@@ -145,8 +145,8 @@ def test_two_strategies_are_one_too_many() -> None:
     "text",
     [
         "fresh-edges:extrapolated=maybe",
-        *(f"asg:{option}=maybe" for option in ("align_samples", "masked", "renoised")),
-        *(f"asg:seed={value}" for value in ("many", "1.5", "-1")),
+        *(f"structure:{option}=maybe" for option in ("align_samples", "masked", "renoised")),
+        *(f"structure:seed={value}" for value in ("many", "1.5", "-1")),
     ],
 )
 def test_what_is_no_value_of_an_option_is_refused(text: str) -> None:

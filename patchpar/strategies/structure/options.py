@@ -83,7 +83,7 @@ class StructureGuidance:
     of the shifts of windows.
     """
 
-    name: ClassVar[str] = "asg"
+    name: ClassVar[str] = "structure"
     for_one_rank: ClassVar[bool] = True
     preset: Literal["calibrated", "paper"] = "calibrated"
     space: Literal["x0", "eps"] | None = None
