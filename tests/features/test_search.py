@@ -1,0 +1,126 @@
+"""Which features of a block each rank can hold is found by perturbing them, and proved; what is wrong is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, FeaturePlan
+from patchpar.shard.tensor.proof import BlockProof
+from patchpar.shard.tensor.search import find_cut
+from patchpar.shard.transformer.probe.capture import CallArguments, CapturedRun, watch
+from tests.breadth import first_of
+from tests.features.networks import captured
+from tests.tiny.transformers import TRANSFORMERS
+
+WHOLE = {"SanaWMTransformer3DModel": "linear attention, with state of all heads"}
+"""Classes none of whose blocks is divided, and why."""
+
+
+def paths(cuts: tuple[FeatureCut, ...]) -> set[str]:
+    return {each.path for each in cuts}
+
+
+def test_gates_and_their_values_are_held_by_one_rank() -> None:
+    cut = find_cut(captured("gated"), 2)
+    assert cut.columns == (FeatureCut("proj", (((0, 10), (20, 30)), ((10, 20), (30, 40)))),)
+    assert cut.rows == (FeatureCut("out", (((0, 10),), ((10, 20),))),)
+    assert not cut.counts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["fused", "fused, layer norm"])
+def test_heads_are_held_whole_and_a_norm_over_all_of_them_is_added_up(name: str, size: int) -> None:
+    cut = find_cut(captured(name), size)
+    assert cut.columns[0].sizes() == ([12, 24] if size == 2 else [12, 12, 12]), "whole heads, 4 features each"
+    assert paths(cut.rows) == {"out"}
+    assert paths(cut.norms) == {"norm"}
+    assert [(each.name, each.values) for each in cut.counts] == [("heads", (1, 2) if size == 2 else (1, 1, 1))]
+
+
+def test_a_table_for_all_heads_is_divided_like_them() -> None:
+    cut = find_cut(captured("scaled"), 2)
+    assert cut.arguments == (FeatureCut("factor", (((0, 4),), ((4, 12),))),)
+
+
+def test_low_rank_adapters_are_divided_with_the_linear_beside_them() -> None:
+    cut = find_cut(captured("adapted"), 2)
+    assert paths(cut.columns) == {"up", "up_b"}
+    assert paths(cut.rows) == {"down", "down_a"}
+
+
+@pytest.mark.parametrize("name", ["mixed", "quantised"])
+def test_features_that_meet_are_not_divided(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="no Linear has output features that can be divided"):
+        find_cut(captured(name), 2)
+
+
+def test_more_ranks_than_heads_divide_nothing() -> None:
+    with pytest.raises(UnsupportedModel):
+        find_cut(captured("fused"), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    assert find_cut(captured("fused", dtype), 2).columns
+
+
+def _row_of_others(cut: BlockCut) -> BlockCut:
+    """Each rank has the input features of another one."""
+    return replace(cut, rows=tuple(FeatureCut(row.path, tuple(reversed(row.runs))) for row in cut.rows))
+
+
+WRONG: dict[str, tuple[str, Callable[[BlockCut], BlockCut]]] = {
+    "rows of another rank": ("gated", _row_of_others),
+    "a norm that each rank computes alone": ("fused", lambda cut: replace(cut, norms=())),
+    "a number of heads as before": ("fused", lambda cut: replace(cut, counts=())),
+    "the argument of all heads": ("scaled", lambda cut: replace(cut, arguments=())),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_cut_is_not_proved(case: str) -> None:
+    name, change = WRONG[case]
+    block = captured(name)
+    proof, right = BlockProof(block, 2), find_cut(block, 2)
+    proof.check(right)
+    before = {key: x.clone() for key, x in block.module.state_dict().items()}
+    with pytest.raises((UnsupportedModel, RuntimeError)):
+        proof.check(change(right))
+    after = block.module.state_dict()
+    assert all(torch.equal(x, after[key]) for key, x in before.items())
+    proof.check(right)
+
+
+def test_a_plan_is_the_same_after_json() -> None:
+    block = find_cut(captured("fused"), 2)
+    plan = FeaturePlan(denoiser="Any", size=2, blocks=(block,), refused=("others, 2 x Mixed: features meet",))
+    assert FeaturePlan.from_json(plan.to_json()) == plan
+    assert "columns    qkv" in str(plan)
+    assert "(whole on every rank)" in str(plan)
+
+
+def seen_in(name: str) -> CapturedRun:
+    tiny = TRANSFORMERS[name]
+    model = tiny.build()
+    with torch.no_grad():
+        return watch(model, model.forward, CallArguments.of(model, (), tiny.call(0)))
+
+
+@pytest.mark.parametrize("name", first_of(TRANSFORMERS, "FluxTransformer2DModel", "LTXVideoTransformer3DModel"))
+def test_blocks_of_diffusers(name: str) -> None:
+    """Each cut that is found has been proved on a call of its block."""
+    found, reasons = [], []
+    for block in seen_in(name).values():
+        if sum(isinstance(part, nn.Linear) for part in block.module.modules()) > 1:
+            try:
+                found.append(find_cut(block, 2))
+            except UnsupportedModel as error:
+                reasons.append(str(error))
+    assert bool(found) == (name not in WHOLE), reasons
+    assert all(cut.fraction > 0.15 for cut in found)
