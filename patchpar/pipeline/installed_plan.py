@@ -62,13 +62,9 @@ class InstalledPlan:
         """Make the denoisers parallel. `guided`: whether the current call uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm, strategy = mesh, comm, plan.strategy
+        self._split_guidance(plan, clock, verifications)
         if plan.weights == "sharded":
-            self.weights = InstalledWeights(self.pipe, plan, mesh, comm)
-        if plan.cfg > 1:  # one for all networks, since several may take part in one step
-            self.guidance = GuidanceSplit(comm, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
-            for module in self._conditioners():
-                carriers = None if verifications is None else carriers_of(module, (comm, mesh["cfg"]), verifications)
-                self._register(module, ConditionerHook(self.guidance, carriers))
+            self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance)
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
             if isinstance(strategy, StructureGuidance):
@@ -90,6 +86,18 @@ class InstalledPlan:
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
             hook.weights = self.weights
             self._register(module, hook)
+
+    def _split_guidance(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
+        """Prepare axis `cfg`: once for all networks, since several may take part in one step."""
+        if plan.cfg == 1:
+            return
+        assert self.mesh is not None
+        assert self.comm is not None
+        mesh = self.comm, self.mesh["cfg"]
+        self.guidance = GuidanceSplit(*mesh, clock, partial(layers_by_branch, self.pipe))
+        for module in self._conditioners():
+            carriers = None if verifications is None else carriers_of(module, mesh, verifications)
+            self._register(module, ConditionerHook(self.guidance, carriers))
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
         """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""
@@ -126,8 +134,7 @@ class InstalledPlan:
 
     def forget(self) -> None:
         """Discard what is known of the pipeline's modules, which may change now; make their weights whole."""
-        if self.weights is not None:
-            self.weights.gather()
+        self._gather_weights()
         for patched in self.patched:
             patched.forget()
         if self.vaes is not None:
@@ -135,8 +142,7 @@ class InstalledPlan:
 
     def open_up(self) -> None:
         """Remove the denoisers' exchange points before a callback changes them. The next call analyses them again."""
-        if self.weights is not None:
-            self.weights.gather()
+        self._gather_weights()
         for patched in self.patched:
             shared = patched.team if isinstance(patched, HighResDenoiser) else patched
             if shared is not None:
@@ -144,6 +150,14 @@ class InstalledPlan:
                 shared.unsure = True
         if self.vaes is not None:
             self.vaes.forget()
+
+    def _gather_weights(self) -> None:
+        if self.weights is None:
+            return
+        if self.guidance is not None:  # calls are verified again, which other ranks cannot follow
+            self.guidance.catch_up()
+            self.guidance.forget()
+        self.weights.gather()
 
     @property
     def is_for_large_images(self) -> bool:

@@ -12,21 +12,25 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.strategies.cfg.split import GuidanceSplit
 
 ENCODER = "text_encoder"  # what the names of text encoders begin with
 log = logging.getLogger(__name__)
 
 
 class InstalledWeights:
-    """Denoisers sharded over axis `patch`, text encoders over all ranks of an image: these run all blocks together."""
+    """Denoisers and text encoders, sharded over all ranks of an image. `guidance`: what splits its denoiser calls."""
 
-    def __init__(self, pipe: Any, plan: Plan, mesh: Mesh, comm: Communicator) -> None:
-        self._plan, self._mesh, self._comm = plan, mesh, comm
+    def __init__(self, pipe: Any, plan: Plan, mesh: Mesh, comm: Communicator, guidance: GuidanceSplit | None) -> None:
+        self._plan, self._axis, self._comm, self._guidance = plan, mesh.of_one_image(), comm, guidance
+        if guidance is not None:
+            guidance.rounds = GatherRounds(comm, self._axis)
         self._sharded: dict[nn.Module, ShardedWeights | None] = {}  # None: stays whole
         self._hooks = HookSet()
         for name, network in pipe.components.items():
@@ -36,24 +40,30 @@ class InstalledWeights:
     def before_denoiser(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
         """Shard a denoiser before its first call; `plain` is its own forward. Raises UnsupportedModel."""
         if network not in self._sharded:
-            self._sharded[network] = self._shard(network, self._mesh["patch"], plain, call)
+            self._catch_up()
+            self._sharded[network] = self._shard(network, plain, call)
+        if self._guidance is not None and self._guidance.rounds is not None:
+            self._guidance.rounds.weights = self._sharded[network]
+
+    def _catch_up(self) -> None:
+        if self._guidance is not None:
+            self._guidance.catch_up()
 
     def _before_encoder(self, name: str, network: nn.Module, args: Any, kwargs: Any) -> None:
         """Called before a text encoder runs. One that cannot be sharded stays whole, which is logged."""
+        self._catch_up()
         if network in self._sharded:
             return
         self._sharded[network] = None  # while it is called for a check
         try:
-            self._sharded[network] = self._shard(network, self._mesh.of_one_image(), network.forward, (args, kwargs))
+            self._sharded[network] = self._shard(network, network.forward, (args, kwargs))
         except UnsupportedModel as error:  # the same on all ranks
-            if self._mesh.of_one_image().rank == 0:
+            if self._axis.rank == 0:
                 log.warning("%s stays whole on every rank: %s", name, error)
 
-    def _shard(
-        self, network: nn.Module, axis: Axis, plain: Callable[..., Any], call: tuple[Any, Any]
-    ) -> ShardedWeights:
+    def _shard(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights:
         with torch.inference_mode(mode=False):  # slots are written to in calls without it too
-            found = ShardedWeights(network, self._comm, axis, resident=self._plan.resident)
+            found = ShardedWeights(network, self._comm, self._axis, resident=self._plan.resident)
 
         def run() -> Any:
             args, kwargs = map_leaves(_copied, call)

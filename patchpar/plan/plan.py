@@ -63,10 +63,10 @@ class Plan:
     def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise PlanError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
-        if self.weights == "sharded" and self.patch == 1:
+        if self.weights == "sharded" and self.patch * self.cfg == 1:
             raise PlanError(
-                "weights=sharded divides the weights between the ranks of axis 'patch', which has 1 rank: use patch=2 "
-                "or more, or weights=whole"
+                "weights=sharded divides the weights between the ranks of one image (axes 'cfg' and 'patch'), which is "
+                "1 rank: use patch=2 or cfg=2 or more, or weights=whole"
             )
         if not is_whole(self.resident, 0):
             raise PlanError(f"resident={self.resident!r}: it is a number of blocks of each network, at least 0")

@@ -45,7 +45,7 @@ def test_degrees_multiply_to_the_devices() -> None:
         ("patch=-2", "patch=-2: .*at least 1"),
         ("patch=2,split=diagonal", "split='diagonal': use one of auto, rows, columns"),
         ("patch=2,weights=hosted", "weights='hosted': use one of whole, sharded"),
-        ("cfg=2,weights=sharded", "axis 'patch', which has 1 rank: use patch=2 or more, or weights=whole"),
+        ("data=2,weights=sharded", "ranks of one image .*which is 1 rank: use patch=2 or cfg=2 or more"),
         ("patch=2,resident=1", "resident=1 is for weights=sharded"),
         ("patch=2,weights=sharded,resident=-1", "resident=-1: it is a number of blocks"),
         ("patch=2,weights=sharded,resident=few", "resident=few: the number of resident blocks is a whole number"),

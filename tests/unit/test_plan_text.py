@@ -68,7 +68,9 @@ def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
         strategy = next(generated)
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
-        weights = {"weights": "sharded", "resident": chance.choice((0, 3))} if degrees["patch"] > 1 else {}
+        weights = (
+            {"weights": "sharded", "resident": chance.choice((0, 3))} if degrees["cfg"] * degrees["patch"] > 1 else {}
+        )
         options = chance.choice(({}, weights, {"encoders": chance.choice(ENCODERS)}))
         plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS), **options)
         assert Plan.parse(str(plan)) == plan

@@ -15,11 +15,14 @@ CASES = [
     ("sdxl", "patch=3"),
     ("sd3", "cfg=2,patch=2"),
     ("wan", "cfg=2,patch=2"),
-    ("qwen", "patch=2,strategy=fresh-edges:warmup_steps=1"),
+    ("wan", "cfg=2"),
+    ("sdxl", "cfg=2"),
+    ("wan", "cfg=2,patch=2,strategy=displaced:warmup_steps=1"),
+    ("flux", "patch=2,strategy=fresh-edges:warmup_steps=1"),
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), first_of(CASES, ("flux", "patch=2")))
+@pytest.mark.parametrize(("name", "plan"), first_of(CASES, ("flux", "patch=2"), ("wan", "cfg=2")))
 def test_same_latents_as_whole_weights(ranks: Any, tmp_path: Path, name: str, plan: str) -> None:
     found = [each for each in ranks.run("tests.weights.pipelines:both", 4, name, plan, str(tmp_path)) if each]
     assert len(found[0]["equal"]) == 2

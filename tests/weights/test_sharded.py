@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.shard.weights.sharded import resident_of
+from patchpar.shard.weights.packed import resident_of
 from tests.breadth import first_of
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS

@@ -10,12 +10,16 @@ A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
+from patchpar.shard.verification import uncounted
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
@@ -106,6 +110,25 @@ def packed_blocks(network: nn.Module, device: torch.device) -> list[PackedBlock]
             "use weights=whole"
         )
     return found
+
+
+def refuse_other_layouts(network: nn.Module, blocks: Sequence[PackedBlock], comm: Communicator, axis: Axis) -> None:
+    """Raise UnsupportedModel unless all ranks of the axis have packed the same blocks. Collective."""
+    text = "\n".join(block.layout() for block in blocks)
+    own = torch.tensor([crc32(text.encode())], device=comm.transport.device)
+    with uncounted(comm):
+        gathered = AllGather(comm, axis, "verify", "layout of weights").same(own)
+    if len({int(x) for x in gathered}) > 1:  # all ranks see it
+        raise UnsupportedModel(
+            f"the ranks hold different weights of {type(network).__name__} (names, shapes or dtypes of its blocks; "
+            f"here {len(blocks)} of them): load the same model on all of them"
+        )
+
+
+def resident_of(num_blocks: int, count: int) -> set[int]:
+    """Return which of the blocks stay whole: `count` of them, or all, evenly spaced."""
+    count = min(count, num_blocks)
+    return {(2 * number + 1) * num_blocks // (2 * count) for number in range(count)}
 
 
 def _is_on(found: torch.device, device: torch.device) -> bool:

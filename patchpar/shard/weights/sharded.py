@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification import uncounted
-from patchpar.shard.weights.packed import PackedBlock, packed_blocks
+from patchpar.shard.weights.packed import PackedBlock, packed_blocks, refuse_other_layouts, resident_of
 
 KIND = "weights"  # of all gathers, in statistics
 SLOTS = 2
@@ -52,7 +51,7 @@ class ShardedWeights:
         blocks = packed_blocks(network, comm.transport.device)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
-        self._check_same_layout()
+        refuse_other_layouts(network, self.blocks, comm, axis)
         largest = max((self._rows(block) for block in self.blocks), default=0)
         empty = partial(torch.empty, dtype=torch.uint8, device=comm.transport.device)
         self._slots = [empty(largest) for _ in range(min(slots, len(self.blocks)))]
@@ -61,6 +60,9 @@ class ShardedWeights:
         self._next: dict[int, int] = {}  # the block that ran after each block in the last call
         self._last: int | None = None
         self._active: list[int] = []  # blocks that run now, the outer ones first
+        self._order: list[int] | None = []  # blocks as they run in one call; None where they run within each other
+        self._recording = False  # this order
+        self._position: int | None = None  # in this order, in a round
         self._away: Mapping[int, list[Tensor]] = {}  # what weights are while not gathered, for a search
         self._fill: Mapping[int, int] = {}  # what the slot of a block is filled with when it has run, for a search
         self._shards: list[Tensor] = []
@@ -120,17 +122,6 @@ class ShardedWeights:
         size = self.blocks[index].shard_bytes(self.axis.size)
         return self._slots[self._slot(index)].narrow(0, self.axis.rank * size, size)
 
-    def _check_same_layout(self) -> None:
-        text = "\n".join(block.layout() for block in self.blocks)
-        own = torch.tensor([crc32(text.encode())], device=self.comm.transport.device)
-        with uncounted(self.comm):
-            gathered = AllGather(self.comm, self.axis, "verify", "layout of weights").same(own)
-        if len({int(x) for x in gathered}) > 1:  # all ranks see it
-            raise UnsupportedModel(
-                f"the ranks hold different weights of {type(self.network).__name__} (names, shapes or dtypes of its "
-                f"blocks; here {len(self.blocks)} of them): load the same model on all of them"
-            )
-
     # --- gathers ------------------------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
@@ -160,11 +151,19 @@ class ShardedWeights:
 
     def _enter(self, index: int, *_: Any) -> None:
         """Called before a block runs."""
-        self._hold(index)
-        self.blocks[index].point_to(self._views[index])
         if index in self._active:  # it ended with an exception
             del self._active[self._active.index(index) :]
+        if self._recording and self._order is not None:
+            self._order = None if self._active else [*self._order, index]
+        if self._position is not None:
+            self._pass_by(until=index)
+        self._gather(index)
+        self.blocks[index].point_to(self._views[index])
         self._active.append(index)
+
+    def _gather(self, index: int) -> None:
+        """Gather a block, and start with the one that ran after it in the last call."""
+        self._hold(index)
         if self._last is not None:
             self._next[self._last] = index
         self._last = index
@@ -176,7 +175,7 @@ class ShardedWeights:
         if following is None or following not in self._hooks:
             return
         slot = self._slot(following)
-        in_use = slot in self._pending or slot in map(self._slot, self._active)
+        in_use = slot in self._pending or slot in map(self._slot, (index, *self._active))
         if not in_use and self._holds[slot] != following:
             self._start(following)
 
@@ -194,6 +193,43 @@ class ShardedWeights:
             self._hold(outer)
             self.blocks[outer].point_to(self._views[outer])
 
+    # --- calls of one rank that others take part in ---------------------------------------------------------------
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Context in which all blocks are gathered once, and this rank runs some of them, or none. Collective.
+
+        Blocks are gathered in the order in which they ran when `keep_what_is_read_outside` was called. Raises
+        UnsupportedModel, ExchangeError.
+        """
+        if self._order is None:
+            raise UnsupportedModel(
+                f"blocks of {type(self.network).__name__} run within each other, which other guidance ranks cannot "
+                "follow: use weights=whole, or cfg=1 and more ranks on axis patch"
+            )
+        self._position = 0
+        try:
+            yield
+            self._pass_by()
+        finally:
+            self._position = None
+
+    def _pass_by(self, until: int | None = None) -> None:
+        """Gather the blocks that do not run here, up to the next time that `until` does, or to the end."""
+        order, position = self._order, self._position
+        assert order is not None
+        assert position is not None
+        if until is not None and until not in order[position:]:
+            raise UnsupportedModel(
+                f"{type(self.network).__name__} runs {self.blocks[until].name} in another order than in its first "
+                "call, which other guidance ranks cannot follow: use weights=whole, or cfg=1 and more ranks on axis "
+                "patch"
+            )
+        end = len(order) if until is None else order.index(until, position)
+        for index in order[position:end]:
+            self._gather(index)
+        self._position = end + 1
+
     # --- what reads weights elsewhere ---------------------------------------------------------------------------
 
     def keep_what_is_read_outside(self, run: Callable[[], Any]) -> list[str]:
@@ -208,6 +244,8 @@ class ShardedWeights:
             self.settle()
             for index in found:
                 self._keep_whole(index)
+            if found:
+                self._record(run)
         self._next.clear()
         self._last = None
         names = [self.blocks[index].name for index in found]
@@ -218,7 +256,7 @@ class ShardedWeights:
 
     def _read_outside(self, run: Callable[[], Any], group: list[int]) -> list[int]:
         with self._poisoned(group):
-            own = _fails_or_has_nan(run)
+            own = _fails_or_has_nan(partial(self._record, run))
         flag = torch.tensor([own], device=self.comm.transport.device)
         if not any(bool(x) for x in AllGather(self.comm, self.axis, "verify", "poisoned weights").same(flag)):
             return []
@@ -226,6 +264,14 @@ class ShardedWeights:
             return group
         half = len(group) // 2
         return self._read_outside(run, group[:half]) + self._read_outside(run, group[half:])
+
+    def _record(self, run: Callable[[], Any]) -> Any:
+        """Return the output of `run`, and record the order in which blocks run."""
+        self._order, self._active, self._recording = [], [], True
+        try:
+            return run()
+        finally:
+            self._recording = False
 
     @contextmanager
     def _poisoned(self, group: Iterable[int]) -> Iterator[None]:
@@ -251,9 +297,3 @@ def _fails_or_has_nan(run: Callable[[], Any]) -> bool:
         if not is_of_the_split(error):
             raise
         return True
-
-
-def resident_of(num_blocks: int, count: int) -> set[int]:
-    """Return which of the blocks stay whole: `count` of them, or all, evenly spaced."""
-    count = min(count, num_blocks)
-    return {(2 * number + 1) * num_blocks // (2 * count) for number in range(count)}

@@ -5,7 +5,7 @@ one of them made a step or a call more than the others, would use values of anot
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -71,10 +71,13 @@ class PredictionTime:
 
 
 class PredictionExchange:
-    """Sends this rank's predictions to the other ranks of the axis and receives theirs."""
+    """Sends this rank's predictions to the other ranks of the axis and receives theirs.
 
-    def __init__(self, comm: Communicator, axis: Axis) -> None:
-        self._comm, self._axis = comm, axis
+    `catch_up` is called before messages of other ranks are received, which may wait for this one.
+    """
+
+    def __init__(self, comm: Communicator, axis: Axis, catch_up: Callable[[], object] = bool) -> None:
+        self._comm, self._axis, self._catch_up = comm, axis, catch_up
         self._sent: list[Work[Messages]] = []
         self._parcels: list[_ExpectedMessage] = []
         self._messages: list[AsyncMessage] = []
@@ -105,6 +108,7 @@ class PredictionExchange:
 
     def send(self, output: Any, form: OutputForm, when: PredictionTime) -> None:
         """Start to send a prediction to all others, and to receive the messages expected from earlier calls."""
+        self._catch_up()
         tensors = (self._stamp(when, form), *(x.contiguous() for x in tensors_in(output)))
         peers = tuple(self._axis.ranks[group_rank] for group_rank in self._axis.others)
         self._sent.append(self._send_recv([Outgoing(peers, tensors)], when))
@@ -125,6 +129,7 @@ class PredictionExchange:
     def wait(self) -> None:
         """Start to receive all expected messages."""
         if any(parcel.arriving is None for parcel in self._parcels):
+            self._catch_up()
             self._send_recv([], self._parcels[-1].when)
 
     def settle(self) -> None:

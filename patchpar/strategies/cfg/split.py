@@ -31,6 +31,8 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
 from patchpar.shard.guidance_branches import at_own_index
 from patchpar.shard.step_caches import are_as_before, gives_back, held_by, with_given, without_given
+from patchpar.shard.verification import call_signature
+from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
 
 Shapes = Sequence[Sequence[tuple[int, ...]]]
@@ -110,13 +112,17 @@ class GuidanceSplit:
         self.carriers: Mapping[str, int | None] = {}
         self.by_branch: Sequence[nn.Module] = ()
         self._axis, self._clock = axis, clock
-        self._post = PredictionExchange(comm, axis)
+        self._post = PredictionExchange(comm, axis, self._send_shards)
+        self.rounds: GatherRounds | None = None
+        """Of networks whose weights are sharded over this axis too."""
         self._progress = GuidanceProgress()
         self._forms: dict[Any, OutputForm | None] = {}  # kept from one pipeline call to the next
         self._shapes: dict[Any, Shapes] = {}
 
     def reset(self) -> None:
         """Begin a pipeline call."""
+        if self.rounds is not None:
+            self.rounds.reset()
         self._post.settle()
         self._progress = GuidanceProgress()
 
@@ -124,6 +130,20 @@ class GuidanceSplit:
         """End a pipeline call: wait for all messages. Raises ExchangeError if the ranks are out of step."""
         self._post.settle()
         self._post.audit()
+
+    def forget(self) -> None:
+        """Discard what is known of the denoisers, which may change now: the first call runs on every rank again."""
+        self._forms.clear()
+        self._shapes.clear()
+
+    def catch_up(self) -> None:
+        """Send the shards that calls of other ranks wait for, and receive their predictions. Raises ExchangeError."""
+        if self.rounds is not None:
+            self._post.wait()
+
+    def _send_shards(self) -> None:
+        if self.rounds is not None:
+            self.rounds.catch_up()
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `forward(*args, **kwargs)`, computed by the ranks of the axis together.
@@ -139,6 +159,7 @@ class GuidanceSplit:
         progress.calls += 1
         self._clock.branches = self._branches(sample)
         if self._clock.branches > 1:
+            self.catch_up()
             return self._part_of_batch(forward, sample, args, kwargs)
         if not progress.guided and (self._clock.guided is False or progress.finished):
             raise PlanError(self._no_guidance())
@@ -151,6 +172,7 @@ class GuidanceSplit:
         them and nothing is sent; any other use fetches the rest, on all ranks.
         """
         axis, when = self._axis, self._now
+        self.catch_up()
         sample = sample_of(args, kwargs)
         batch = Batch.of(sample, self.carriers)
         if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
@@ -207,20 +229,21 @@ class GuidanceSplit:
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         when, axis = self._now, self._axis
-        specs = tuple(TensorSpec.of(x) for x in tensors_in(sample))
-        flags = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
-        key = (when.call, len(args), flags, specs)
+        key = (when.call, *self._form_of_call(sample, args, kwargs))
         form = self._forms.get(key)
         owner = when.call % axis.size
-        if form is not None and owner != axis.rank:
-            async_tensors = self._post.expect(owner, form, when, at_once=when.call > axis.rank)
-            return with_tensors(form.tree, async_tensors)
-        before = held_by(kwargs)
-        output = forward(*args, **kwargs)
         if form is None:
+            self.catch_up()
+            before = held_by(kwargs)
+            output = forward(*args, **kwargs)
             if are_as_before(before, held_by(kwargs)):  # else every rank needs the modified cache
                 self._forms[key] = OutputForm.of(output)
             return output
+        if owner != axis.rank:
+            is_made = self.rounds is None or self.rounds.skip_call()
+            at_once = is_made and when.call > axis.rank
+            return with_tensors(form.tree, self._post.expect(owner, form, when, at_once=at_once))
+        output = self._own_call(forward, args, kwargs)
         found = OutputForm.of(output)
         if found is None or found.specs != form.specs:
             raise UnsupportedModel(
@@ -229,6 +252,20 @@ class GuidanceSplit:
             )
         self._post.send(output, form, when)
         return output
+
+    def _form_of_call(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if self.rounds is not None:  # what is verified again at the first call of its form runs blocks more than once
+            return (call_signature((args, kwargs)),)
+        flags = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
+        return len(args), flags, tuple(TensorSpec.of(x) for x in tensors_in(sample))
+
+    def _own_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.rounds is None:
+            return forward(*args, **kwargs)
+        if not self.rounds.can_join:
+            self.catch_up()
+        with self.rounds.own_call():
+            return forward(*args, **kwargs)
 
     @property
     def _now(self) -> PredictionTime:

@@ -1,0 +1,86 @@
+"""Rounds of gathers for a network whose calls are made by different ranks, one guidance branch each.
+
+    program      rank 0                      rank 1
+    call 0       runs: round 1 of gathers    only noted
+    call 1       only noted                  runs: the same round
+    no call 1    uses its prediction         gathers without computing, when the prediction of call 0 is needed
+
+A round gathers all blocks once, and all ranks take part in each: a rank that does not compute sends its shards all the
+same. In every round each rank also sends which call it makes in it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import TensorSpec
+from patchpar.plan.mesh import Axis
+from patchpar.shard.weights.sharded import ShardedWeights
+
+KIND = "guidance"  # in statistics, of what ranks send each other
+NO_CALL = 0
+
+
+class GatherRounds:
+    """The rounds of all networks whose weights are sharded over `axis`, where guidance is split within it.
+
+    Every rank calls `own_call` or `skip_call` for each call that one rank makes, and `catch_up` before the ranks do
+    anything else together, among them an own call that cannot join. `weights`: those of the network that is called.
+    """
+
+    def __init__(self, comm: Communicator, axis: Axis) -> None:
+        self.comm, self.axis = comm, axis
+        self.weights: ShardedWeights | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a pipeline call: nothing is outstanding."""
+        self._count = 0  # calls, the same number on all ranks
+        self._outstanding: dict[int, ShardedWeights] = {}  # calls of other ranks that may wait for this one's shards
+        self._ahead: set[int] = set()  # calls that other ranks have made before this one got there
+
+    @property
+    def can_join(self) -> bool:
+        """Whether this network's next call can be of the round that other ranks wait in."""
+        return all(weights is self.weights for weights in self._outstanding.values())
+
+    @contextmanager
+    def own_call(self) -> Iterator[None]:
+        """Context in which this rank calls the network. Raises ExchangeError, UnsupportedModel."""
+        self._count += 1
+        if self.weights is None:
+            yield
+        else:
+            with self._round(self.weights, self._count):
+                yield
+
+    def skip_call(self) -> bool:
+        """Note that another rank calls the network; return whether it needs nothing of this rank any more."""
+        self._count += 1
+        if self.weights is None:
+            return True
+        if self._count in self._ahead:
+            self._ahead.remove(self._count)
+            return True
+        self._outstanding[self._count] = self.weights
+        return False
+
+    def catch_up(self) -> None:
+        """Send what ranks wait for that have made calls without this one. Raises ExchangeError."""
+        while self._outstanding:
+            with self._round(next(iter(self._outstanding.values())), NO_CALL):
+                pass
+
+    @contextmanager
+    def _round(self, weights: ShardedWeights, call: int) -> Iterator[None]:
+        own = torch.tensor([call], device=self.comm.transport.device)
+        calls = AllGather(self.comm, self.axis, KIND, "calls of a round")
+        gathered = calls.start([own], lambda _: [TensorSpec.of(own)])
+        with weights.round():
+            yield
+        made = {int(number) for (number,) in gathered.wait()}
+        self._ahead |= {number for number in made if number > self._count}
+        for number in made:
+            self._outstanding.pop(number, None)

@@ -1,0 +1,39 @@
+"""Guidance branches on ranks that also share the weights: a rank without a call sends its shards all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.breadth import first_of
+from tests.weights.programs import PROGRAMS
+
+ON_RANKS = "tests.weights.programs"
+CASES = [(name, *mesh) for name in PROGRAMS for mesh in ((2, 2), (3, 3), (2, 4))]
+
+
+@pytest.mark.parametrize(("name", "cfg", "world"), first_of(CASES, *((name, 2, 2) for name in PROGRAMS), CASES[8]))
+def test_same_bits_as_one_process(ranks: Any, name: str, cfg: int, world: int) -> None:
+    for found in ranks.run(f"{ON_RANKS}:run", world, name, cfg, True):
+        assert found["equal"] == [True, True]
+
+
+def test_without_the_gathers_it_is_wrong(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:run", 2, "two_calls", 2, False):
+        assert found["equal"] == [False, False]
+
+
+def test_ranks_with_a_call_each_gather_once(ranks: Any) -> None:
+    """Of 16 calls each rank makes those of the first step, and one in each of the other seven."""
+    at_once = ranks.run(f"{ON_RANKS}:run", 2, "two_calls", 2, True)
+    in_turn = ranks.run(f"{ON_RANKS}:run", 2, "used_between", 2, True)
+    assert [found["calls"] for found in at_once] == [9, 9]
+    assert all(joint["sent"] * 16 <= alone["sent"] * 10 for joint, alone in zip(at_once, in_turn, strict=True))
+
+
+@pytest.mark.parametrize(("case", "says"), [("in_another_order", "in another order"), ("within_each_other", "within")])
+def test_what_other_ranks_cannot_follow_is_refused(ranks: Any, case: str, says: str) -> None:
+    for message in ranks.run(f"{ON_RANKS}:{case}", 2):
+        assert says in message
+        assert "use weights=whole, or cfg=1 and more ranks on axis patch" in message
