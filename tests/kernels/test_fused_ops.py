@@ -20,6 +20,7 @@ from patchpar.shard.kernels import (
     group_moments,
     group_norm,
     merge_partials,
+    sample_tokens,
     write_tokens,
 )
 
@@ -58,6 +59,11 @@ def samples(dtype: torch.dtype) -> tuple[Any, ...]:
     return (own, *last, *before, torch.tensor(0.5), 3)
 
 
+def kept_samples(dtype: torch.dtype) -> tuple[Any, ...]:
+    *given, _, stride = samples(dtype)
+    return (*given, stride, True)
+
+
 def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
     newest, runs = torch.randn(12, 4, 3, 40).to(dtype), [correct_tokens.RunOfRanks(1, 2, 6, 3, 0, 0)]
     fits, table = torch.randn(3, 4, 3, 81).to(dtype), correct_tokens.table_of(runs, newest.device)
@@ -85,6 +91,7 @@ CASES = [
     ),
     Case("write_tokens", write_tokens.write_tokens, write_tokens.launch_write_tokens, local_tokens),
     Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, samples),
+    Case("sample_tokens", sample_tokens.sample_tokens, sample_tokens.launch_sample_tokens, kept_samples),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
     Case(
         "merge_parts",

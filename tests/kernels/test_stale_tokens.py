@@ -16,6 +16,7 @@ from patchpar.shard.kernels.correct_tokens import (
     table_of,
 )
 from patchpar.shard.kernels.fit_tokens import fit_tokens_eager, launch_fit_tokens
+from patchpar.shard.kernels.sample_tokens import launch_sample_tokens, sample_tokens_eager
 from patchpar.shard.kernels.write_tokens import launch_write_tokens, write_tokens_eager
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +72,30 @@ def test_fits_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype: to
             torch.testing.assert_close(got.float(), want.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
         assert torch.equal(found[2], steps[0][::stride]), "samples are of this step afterwards"
         assert not extrapolates or torch.equal(found[4], past[1])
+
+
+def sampled(sample_tokens: Callable[..., None], now: Tensor, past: list[Tensor], *args: Any) -> list[Tensor]:
+    """The samples afterwards."""
+    past = [x.clone() for x in past]
+    sample_tokens(now, *past, *[None] * (4 - len(past)), *args)
+    return past
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("continues", [True, False])
+def test_samples_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype: torch.dtype, continues: bool) -> None:
+    for tokens, stride, width in ((37, 1, 8), (600, 3, 40)):
+        now, last = (noise(seed, tokens, 4, 3, width, dtype=dtype) + 2 for seed in (0, 1))
+        seen, unknown = last[::stride].contiguous(), torch.full_like(last[::stride], torch.nan)
+        past = [last.mean(0, dtype=torch.float32), seen, unknown[0].float(), unknown]
+        for given in (past, past[:2]):
+            args = (now, given, stride, continues)
+            found, twin = interpreted(sampled, launch_sample_tokens, *args), sampled(sample_tokens_eager, *args)
+            for got, want in zip(found, twin, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            assert torch.equal(found[1], now[::stride])
+        before = interpreted(sampled, launch_sample_tokens, now, past, stride, continues)[3]
+        assert torch.equal(before, seen if continues else now[::stride])
 
 
 def test_a_fit_of_nothing_is_nothing(interpreted: Callable[..., Any]) -> None:

@@ -55,12 +55,11 @@ def test_one_layer_stores_what_its_layout_says(strategy: str, rank: int, dtype: 
     axis, grid = Axis("patch", rank, 3, (0, 1, 2)), LevelGrid(Bands((0, 5, 10, 14)), TokensAcross(8), -2)
     joins = policy.published or policy.context.narrow_to is not None
     layout = StaleLayout(policy.context, axis, grid, (2, 2, 3, 8), dtype.itemsize, common=2, joins=joins)
-    whole = {p: torch.randn(2, 2, grid.num_tokens(p) + 2 * (p == rank), 3, 8).to(dtype) for p in range(3)}
-    state = RemoteTokens(layout, whole[rank], Workspace())
-    others = {p: KeysValues(*x) for p, x in whole.items() if p != rank}
-    state.remember(KeysValues(*whole[rank]), others, continues=False)
+    here = KeysValues(*torch.randn(2, 2, grid.num_tokens(rank) + 2, 3, 8).to(dtype))
+    state = RemoteTokens(layout, here.k_BlND, Workspace())
+    state.remember(state.write_fresh(here), continues=False)
     assert StaleBytes(num_bytes(state.tensors()), num_bytes(state.arriving())) == layout.num_bytes
-    part = state.part(state.write(KeysValues(*whole[rank])))
+    part = state.part(state.write(here))
     assert isinstance(part, ExchangePart)
     assert part.bytes_sent > 0
 
@@ -76,10 +75,9 @@ def test_a_layer_that_sends_late_stores_what_its_layout_says(strategy: str, rank
     context = parse_strategy(strategy).policy.context
     early = StaleLayout(context, axis, grid, (2, 2, 3, 8), 4, common=2)
     layout = replace(early, may_wait=True)
-    whole = {p: torch.randn(2, 2, grid.num_tokens(p) + 2 * (p == rank), 3, 8) for p in range(3)}
-    state, memory = LateTokens(layout, whole[rank], Workspace()), ReceiveMemory()
-    others = {p: KeysValues(*x) for p, x in whole.items() if p != rank}
-    state.remember(KeysValues(*whole[rank]), others, continues=False)
+    here = KeysValues(*torch.randn(2, 2, grid.num_tokens(rank) + 2, 3, 8))
+    state, memory = LateTokens(layout, here.k_BlND, Workspace()), ReceiveMemory()
+    state.remember(state.write_fresh(here), continues=False)
     for index in range(2 * NUM_BUFFERS):
         state.receive_into(memory.of(index))
     assert StaleBytes(num_bytes(state.tensors()), num_bytes(state.arriving())) == layout.num_bytes

@@ -4,13 +4,12 @@ A rank stores its own tokens of the last step, and those of the others of the st
 it receives is of no use after the attention.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from patchpar.comm.exchange_part import ExchangePart
-from patchpar.shard.attention.stale_kv import RemoteTokens, token_first
-from patchpar.shard.attention.stale_partials import KeysValues
+from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.workspace import Workspace
 
@@ -51,16 +50,14 @@ class LateTokens(RemoteTokens):
         """
         return self._previous is not None and self._is_behind and continues and not next_is_exact
 
-    def remember(
-        self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool, next_is_exact: bool = False
-    ) -> None:
+    def remember(self, fresh: Tensor, *, continues: bool, next_is_exact: bool = False) -> None:
         """See RemoteTokens. The others' fresh tokens are stored where they are the older ones of the next step."""
-        self._past.remember(self._own(self.write(here)), continues=continues)
+        self._past.remember(self.layout.fresh.of(fresh, self.axis.rank), continues=continues)
         if self._previous is None:
             return
         if not continues or next_is_exact:
-            for group_rank, whole in others.items():
-                self.layout.previous.of(self._previous, group_rank).copy_(token_first(whole))
+            for run in self._runs:
+                run.of(self._previous, run.previous).copy_(run.of(fresh, run.attended))
             self._is_behind = False
         elif self._is_behind:
             self._step_back()

@@ -21,6 +21,7 @@ from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
+from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part, in_batches
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleCache, StaleEntry
@@ -28,6 +29,7 @@ from patchpar.shard.stale.memory_check import check_room
 from patchpar.shard.stale.send_window import LateExchange
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
 
 DRIFT_STRIDE = 16  # tokens
@@ -38,7 +40,7 @@ def attend_with_past(patch: LocalPatch, where: str, grid: LevelGrid, call: Atten
 
     The call's keys and values [B, M, c + l, D] are the common tokens, then this rank's. Its mask is added to the logits
     and has a column for every common token, then for every token of the whole in order. Its kernel gets all keys at
-    once where they are contiguous.
+    once, but for cached partial attention.
     """
     if patch.policy.resync is not None:
         _note_drift(patch, entry, _own(grid, call, patch.group_rank).k_BlND)
@@ -69,16 +71,22 @@ def _columns(grid: LevelGrid, call: AttentionCall, group_rank: int, *, here: boo
 
 
 def _attend_now(
-    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, others: dict[int, KeysValues]
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slots: TokenSlots, fresh: Tensor
 ) -> Tensor:
-    """Attend to fresh keys of all ranks and leave those of the others in `others`."""
-    pending = _gather(patch, where, grid, _own(grid, call, patch.group_rank))
+    """Attend to fresh tokens of all ranks, which are gathered in `fresh` [T, 2, B, N, D] beside the local ones.
+
+    Where ranks gather in one operation all keys arrive at once, and one attention reads them. Over other links each
+    rank's are attended to as they arrive.
+    """
+    pending = patch.comm.exchange(where, [fresh_part(patch.axis, slots, fresh)])
+    if patch.comm.transport.collectives is not None or call.kernel is not None:
+        pending.wait()
+        return attend_to_tokens(call, fresh, call.attn_mask)
 
     def partials() -> Iterator[Partial]:
         yield _attend_here(grid, call, patch.group_rank)
-        for group_rank, tensors in zip(patch.axis.others, pending.arriving(), strict=True):
-            others[group_rank] = KeysValues(*tensors)
-            yield _attend_to(call, others[group_rank], _columns(grid, call, group_rank, here=False))
+        for group_rank, (tokens,) in zip(patch.axis.others, pending.arriving(), strict=True):
+            yield _attend_to(call, in_batches(tokens), _columns(grid, call, group_rank, here=False))
 
     return merge_partials(partials()).out_BNlD
 
@@ -116,9 +124,9 @@ def _attend_beside_tokens(
         cache.window.reach(state.index)
     state.arrived(entry.take())
     if patch.fresh:
-        others: dict[int, KeysValues] = {}
-        result = _attend_now(patch, where, grid, call, others)
-        state.remember(here, others, **follows)
+        fresh = state.write_fresh(here)
+        result = _attend_now(patch, where, grid, call, state.layout.fresh, fresh)
+        state.remember(fresh, **follows)
         return result
     attended = state.write(here)
     if patch.frozen:

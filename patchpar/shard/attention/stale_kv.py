@@ -12,7 +12,6 @@ that exchange points share: see `shard.stale.send_window`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
 from patchpar.shard.attention.stale_partials import KeysValues
+from patchpar.shard.attention.token_buffer import attend_to_tokens
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
@@ -28,6 +28,7 @@ from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, number
 from patchpar.shard.stale.quantized_delta import QuantizedDelta
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import log_weights, take, take_bias
+from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
 
 
@@ -70,22 +71,17 @@ class RemoteTokens:
         bias = torch.cat([bias.new_zeros(self._slots.common), bias])
         return bias.to(like.device, like.dtype, non_blocking=True)
 
-    def remember(
-        self, here: KeysValues, others: Mapping[int, KeysValues], *, continues: bool, next_is_exact: bool = False
-    ) -> None:
-        """Store the fresh tokens of all ranks.
+    def remember(self, fresh: Tensor, *, continues: bool, next_is_exact: bool = False) -> None:
+        """Store the tokens of an exact step, [T, 2, B, N, D], see `write_fresh`.
 
         `continues`: the step before belongs to the same image. `next_is_exact`: no stale step follows.
         """
-        own = self._own(self.write(here))
+        own = self.layout.fresh.of(fresh, self.axis.rank)
         self._past.remember(own, continues=continues)
         if continues:
             self._step_back()
-        for group_rank, whole in others.items():
-            pieces = self.layout.pieces(group_rank, self.axis.rank)
-            if pieces:
-                slot = self._newest_slots.of(self._newest, group_rank)
-                slot.copy_(take(token_first(whole), pieces, self.grid))
+        if fresh is not self._kept:
+            self._store(fresh)
         if not continues:
             self._step_back()
         if self.options.bits < 16:
@@ -94,6 +90,17 @@ class RemoteTokens:
                 if pieces not in self._deltas:
                     self._deltas[pieces] = QuantizedDelta(tokens.clone(), self.options.bits)
                 self._deltas[pieces].copy.copy_(tokens)
+
+    def _store(self, fresh: Tensor) -> None:
+        """Make the tokens of an exact step, [T, 2, B, N, D], the newest ones."""
+        if self.options.selection == AllRows():
+            for run in self._runs:
+                run.of(self._newest, run.newest).copy_(run.of(fresh, run.attended))
+            return
+        for group_rank in self.axis.others:
+            if pieces := self.layout.pieces(group_rank, self.axis.rank):
+                tokens = take(self.layout.fresh.of(fresh, group_rank), pieces, self.grid)
+                self._newest_slots.of(self._newest, group_rank).copy_(tokens)
 
     def _step_back(self) -> None:
         """Make the newest tokens the previous ones."""
@@ -106,11 +113,24 @@ class RemoteTokens:
 
         To the message as well, where all own tokens are sent as they are.
         """
-        attended, mine = self._kept, self.axis.rank
+        attended = self._kept
         if attended is None:
             attended = self._workspace.take((self._slots.total, *self._token), here.k_BlND)
-        write_tokens(attended, *here, self._slots.starts[mine], self._slots.common, self._message_of_own())
-        return attended
+        return self._written(attended, self._slots, here)
+
+    def write_fresh(self, here: KeysValues) -> Tensor:
+        """As `write`, to memory for the tokens of all ranks, [T, 2, B, N, D]: common ones first, then in their order.
+
+        It is what attention reads, or else new.
+        """
+        slots = self.layout.fresh
+        if slots == self._slots:
+            return self.write(here)
+        return self._written(here.k_BlND.new_empty(slots.total, *self._token), slots, here)
+
+    def _written(self, into: Tensor, slots: TokenSlots, here: KeysValues) -> Tensor:
+        write_tokens(into, *here, slots.starts[self.axis.rank], slots.common, self._message_of_own())
+        return into
 
     def _message_of_own(self) -> Tensor | None:
         """Return where own tokens [l, 2, B, N, D] lie until they are sent, if not in what attention reads."""
@@ -218,13 +238,11 @@ class RemoteTokens:
     def attend(self, call: AttentionCall, attended: Tensor) -> Tensor:
         """Return attention [B, N, q, D] of the call's queries to the local tokens and the others'."""
         tokens = self._joined(attended) if self.layout.joins else attended
-        query, bias = call.query, call.attn_mask
-        mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
+        bias = call.attn_mask
+        mask = None if self._bias is None else self._bias.expand(1, 1, call.query.shape[2], -1)
         if bias is not None:
             mask = self._bias_of(bias) if bias.shape[-1] > 1 else bias if mask is None else mask + bias
-        key, value = (tokens[:, index].permute(1, 2, 0, 3) for index in (0, 1))
-        gqa = query.shape[1] != key.shape[1]
-        return replace(call, key=key, value=value, attn_mask=mask, enable_gqa=gqa).run()
+        return attend_to_tokens(call, tokens, mask)
 
     @property
     def _seen(self) -> KVSelection:
@@ -269,8 +287,3 @@ class RemoteTokens:
         """Yield the buffer [tokens, 2, B, N, D] that the next values are received into, where it has no other use."""
         if self.derived and self.options.bits == 16:
             yield self._newest
-
-
-def token_first(tokens: KeysValues) -> Tensor:
-    """Return keys and values as one tensor [l, 2, B, N, D]."""
-    return torch.stack([x.transpose(0, 1) for x in tokens], dim=1)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction
 from patchpar.shard.kernels.fit_tokens import LEAST, MOST, RIDGE, TINY, fit_tokens
+from patchpar.shard.kernels.sample_tokens import sample_tokens
 from patchpar.shard.precision import wide
 
 SAMPLE = 256  # tokens that suffice for a scale a channel
@@ -60,9 +61,12 @@ class FitSamples(NamedTuple):
         """Sample tokens [l, X, N, D]."""
         return cls(x_lXND.mean(0, dtype=torch.float32), x_lXND[:: stride_for(kind, x_lXND.shape[0])])
 
-    def kept(self) -> "FitSamples":
-        """Return a copy that shares no memory."""
-        return FitSamples(self.mean.clone(), self.tokens.clone())
+    @classmethod
+    def empty(cls, x_lXND: Tensor, kind: Correction) -> "FitSamples":
+        """Return memory for samples of tokens [l, X, N, D]."""
+        samples = len(range(0, x_lXND.shape[0], stride_for(kind, x_lXND.shape[0])))
+        mean = x_lXND.new_empty(x_lXND.shape[1:], dtype=torch.float32)
+        return cls(mean, x_lXND.new_empty((samples, *x_lXND.shape[1:])))
 
     def copy_(self, other: "FitSamples") -> None:
         """Take the values of `other`, of the same shape."""
@@ -126,12 +130,12 @@ class OwnPast:
         """Store samples of this step's tokens [l, X, N, D]. `continues`: the stored ones are of the previous step."""
         if self._wanted == "none":
             return
-        seen = FitSamples.of(own_lXND, self._kind(own_lXND))
+        kind = self._kind(own_lXND)
         if self._last is None:
-            self._last, self._before = seen.kept(), seen.kept() if self._extrapolated else None
-        elif self._before is not None:
-            self._before.copy_(self._last if continues else seen)
-        self._last.copy_(seen)
+            self._last = FitSamples.empty(own_lXND, kind)
+            self._before = FitSamples.empty(own_lXND, kind) if self._extrapolated else None
+        samples = (*self._last, *(self._before or (None, None)))
+        sample_tokens(own_lXND, *samples, stride_for(kind, own_lXND.shape[0]), continues)
 
     def fit(self, own_lXND: Tensor, ratio: Tensor) -> Tensor:
         """Return the fit [X, N, numbers] of this step's tokens [l, X, N, D] for the other ranks, and sample these.

@@ -53,6 +53,11 @@ class StaleLayout:
         return self.may_wait and self.derived and as_they_are and not self.joins
 
     @cached_property
+    def fresh(self) -> TokenSlots:
+        """The tokens of all ranks, all of them, as they are gathered in an exact step; common ones first."""
+        return TokenSlots(self.grid.sizes, self.common)
+
+    @cached_property
     def attended(self) -> TokenSlots:
         """The tokens of all ranks that attention reads, common ones first."""
         mine = self.axis.rank
