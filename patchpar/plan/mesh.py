@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-AXES = ("data", "cfg", "patch")  # outermost first: the axis that communicates most has neighbouring ranks
+AXES = ("data", "cfg", "patch", "tensor")  # outermost first: the axis that communicates most has neighbouring ranks
 
 
 @dataclass(frozen=True, slots=True)

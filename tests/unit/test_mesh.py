@@ -10,8 +10,8 @@ import pytest
 from patchpar.plan.mesh import AXES, Axis, Mesh, rank_sets
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 4), (1, 2, 2), (2, 2, 3), (3, 1, 2), (1, 1, 1)])
-def test_every_rank_has_a_place_of_its_own(degrees: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("degrees", [(1, 1, 4, 1), (1, 2, 2, 1), (2, 2, 3, 1), (3, 1, 2, 2), (1, 1, 1, 1)])
+def test_every_rank_has_a_place_of_its_own(degrees: tuple[int, ...]) -> None:
     sizes = dict(zip(AXES, degrees, strict=True))
     ranks = range(math.prod(degrees))
     places = {me: tuple(Mesh(me, ranks, **sizes)[name].rank for name in AXES) for me in ranks}
@@ -51,8 +51,8 @@ def test_what_does_not_fit_is_refused_with_the_figures() -> None:
         Mesh(0, range(2), ring=2)
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 4), (1, 2, 2), (2, 2, 3), (1, 1, 1)])
-def test_the_sets_of_ranks_are_those_of_all_axes_and_images(degrees: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("degrees", [(1, 1, 4, 1), (1, 2, 2, 1), (2, 2, 3, 2), (1, 1, 1, 1)])
+def test_the_sets_of_ranks_are_those_of_all_axes_and_images(degrees: tuple[int, ...]) -> None:
     sizes, num_ranks = dict(zip(AXES, degrees, strict=True)), math.prod(degrees)
     found = rank_sets(num_ranks, **sizes)
     assert len(set(found)) == len(found)

@@ -1,0 +1,123 @@
+"""A transformer divided by features over the ranks of an axis: find the plan, cut, verify."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.pytree import floats_in, map_leaves
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.shard.compiled import compiled_in
+from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.tensor.feature_plan import FeaturePlan
+from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
+from patchpar.shard.tensor.sharder import FeatureSharder
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error, verify_once
+from patchpar.shard.verification_cache import VerificationCache
+
+Forward = Callable[..., Any]
+
+
+class TensorDenoiser:
+    """A denoiser of which each rank of the axis holds some features. Its own forward then adds up over the ranks.
+
+    Call `prepare` before every call. `exchange` is "on", or "off", with which nothing is added up: a negative control.
+    `error`: relative error of the verification. Without `verifications` nothing is cached or verified.
+    """
+
+    def __init__(
+        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
+    ) -> None:
+        self.denoiser, self.mesh, self.verifications = denoiser, mesh, verifications
+        self.plan: FeaturePlan | None = None
+        self.error: float | None = None
+        self._exchange = "on"
+        self._sharder: FeatureSharder | None = None
+        self._known: set[tuple[str, ...]] = set()  # signatures of calls
+
+    @property
+    def exchange(self) -> str:
+        """What `FeatureSharder.exchange` is."""
+        return self._exchange
+
+    @exchange.setter
+    def exchange(self, value: str) -> None:
+        self._exchange = value
+        if self._sharder is not None:
+            self._sharder.exchange = value
+
+    def prepare(self, forward: Forward, call: Call) -> None:
+        """Cut the denoiser for such a call, unless it is; `forward` is its own. Collective.
+
+        Arguments of other names or dims are verified anew, for which all weights are gathered. Raises UnsupportedModel,
+        VerificationError, ExchangeError.
+        """
+        signature = CallArguments.of(self.denoiser, *call).signature()
+        if signature in self._known and self._sharder is not None:
+            return
+        self._make_whole()
+        kind = type(self.denoiser).__name__
+        if compiled_in(self.denoiser):
+            raise UnsupportedModel(f"{kind} has compiled modules, whose graphs hold whole weights: {WAY_OUT}")
+        with torch.no_grad(), caches_set_aside(self.denoiser):
+            if self.plan is None:
+                self.plan = find_plan(self.denoiser, self.mesh, forward, call, self.verifications)
+            try:
+                self._verify(self.plan, forward, call)
+            except BaseException:
+                self._make_whole()
+                raise
+        self._known.add(signature)
+
+    def restore(self) -> None:
+        """Make all weights whole, and forget the plan: the denoiser may change now. Idempotent. Collective.
+
+        Raises ExchangeError.
+        """
+        self._make_whole()
+        self.plan = None
+        self._known.clear()
+
+    def _make_whole(self) -> None:
+        if self._sharder is not None:
+            self._sharder.restore()
+            self._sharder = None
+
+    def _cut(self, plan: FeaturePlan) -> FeatureSharder:
+        if self._sharder is None:
+            self._sharder = FeatureSharder(self.denoiser, plan, self.mesh)
+        return self._sharder
+
+    def _verify(self, plan: FeaturePlan, forward: Forward, call: Call) -> None:
+        """Cut the denoiser; at the first use compare it with the whole one."""
+        if self.verifications is not None:
+            size = self.mesh[1].size
+            facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json(), **_dtype_of(self.denoiser)}
+            what = f"{plan.denoiser} with its features divided between {size} ranks"
+            compare = partial(self._compared, plan, forward, call)
+            self.error = verify_once(
+                self.verifications, facts, self.mesh, compare, what, f": {WAY_OUT}. What was found:\n{plan}"
+            )
+        self._cut(plan).exchange = self._exchange
+
+    def _compared(self, plan: FeaturePlan, forward: Forward, call: Call) -> Iterator[list[Comparison]]:
+        wanted = _run(forward, call)
+        self._cut(plan)
+        found = _run(forward, call)
+        pairs = list(zip(found, wanted, strict=True))
+        yield [Comparison(relative_error(x, y), TOLERANCE[y.dtype]) for x, y in pairs]
+
+
+def _run(forward: Forward, call: Call) -> list[Tensor]:
+    """Return the floating-point outputs, of any shape, of a call with copies of the arguments."""
+    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, call)
+    return list(floats_in(forward(*args, **kwargs)))
+
+
+def _dtype_of(denoiser: Any) -> dict[str, str]:
+    return {"dtype": str(getattr(denoiser, "dtype", None))}

@@ -1,0 +1,130 @@
+"""What ranks run here: transformers of which each rank holds some features, against the same ones whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.pytree import floats_in
+from patchpar.errors import PatchparError
+from patchpar.plan.mesh import rank_sets
+from patchpar.shard.tensor.denoiser import TensorDenoiser
+from patchpar.shard.tensor.sharder import KIND
+from patchpar.shard.verification_cache import VerificationCache
+from tests.ranks import PoolRank
+from tests.tensors import relative
+from tests.tiny.transformers import TRANSFORMERS
+from tests.unit.collectives_on_ranks import over_torch
+
+
+def error_of(found: Any, wanted: Any) -> float:
+    return max(relative(x, y) for x, y in zip(floats_in(found), floats_in(wanted), strict=True))
+
+
+def state_of(network: nn.Module) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in network.state_dict().items()}
+
+
+def divided(this: PoolRank, network: nn.Module, folder: str | None = None) -> TensorDenoiser:
+    verifications = None if folder is None else VerificationCache(Path(folder) / str(this.rank))
+    return TensorDenoiser(network, (this.comm(), this.mesh(tensor=this.world)["tensor"]), verifications)
+
+
+@torch.no_grad()
+def transformer(this: PoolRank, name: str) -> dict[str, Any]:
+    """Calls of two sizes; the error where nothing is added up; what a rank holds and sends; the state afterwards."""
+    tiny = TRANSFORMERS[name]
+    network = tiny.build()
+    before, wanted = state_of(network), [network(**tiny.call(number)) for number in range(2)]
+    held = sum(x.numel() for x in network.parameters())
+    tensor = divided(this, network)
+    tensor.prepare(network.forward, ((), tiny.call(0)))
+    comm = tensor.mesh[0]
+    assert not comm.traffic.bytes_sent
+    errors = [error_of(network(**tiny.call(number)), wanted[number]) for number in range(2)]
+    sent, part = dict(comm.traffic.bytes_sent), sum(x.numel() for x in network.parameters()) / held
+    tensor.exchange = "off"
+    alone = error_of(network(**tiny.call(0)), wanted[0])
+    assert dict(comm.traffic.bytes_sent) == sent
+    tensor.restore()
+    tensor.restore()
+    after = network.state_dict()
+    same = before.keys() == after.keys() and all(torch.equal(x, after[key]) for key, x in before.items())
+    again = all(torch.equal(x, y) for x, y in zip(*map(floats_in, (network(**tiny.call(0)), wanted[0])), strict=True))
+    hooked = [path for path, module in network.named_modules() if hasattr(module, "_diffusers_hook")]
+    return {
+        "errors": errors,
+        "alone": alone,
+        "part": part,
+        "kinds": sorted(sent),
+        "restored": same and again and not hooked,
+    }
+
+
+@torch.no_grad()
+def kept_in_files(this: PoolRank, folder: str, name: str) -> list[Any]:
+    """A plan is found and verified once; the second program finds both. A rank without its file searches with all."""
+    tiny, found = TRANSFORMERS[name], []
+    for number in range(3):
+        if number == 2 and this.rank == 1:
+            for file in (Path(folder) / "1").iterdir():
+                file.unlink()
+        network = tiny.build()
+        wanted = network(**tiny.call(0))
+        calls: list[int] = []
+        handle = network.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        tensor = divided(this, network, folder)
+        tensor.prepare(network.__call__, ((), tiny.call(0)))
+        handle.remove()
+        assert tensor.plan is not None
+        found.append((len(calls), tensor.error, error_of(network(**tiny.call(0)), wanted), tensor.plan.to_json()))
+    return found
+
+
+@torch.no_grad()
+def sums(this: PoolRank, through_torch: bool) -> list[tuple[Tensor, float]]:
+    """Small and large sums in two dtypes: the same bits everywhere, and the bytes that a rank sends."""
+    comm = this.comm()
+    if through_torch:
+        comm, transport = over_torch(this, collective=True)
+        assert transport.collectives is not None
+        transport.collectives.form(rank_sets(this.world, tensor=this.world))
+    axis, found = this.mesh(tensor=this.world)["tensor"], []
+    for shape in ((3, 5), (3, 5, 1999)):
+        for dtype in (torch.float32, torch.bfloat16):
+            own = torch.randn(shape, generator=torch.Generator().manual_seed(this.rank)).to(dtype)
+            comm.traffic.clear()
+            total = comm.add_up(axis, KIND, "sum", own)
+            found.append((total, comm.traffic.bytes_sent[KIND] / (own.numel() * own.element_size())))
+    if through_torch:
+        transport.close()
+    return found
+
+
+@torch.no_grad()
+def refused(this: PoolRank, change: str) -> str:
+    """The message for a network that cannot be divided."""
+    tiny = TRANSFORMERS["FluxTransformer2DModel"]
+    network: Any = tiny.build()
+    if change == "compiled":
+        network.transformer_blocks[0].compile()
+    elif change == "quantised":
+        for linear in [part for part in network.modules() if isinstance(part, nn.Linear)]:
+            linear.weight = nn.Parameter(linear.weight.flatten())
+            linear.forward = lambda x, linear=linear: nn.functional.linear(x, linear.weight.view(-1, x.shape[-1]))
+    elif change == "tied":
+        first, second = network.transformer_blocks[0], network.single_transformer_blocks
+        for block in second:
+            block.proj_out.weight = second[0].proj_out.weight
+            block.attn.to_q.weight = first.attn.to_q.weight
+    before = state_of(network)
+    try:
+        divided(this, network).prepare(network.forward, ((), tiny.call(0)))
+    except PatchparError as error:
+        after = network.state_dict()
+        assert all(torch.equal(x, after[key]) for key, x in before.items())
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

@@ -1,0 +1,75 @@
+"""Ranks that hold some features of a transformer compute together what one process does with all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.breadth import first_of
+from tests.features.test_search import WHOLE
+from tests.tiny.transformers import TRANSFORMERS
+
+ON_RANKS = "tests.features.on_ranks"
+CASES = [
+    *((name, 2) for name in TRANSFORMERS if name not in WHOLE),
+    ("FluxTransformer2DModel", 3),
+    ("Krea2Transformer2DModel", 3),
+    ("LTXVideoTransformer3DModel", 3),
+    ("WanTransformer3DModel", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), first_of(CASES, ("FluxTransformer2DModel", 2), ("LTXVideoTransformer3DModel", 3))
+)
+def test_as_one_process_computes(ranks: Any, name: str, world: int) -> None:
+    for found in ranks.run(f"{ON_RANKS}:transformer", world, name):
+        assert max(found["errors"]) <= 1e-5
+        assert found["alone"] > 1e-3, "the control: without sums the output is another"
+        assert found["kinds"] == ["tensor"]
+        assert found["part"] < 1
+        assert found["restored"], "every bit, and no hook left"
+
+
+def test_what_was_found_is_kept(ranks: Any, tmp_path: Path) -> None:
+    found = ranks.run(f"{ON_RANKS}:kept_in_files", 2, str(tmp_path), "WanTransformer3DModel")
+    for searched, kept, without_file in found:
+        assert searched[0] > kept[0] == 0
+        assert without_file[0] == searched[0], "both ranks search, though one has it"
+        assert searched[1] == kept[1] < 1e-5
+        assert max(each[2] for each in (searched, kept, without_file)) < 1e-5
+    assert len({each[3] for of_rank in found for each in of_rank}) == 1
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("through", ["auto", pytest.param("torch", marks=pytest.mark.breadth)])
+def test_sums_are_the_same_bits_on_all_ranks(ranks: Any, world: int, through: str) -> None:
+    if through == "torch":
+        world = 4  # all ranks take part in making groups
+    found = ranks.run(f"{ON_RANKS}:sums", world, through == "torch", through=through)
+    for number, (total, sent) in enumerate(found[0]):
+        terms = [
+            torch.randn(total.shape, generator=torch.Generator().manual_seed(rank)).to(total.dtype).double()
+            for rank in range(world)
+        ]
+        torch.testing.assert_close(total.double(), torch.stack(terms).sum(0), rtol=1e-2, atol=1e-2)
+        assert all(torch.equal(of_rank[number][0], total) for of_rank in found)
+        wanted = world - 1 if number < 2 or world == 2 else 2 * (world - 1) / world
+        assert sent == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("compiled", "UnsupportedModel: FluxTransformer2DModel has compiled modules"),
+        ("quantised", "no Linear has output features that can be divided"),
+        ("tied", "weight of a Linear is tied to another module's"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(ranks: Any, change: str, message: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:refused", 2, change):
+        assert message in found
+        assert "use patch=N" in found
