@@ -12,7 +12,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
-from patchpar.pipeline.installed_weights import InstalledWeights
+from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
 from patchpar.plan.mesh import Mesh
@@ -132,9 +132,12 @@ class InstalledPlan:
 
     # --- while installed ----------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Discard what is known of the pipeline's modules, which may change now; make their weights whole."""
-        self._gather_weights()
+    def forget(self, method: str = "") -> None:
+        """Discard what is known of the pipeline's modules, which `method` may change now; make their weights whole.
+
+        Not for a method that needs no values of weights.
+        """
+        self._gather_weights(method)
         for patched in self.patched:
             patched.forget()
         if self.vaes is not None:
@@ -151,13 +154,14 @@ class InstalledPlan:
         if self.vaes is not None:
             self.vaes.forget()
 
-    def _gather_weights(self) -> None:
+    def _gather_weights(self, method: str = "") -> None:
         if self.weights is None:
             return
         if self.guidance is not None:  # calls are verified again, which other ranks cannot follow
             self.guidance.catch_up()
             self.guidance.forget()
-        self.weights.gather()
+        if not needs_no_values(method):
+            self.weights.gather()
 
     @property
     def is_for_large_images(self) -> bool:
@@ -172,6 +176,8 @@ class InstalledPlan:
                 hooked.hook.begin(watched=watched)
             if not hooked.is_reached:
                 hooked.reinstall()
+        if self.weights is not None:
+            self.weights.refuse_replaced()
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:

@@ -21,7 +21,27 @@ from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.strategies.cfg.split import GuidanceSplit
 
 ENCODER = "text_encoder"  # what the names of text encoders begin with
+NEED_NO_VALUES = frozenset(
+    {
+        *(
+            "load_lora_weights",
+            "unload_lora_weights",
+            "load_lora_adapter",
+            "unload_lora",
+            "set_adapters",
+            "set_adapter",
+        ),
+        *("delete_adapters", "enable_lora", "disable_lora", "enable_adapters", "disable_adapters"),
+        *("set_progress_bar_config", "enable_lora_hotswap"),
+    }
+)
+"""Methods that put modules beside weights or take them away, and read and change no weight, by their last name."""
 log = logging.getLogger(__name__)
+
+
+def needs_no_values(method: str) -> bool:
+    """Return whether a method of a pipeline, or "transformer.method" of a network, leaves weights as they are."""
+    return method.rpartition(".")[2] in NEED_NO_VALUES
 
 
 class InstalledWeights:
@@ -86,6 +106,17 @@ class InstalledWeights:
         for weights in filter(None, self._sharded.values()):
             weights.restore()
         self._sharded.clear()
+
+    def refuse_replaced(self) -> None:
+        """Raise UnsupportedModel if a method has replaced weights while they were sharded: their values are lost."""
+        for network, weights in self._sharded.items():
+            replaced = [] if weights is None else weights.replaced()
+            if replaced:
+                raise UnsupportedModel(
+                    f"a method has replaced weights of {', '.join(replaced)} of {type(network).__name__} while these "
+                    "were sharded, so that their values are lost: load the model again, and call the method before the "
+                    "first image, or use weights=whole"
+                )
 
     def restore(self) -> None:
         """Make all weights whole and remove the hooks. Collective. Raises ExchangeError."""

@@ -121,7 +121,7 @@ class PipelineRunner:
 
         The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
         """
-        self._installed.forget()
+        self._installed.forget(name)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = with_checked_sources(method, args, kwargs)

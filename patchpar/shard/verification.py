@@ -15,12 +15,14 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from patchpar.comm.async_tensor import AsyncTensor
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.pytree import floats_in
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.precision import wide
+from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification_cache import VerificationCache
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -182,3 +184,13 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     got, want = wide(got), wide(want)
     error = (got - want).norm() / want.norm().clamp_min(1e-12)
     return error.item() if math.isfinite(error.item()) else math.inf
+
+
+def fails_or_has_nan(run: Callable[[], Any]) -> bool:
+    """Return whether the output of `run` has NaN, or the model's own code fails."""
+    try:
+        return any(bool(x.isnan().any()) for x in floats_in(run()))
+    except Exception as error:
+        if not is_of_the_split(error):
+            raise
+        return True

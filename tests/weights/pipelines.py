@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,16 +16,19 @@ from patchpar.errors import PatchparError
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.shard.weights.sharded import ShardedWeights
 from tests import tiny
 from tests.ranks import PoolRank
 
 SEED = 7
 
 
-def both(this: PoolRank, name: str, plan: str, verifications: str) -> dict[str, Any] | None:
+def both(this: PoolRank, name: str, plan: str, cache: Any = None) -> dict[str, Any] | None:
     """Two calls with whole weights and two with sharded ones; whether they are equal, and what was sent."""
     built = tiny.build(name)
     pipe, arguments = built.pipe, built.call_kwargs
+    if cache is not None:
+        built.denoiser.enable_cache(cache)
     runner = PipelineRunner(this.context)
     runner.adopt(pipe)
     before = {key: x.clone() for key, x in _weights(pipe).items()}
@@ -73,3 +80,89 @@ def refused(this: PoolRank, plan: str) -> str:
     except PatchparError as error:
         return str(error)
     return "not refused"
+
+
+def adapted(this: PoolRank, plan: str, folder: str) -> dict[str, Any]:
+    """Latents with adapters loaded, scaled, exchanged and unloaded, against the same plan with whole weights."""
+    built, sharded = [tiny.build("flux") for _ in range(2)], f"{plan},weights=sharded"
+    files = [_save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, seed) for seed in range(2)]
+    runners = [PipelineRunner(this.context) for _ in built]
+    for runner, each in zip(runners, built, strict=True):
+        runner.adopt(each.pipe)
+    latents: list[list[Tensor]] = []
+    held: list[int] = []
+    for methods in _stages(*files):
+        for name, args in methods:
+            for runner in runners:
+                runner.apply(name, args, {"adapter_name": Path(args[0]).stem} if name == "load_lora_weights" else {})
+        weights = runners[1]._installed.weights
+        held += [] if weights is None else [len(weights._sharded)]
+        runs = [_run(*each) for each in zip(runners, [built[0].call_kwargs] * 2, (plan, sharded), strict=True)]
+        latents += [run["latents"] for run in runs if run is not None]
+    for runner in runners:
+        runner.restore()
+    whole, found = latents[::2], latents[1::2]
+    return {
+        "equal": [torch.equal(a, b) for pair in zip(found, whole, strict=True) for a, b in zip(*pair, strict=True)],
+        "differ": [not torch.equal(one[0], found[0][0]) for one in found if one],
+        "held": held,
+    }
+
+
+def _stages(first: str, second: str) -> list[list[tuple[str, tuple[Any, ...]]]]:
+    names = [Path(file).stem for file in (first, second)]
+    return [
+        [],
+        [("load_lora_weights", (first,))],
+        [("set_adapters", (names[0], 0.5))],
+        [("load_lora_weights", (second,)), ("set_adapters", (names[1],))],
+        [("unload_lora_weights", ())],
+    ]
+
+
+def _save_adapter(pipe: Any, folder: Path, rank: int, seed: int) -> str:
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        targets = ["to_q", "to_k", "to_v", "proj_mlp"]
+        pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=targets))
+    name = f"adapter{seed}_{rank}.safetensors"
+    layers = get_peft_model_state_dict(pipe.transformer)
+    pipe.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=name)
+    return str(folder / name)
+
+
+def replaced(this: PoolRank) -> str:
+    """The message where a method puts other weights in place of sharded ones."""
+    built, plan = tiny.build("flux"), "patch=2,weights=sharded"
+    runner = PipelineRunner(this.context)
+    runner.adopt(built.pipe)
+    _run(runner, built.call_kwargs, plan)
+    block = built.pipe.transformer.transformer_blocks[0]
+    block.attn.to_q.weight = torch.nn.Parameter(block.attn.to_q.weight.clone())
+    try:
+        _run(runner, built.call_kwargs, plan)
+    except PatchparError as error:
+        return str(error)
+    return "not refused"
+
+
+def killed(this: PoolRank) -> None:
+    """Rank 1 ends in the middle of a call, at a gather, before it has sent its part to the others."""
+    built, gathers = tiny.build("flux"), []
+    runner = PipelineRunner(this.context)
+    runner.adopt(built.pipe)
+    start = ShardedWeights._start
+
+    def start_or_end(weights: ShardedWeights, index: int) -> None:
+        gathers.append(index)
+        if this.rank == 1 and len(gathers) == 20:
+            weights.comm.beat(f"weights of {weights.blocks[index].name}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        start(weights, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedWeights, "_start", start_or_end)
+        _run(runner, built.call_kwargs, "patch=2,weights=sharded")

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers.hooks import FirstBlockCacheConfig
 
+from patchpar.errors import WorkerDied
 from patchpar.shard.weights.sharded import SLOTS
 from tests.breadth import first_of
 
@@ -20,11 +22,16 @@ CASES = [
     ("wan", "cfg=2,patch=2,strategy=displaced:warmup_steps=1"),
     ("flux", "patch=2,strategy=fresh-edges:warmup_steps=1"),
 ]
+CACHED = [
+    ("flux", "patch=2", FirstBlockCacheConfig(threshold=0.343)),
+    ("wan", "cfg=2", FirstBlockCacheConfig(threshold=0.2)),
+    ("wan", "cfg=2,patch=2", FirstBlockCacheConfig(threshold=0.2)),
+]
 
 
 @pytest.mark.parametrize(("name", "plan"), first_of(CASES, ("flux", "patch=2"), ("wan", "cfg=2")))
-def test_same_latents_as_whole_weights(ranks: Any, tmp_path: Path, name: str, plan: str) -> None:
-    found = [each for each in ranks.run("tests.weights.pipelines:both", 4, name, plan, str(tmp_path)) if each]
+def test_same_latents_as_whole_weights(ranks: Any, name: str, plan: str) -> None:
+    found = [each for each in ranks.run("tests.weights.pipelines:both", 4, name, plan) if each]
     assert len(found[0]["equal"]) == 2
     assert all(found[0]["equal"])
     for each in found:
@@ -33,6 +40,37 @@ def test_same_latents_as_whole_weights(ranks: Any, tmp_path: Path, name: str, pl
         more_than_slots = any(count > SLOTS for _, count in each["blocks"].values())
         assert ("weights" in each["sent"]) == more_than_slots, "two blocks stay in their slots"
         assert "weights" not in each["whole sent"]
+
+
+@pytest.mark.parametrize(("name", "plan", "cache"), first_of(CACHED))
+def test_step_caches(ranks: Any, name: str, plan: str, cache: Any) -> None:
+    """Guidance ranks with calls of their own decide for themselves which blocks to compute."""
+    found = [each for each in ranks.run("tests.weights.pipelines:both", 4, name, plan, cache) if each]
+    for each in found:
+        assert all(each["equal"])
+        assert each["restored"]
+
+
+@pytest.mark.breadth
+def test_adapters_come_and_go_beside_sharded_weights(ranks: Any, tmp_path: Path) -> None:
+    first, second, *_ = ranks.run("tests.weights.pipelines:adapted", 4, "patch=2", str(tmp_path))
+    assert first["equal"] == [True] * 10
+    assert first["differ"] == [False, True, True, True, False]
+    assert first["held"] == second["held"] == [3] * 4, "a transformer and two text encoders stay sharded"
+
+
+def test_a_method_that_replaces_sharded_weights_is_noticed(ranks: Any) -> None:
+    for message in ranks.run("tests.weights.pipelines:replaced", 4)[:2]:
+        assert "has replaced weights of transformer_blocks.0 of FluxTransformer2DModel" in message
+        assert "or use weights=whole" in message
+
+
+@pytest.mark.breadth
+def test_a_rank_killed_in_a_gather(ranks: Any) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGKILL.*last exchange point 'weights of "):
+        ranks.run("tests.weights.pipelines:killed", 4)
+    for found in ranks.run("tests.weights.on_ranks:after_an_exception", 2):  # on other workers
+        assert all(found)
 
 
 def test_compiled_blocks_are_refused(ranks: Any) -> None:

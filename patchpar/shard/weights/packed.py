@@ -79,6 +79,11 @@ class PackedBlock:
             if each.tensor.data_ptr() != found.data_ptr() or each.tensor.dtype != found.dtype:
                 each.tensor.data = found
 
+    def is_replaced(self) -> bool:
+        """Return whether one of the tensors is no longer that of a parameter or buffer of the block."""
+        found = {id(x) for module in self.module.modules() for x in _own_tensors(module)}
+        return any(id(each.tensor) not in found for each in self.tensors)
+
     def layout(self) -> str:
         """Return what must be the same on all ranks."""
         return f"{self.name} " + " ".join(f"{x.offset} {x.dtype} {x.shape} {x.stride}" for x in self.tensors)

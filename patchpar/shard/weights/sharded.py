@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.pytree import floats_in
 from patchpar.comm.transport import Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import uncounted
+from patchpar.shard.verification import fails_or_has_nan, uncounted
 from patchpar.shard.weights.packed import PackedBlock, packed_blocks, refuse_other_layouts, resident_of
 
 KIND = "weights"  # of all gathers, in statistics
@@ -90,6 +88,10 @@ class ShardedWeights:
         """Wait for gathers that were started in advance. Raises ExchangeError."""
         for slot in list(self._pending):
             self._take(slot)
+
+    def replaced(self) -> list[str]:
+        """Return the names of blocks of which a sharded parameter or buffer is no longer in the network."""
+        return [block.name for index, block in enumerate(self.blocks) if index in self._hooks and block.is_replaced()]
 
     # --- shards and slots ---------------------------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class ShardedWeights:
 
     def _read_outside(self, run: Callable[[], Any], group: list[int]) -> list[int]:
         with self._poisoned(group):
-            own = _fails_or_has_nan(partial(self._record, run))
+            own = fails_or_has_nan(partial(self._record, run))
         flag = torch.tensor([own], device=self.comm.transport.device)
         if not any(bool(x) for x in AllGather(self.comm, self.axis, "verify", "poisoned weights").same(flag)):
             return []
@@ -287,13 +289,3 @@ class ShardedWeights:
             self._away, self._fill = {}, {}
             for index in self._hooks:
                 self.blocks[index].point_to(self._views[index])
-
-
-def _fails_or_has_nan(run: Callable[[], Any]) -> bool:
-    """Return whether the output of `run` has NaN, or the model's own code fails."""
-    try:
-        return any(bool(x.isnan().any()) for x in floats_in(run()))
-    except Exception as error:
-        if not is_of_the_split(error):
-            raise
-        return True
