@@ -122,7 +122,7 @@ class Typed(CommandPipeline):
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> Any:
         asked = (options["devices"], options["plan"])
-        check_request(*asked, deadline=60.0, start_timeout=60.0, verify=True, vae="auto")
+        check_request(*asked, deadline=60.0, start_timeout=60.0, start_method="auto", verify=True, vae="auto")
         return super().from_pretrained(model, **options)
 
     def __call__(self, prompt: Any, **arguments: Any) -> Any:

@@ -91,10 +91,11 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
     from patchpar.launch.local import LocalExecutor
 
     devices = devices if len(devices) > 1 else ("cpu", "cpu")
-    found: dict[str, Any] = {"devices": list(devices), "ok": False, "error": None}
+    found: dict[str, Any] = {"devices": list(devices), "start": None, "ok": False, "error": None}
     began = time.perf_counter()
     try:
         with LocalExecutor(devices, "patchpar.comm.transport.probe:Probe") as workers:
+            found["start"] = workers.start_method.note
             sums = workers.call("sum_of_ranks")
         found["ok"] = sums == [sum(range(len(devices)))] * len(devices)
         found["error"] = None if found["ok"] else f"the sum of all ranks is wrong: {sums}"
@@ -137,6 +138,7 @@ def _print(findings: dict[str, Any]) -> None:
     test = findings["collective"]
     result = "works" if test["ok"] else f"FAILS: {test['error']}"
     typer.echo(f"workers   one exchange among {', '.join(test['devices'])}: {result} ({test['seconds']:.1f} s)")
+    typer.echo(f"start     {test['start']}")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"image     {plan['ran']}")

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.anonymous_file import anonymous_file
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
+# Not "-m", which puts the working directory first on the path: a folder called torch there would be imported.
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(*map(int, sys.argv[2:]))"
 # What torchrun sets for its ranks. A worker is a rank of its pool only.
 TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -77,6 +80,11 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("patchpar")
     return {"python": platform.python_version(), "patchpar": f"{version} in {PACKAGE_ROOT}"}
+
+
+def python_command(module: str, *numbers: int) -> list[str]:
+    """Return the command that runs `main(*numbers)` of a module of this package in a new Python process."""
+    return [sys.executable, "-c", BOOT.format(module), PACKAGE_ROOT, *map(str, numbers)]
 
 
 def worker_environment(threads: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.messages import EncodedMessage, encode_call
 from patchpar.launch.pool import WorkerPool, WorkerPoolSpec
 from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
+from patchpar.launch.start_method import AUTO, resolve_start_method
 
 MAX_FAILED_STARTS = 3
 log = logging.getLogger(__name__)
@@ -27,7 +28,9 @@ class LocalExecutor(Executor):
 
     `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds without progress
     that a rank may take during a call, see `hang_detection`. `start_timeout`: seconds for the workers to import modules
-    and connect. `preload`: modules that the workers import while they start. Raises LaunchError.
+    and connect. `preload`: modules that the workers import while they start. `start_method`: "forkserver" (workers are
+    forked from a template process that has imported these modules), "spawn" (each is a new Python process), or "auto".
+    Raises LaunchError.
     """
 
     kind: Literal["local"] = "local"
@@ -40,18 +43,21 @@ class LocalExecutor(Executor):
         deadline: float = 60.0,
         start_timeout: float = 600.0,
         preload: Sequence[str] = (),
+        start_method: str = AUTO,
     ) -> None:
         if sys.platform == "win32":
             raise LaunchError("worker processes need Linux or macOS; on Windows use one device")
         if not devices:
             raise LaunchError("at least one device is needed")
         super().__init__(devices, engine, deadline)
+        self.start_method = resolve_start_method(start_method, self.devices)
         self._spec = WorkerPoolSpec(
             devices=self.devices,
             engine=engine,
             deadline=self._deadline,
             start_timeout=check_deadline("start_timeout", start_timeout),
             preload=tuple(preload),
+            start_method=self.start_method.name,
         )
         self._pool: WorkerPool | None = None
         self._is_ready = False
@@ -67,7 +73,7 @@ class LocalExecutor(Executor):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the workers in rank order; empty if none are running."""
+        """The process ids of the workers in rank order, as soon as they exist; empty if none are running."""
         pool = self._pool
         return pool.pids if pool is not None else ()
 

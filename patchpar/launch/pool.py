@@ -25,9 +25,12 @@ from patchpar.launch.handshake import (
 )
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.messages import EncodedMessage, decode, encode
-from patchpar.launch.process import WorkerProcess
+from patchpar.launch.process import WorkerProcess, WorkerStart
 from patchpar.launch.request_failure import error_of, is_reusable
 from patchpar.launch.request_loop import RequestLoop
+from patchpar.launch.start_method import StartMethodName
+from patchpar.launch.started_process import FreshProcess
+from patchpar.launch.templates import fork_worker
 from patchpar.launch.worker_output import FirstPrinter
 
 STOP_SECONDS = 2.0  # for a worker to exit after a STOP frame
@@ -43,6 +46,7 @@ class WorkerPoolSpec:
     engine: str
     deadline: float
     start_timeout: float
+    start_method: StartMethodName
     preload: tuple[str, ...]
 
 
@@ -73,12 +77,17 @@ class WorkerPool:
     def _spawn(self, links: SocketPairs) -> None:
         spec, store, world = self.spec, self._store, len(self.spec.devices)
         threads = threads_per_rank(available_cores(), world)
-        environment, speakers = worker_environment(threads), FirstPrinter()
-        path = tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT)
+        start = WorkerStart(
+            starter=fork_worker if spec.start_method == "forkserver" else FreshProcess,
+            environment=worker_environment(threads),
+            path=tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT),
+            modules=(spec.engine.partition(":")[0], *spec.preload, *(["torch"] if world > 1 else [])),
+            speakers=FirstPrinter(),
+        )
         for rank, device in enumerate(spec.devices):
             ends = links.of(rank)
             inherit = (*ends.values(), *(store.inherit if store else ()))
-            worker = WorkerProcess(rank, device, environment=environment, speakers=speakers, inherit=inherit)
+            worker = WorkerProcess(rank, device, start, inherit)
             self._workers.append(worker)
             links.release(rank)
             config = WorkerConfig(
@@ -91,7 +100,7 @@ class WorkerPool:
                 # The caller knows the limit of a call and sees which rank is late, so it has to detect hangs first.
                 group_timeout=longest_wait(spec.deadline + spec.start_timeout),
                 threads=threads,
-                path=path,
+                path=start.path,
                 group_store=store.path if store else None,
                 heartbeat=worker.heartbeat_fd,
                 lifeline=worker.lifeline_fd,
@@ -101,12 +110,13 @@ class WorkerPool:
 
     def after_fork(self) -> None:
         for worker in self._workers:
-            worker.let_go()
+            worker.after_fork()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids in rank order."""
-        return tuple(worker.pid for worker in self._workers)
+        """The process ids in rank order, as soon as all processes exist. Raises LaunchError if one is not started."""
+        give_up = time.monotonic() + self.spec.start_timeout
+        return tuple(worker.wait_for_pid(give_up) for worker in self._workers)
 
     def wait_until_ready(self) -> None:
         """Wait for all workers, compare their versions, connect them and create their engines. Raises LaunchError."""

@@ -2,34 +2,39 @@
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
+from dataclasses import dataclass
 from io import FileIO
 
 from patchpar.errors import LaunchError
 from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
-from patchpar.launch.handshake import PACKAGE_ROOT
 from patchpar.launch.heartbeat import HeartbeatReader
 from patchpar.launch.messages import EncodedMessage
+from patchpar.launch.started_process import ProcessRequest, Starter, ending
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
-# Not "-m", which puts the working directory first on the path: a folder called torch there would be imported.
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from patchpar.launch.worker import main; main(int(sys.argv[2]))"
 SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped or stuck
 LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
 POLL_SECONDS = 0.005  # between checks whether a worker has ended
 
 
-class WorkerProcess:
-    """A worker with its channel, output and heartbeat. The constructor starts the process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStart:
+    """How all workers of a pool are started: see ProcessRequest. `speakers`: which of them printed a line first."""
 
-    def __init__(
-        self, rank: int, device: str, *, environment: dict[str, str], speakers: FirstPrinter, inherit: tuple[int, ...]
-    ) -> None:
+    starter: Starter
+    environment: dict[str, str]
+    path: tuple[str, ...]
+    modules: tuple[str, ...]
+    speakers: FirstPrinter
+
+
+class WorkerProcess:
+    """A worker with its channel, output and heartbeat. The constructor starts the process. Raises LaunchError."""
+
+    def __init__(self, rank: int, device: str, start: WorkerStart, inherit: tuple[int, ...]) -> None:
         self.rank, self.device = rank, device
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             ours, end = socket.socketpair()
@@ -44,19 +49,17 @@ class WorkerProcess:
             self.heartbeat = HeartbeatReader(self.heartbeat_fd)
             undo.callback(self.heartbeat.close)
             self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)
-            try:
-                self._popen = subprocess.Popen(
-                    [sys.executable, "-c", BOOT, PACKAGE_ROOT, str(end.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=write_output,
-                    stderr=write_output,
-                    pass_fds=(end.fileno(), self.heartbeat_fd, self.lifeline_fd, *inherit),
-                    env=environment,
-                    start_new_session=True,  # the terminal's ctrl-C reaches the caller only, which ends the workers
+            self._process = start.starter(
+                ProcessRequest(
+                    channel=end.fileno(),
+                    output=write_output.fileno(),
+                    inherit=(self.heartbeat_fd, self.lifeline_fd, *inherit),
+                    environment=start.environment,
+                    path=start.path,
+                    modules=start.modules,
                 )
-            except OSError as error:
-                raise LaunchError(f"cannot start a worker with {sys.executable!r}: {error}") from error
-            self._output = WorkerOutput(rank, read_output, speakers)
+            )
+            self._output = WorkerOutput(rank, read_output, start.speakers)
             undo.pop_all()
 
     def send_config(self, config: EncodedMessage) -> None:
@@ -64,17 +67,23 @@ class WorkerProcess:
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self.channel.send(ChannelFrame(FrameKind.CONFIG, 0, config))
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._popen.pid
+    def wait_for_pid(self, give_up: float) -> int:
+        """Return the process id, which is known once the process exists. Raises LaunchError if it is `give_up`."""
+        while (pid := self._process.pid) is None:
+            if not self._process.is_alive():
+                raise LaunchError(f"{self} {self.how_it_ended()}{self.last_output()}")
+            if time.monotonic() >= give_up:
+                raise LaunchError(f"{self} has not been started yet{self.last_output()}")
+            time.sleep(POLL_SECONDS)
+        return pid
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.device}, pid {self.pid})"
+        pid = self._process.pid
+        return f"rank {self.rank} ({self.device}{'' if pid is None else f', pid {pid}'})"
 
     def is_alive(self) -> bool:
         """Return whether the process is running. Does not reap it, so that its process group can still be killed."""
-        return self._popen.returncode is None and not _has_ended(self._popen)
+        return self._process.is_alive()
 
     def last_exchange_point(self) -> str:
         """Return the last exchange point that the worker reached, for error messages."""
@@ -83,27 +92,20 @@ class WorkerProcess:
 
     def last_output(self) -> str:
         """Return the last lines that it printed, with a heading; empty if there are none."""
-        tail = self._output.tail()
+        tail = self._output.tail() or self._process.last_output()
         return f"\nIts last output:\n{tail}" if tail else ""
 
     def dump_stack(self) -> None:
         """Make the worker print the stack of its main thread, if it can; `last_output` has it a moment later."""
         if self.is_alive():
-            self._popen.send_signal(signal.SIGUSR1)
+            self._process.dump_stack()
 
     def how_it_ended(self) -> str:
         """Return exit code or signal as text. Waits a moment for a process whose channel has just closed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(time.monotonic() + LAST_OUTPUT_SECONDS)
+        self.wait(time.monotonic() + LAST_OUTPUT_SECONDS)
         self._output.finish(LAST_OUTPUT_SECONDS)
-        code = self._popen.returncode
-        if code is None:
-            return "closed its connection"
-        if code >= 0:
-            return f"ended with exit code {code}"
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = " (perhaps the system ran out of memory)" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
+        code = self._process.returncode
+        return self._process.unknown_end() if code is None else ending(code)
 
     def ask_to_stop(self) -> None:
         """Send a STOP frame."""
@@ -112,13 +114,11 @@ class WorkerProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        self._popen.terminate()
+        self._process.terminate()
 
     def kill(self) -> None:
         """Kill the worker and the processes that it has started; does not wait."""
-        if self._popen.returncode is None:  # else another process group may have its id
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
 
     def wait(self, give_up: float) -> bool:
         """Wait until it has ended or it is `give_up`; return whether it has. Processes it has started are killed."""
@@ -127,8 +127,13 @@ class WorkerProcess:
                 return False
             time.sleep(POLL_SECONDS)
         self.kill()
-        self._popen.wait()
+        self._process.reap()
         return True
+
+    def after_fork(self) -> None:
+        """In a forked child of the caller: close copied descriptors."""
+        self.let_go()
+        self._process.close_in_child()
 
     def let_go(self) -> None:
         """Close the channel and the lifeline, so that the worker exits. Idempotent."""
@@ -145,13 +150,3 @@ def _pipe() -> tuple[FileIO, FileIO]:
     """Return the read end and the write end of a pipe; each closes when it is deleted."""
     read, write = os.pipe()
     return FileIO(read, "r"), FileIO(write, "w")
-
-
-def _has_ended(popen: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process has ended, without reaping it where possible (macOS: from Python 3.13)."""
-    if not hasattr(os, "waitid"):
-        return popen.poll() is not None
-    try:
-        return os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # already reaped
-        return True

@@ -4,7 +4,7 @@
     main thread     calls, one after another
 
 A worker never outlives the process that started it: the reader thread ends it when the channel closes, and the kernel
-does if the interpreter itself is stuck (see `_die_with_parent`).
+does if the interpreter itself is stuck (see `die_with_parent`).
 """
 
 import contextlib
@@ -44,12 +44,12 @@ def main(fd: int) -> None:
     except ChannelClosed:
         return
     config: WorkerConfig = decode(first.message)
-    _die_with_parent(config.lifeline)
+    die_with_parent(config.lifeline)
     sys.path[:] = config.path
     Worker(channel, config).run(first.request)
 
 
-def _die_with_parent(lifeline: int) -> None:
+def die_with_parent(lifeline: int) -> None:
     """Make the kernel kill this process group when the other end of the pipe closes, whatever this process is doing.
 
     A worker leads a process group, so that processes that it has started are killed too. PR_SET_PDEATHSIG would act

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from io import FileIO
 
 TAIL_LINES = 20
@@ -39,13 +40,19 @@ class FirstPrinter:
 
 
 class WorkerOutput:
-    """Reads one worker's pipe in a thread until its end."""
+    """Reads one worker's pipe in a thread until its end, and calls `at_end` there."""
 
-    def __init__(self, rank: int, pipe: FileIO, speakers: FirstPrinter) -> None:
+    def __init__(
+        self, rank: int, pipe: FileIO, speakers: FirstPrinter, at_end: Callable[[], object] | None = None
+    ) -> None:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._thread = threading.Thread(
-            target=_pump, args=(pipe, rank, speakers, self._tail), name=f"patchpar-output-{rank}", daemon=True
-        )
+
+        def read() -> None:
+            _pump(pipe, rank, speakers, self._tail)
+            if at_end is not None:
+                at_end()
+
+        self._thread = threading.Thread(target=read, name=f"patchpar-output-{rank}", daemon=True)
         self._thread.start()
 
     def tail(self) -> str:

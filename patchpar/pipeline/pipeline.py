@@ -36,9 +36,10 @@ class ParallelPipeline:
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
     see `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`:
-    seconds that a rank may make no progress. `verify`: compare each split denoiser with its plain forward when it is
-    first used, and each VAE; a folder stores the results there instead of in the user's cache. `vae`: how several
-    devices encode and decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0".
+    seconds that a rank may make no progress. `start_method`: how CPU workers start, "forkserver" (from a process that
+    has imported torch and diffusers), "spawn" (each anew), or "auto". `verify`: compare each split denoiser with its
+    plain forward when it is first used, and each VAE; a folder stores the results there instead of in the user's cache.
+    `vae`: how several devices encode and decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0".
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
@@ -51,13 +52,14 @@ class ParallelPipeline:
         plan: Plan | str = "auto",
         deadline: float = 60.0,
         start_timeout: float = 600.0,
+        start_method: str = "auto",
         verify: bool | Path = True,
         vae: str = "auto",
     ) -> None:
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; pass a folder or name to from_pretrained")
-        limits = {"deadline": deadline, "start_timeout": start_timeout}
-        request = check_request(devices, plan, **limits, verify=verify, vae=vae)
+        start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
+        request = check_request(devices, plan, **start, verify=verify, vae=vae)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
         self._begin(request, "adopt", pipe, request.plan)
@@ -72,6 +74,7 @@ class ParallelPipeline:
         plan: Plan | str = "auto",
         deadline: float = 60.0,
         start_timeout: float = 600.0,
+        start_method: str = "auto",
         verify: bool | Path = True,
         vae: Any = "auto",
         **options: Any,
@@ -83,8 +86,8 @@ class ParallelPipeline:
         Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
         """
         vae, options = way_and_network(vae, options)
-        limits = {"deadline": deadline, "start_timeout": start_timeout}
-        request = check_request(devices, plan, **limits, verify=verify, vae=vae)
+        start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
+        request = check_request(devices, plan, **start, verify=verify, vae=vae)
         check_options(options)
         source, options, folder = resolve_model(model, options)
         check_memory(source, folder, options, request.devices.names)

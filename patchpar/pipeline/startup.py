@@ -10,6 +10,7 @@ from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.launch.executor import Executor, check_deadline
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
+from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.plan.plan import Plan
 from patchpar.shard.vae.modes import check_mode
@@ -31,6 +32,7 @@ class PipelineOptions:
     devices: Devices
     deadline: float
     start_timeout: float
+    start_method: str
     verify: bool | Path
     vae: str
 
@@ -46,7 +48,12 @@ class PipelineOptions:
             found = TorchrunExecutor(ENGINE, deadline=self.deadline)
         elif self.starts_workers:
             found = LocalExecutor(
-                self.devices.names, ENGINE, deadline=self.deadline, start_timeout=self.start_timeout, preload=PRELOAD
+                self.devices.names,
+                ENGINE,
+                deadline=self.deadline,
+                start_timeout=self.start_timeout,
+                preload=PRELOAD,
+                start_method=self.start_method,
             )
         else:
             found = InlineExecutor(self.devices.names[0], ENGINE, deadline=self.deadline)
@@ -54,20 +61,29 @@ class PipelineOptions:
         return found
 
 
-def check_request(
-    devices: object, plan: object, *, deadline: object, start_timeout: object, verify: object, vae: object
+def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
+    devices: object,
+    plan: object,
+    *,
+    deadline: object,
+    start_timeout: object,
+    start_method: object,
+    verify: object,
+    vae: object,
 ) -> PipelineOptions:
-    """Return the checked arguments. Raises PlanError for an invalid plan, devices, time limit, `verify` or `vae`."""
+    """Return the checked arguments. Raises PlanError for an invalid one."""
     wanted = plan_of(plan)
     if isinstance(verify, (str, Path)):
         verify = Path(verify).expanduser().absolute()  # workers may have another working directory
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
+    found = _devices_of(devices, wanted)
     return PipelineOptions(
         plan=wanted,
-        devices=_devices_of(devices, wanted),
+        devices=found,
         deadline=_seconds("deadline", deadline),
         start_timeout=_seconds("start_timeout", start_timeout),
+        start_method=_start_method(start_method, found),
         verify=verify,
         vae=check_mode(vae),
     )
@@ -111,6 +127,14 @@ def _devices_of(devices: object, plan: Plan | None) -> Devices:
     if plan is not None:
         plan.check_devices(len(found.names))
     return found
+
+
+def _start_method(value: object, devices: Devices) -> str:
+    try:
+        resolve_start_method(value, devices.names)
+    except LaunchError as error:
+        raise PlanError(str(error)) from error
+    return str(value)
 
 
 def _seconds(name: str, value: object) -> float:

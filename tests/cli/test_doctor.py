@@ -12,6 +12,7 @@ from patchpar.cli.doctor import collective_test, versions
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, will_use
 from patchpar.errors import WorkerDied
 from patchpar.launch.local import LocalExecutor
+from patchpar.launch.start_method import resolve_start_method
 from tests.launch.fake_gpus import FakeGpus, pretend
 
 
@@ -20,6 +21,7 @@ def test_two_workers_add_up() -> None:
     assert found["error"] is None
     assert found["ok"]
     assert found["devices"] == ["cpu", "cpu"]
+    assert found["start"] == resolve_start_method("auto", ["cpu"]).note
 
 
 @pytest.mark.parametrize("answer", [[1, 0], [2, 2]])
@@ -50,6 +52,7 @@ def test_text_says_what_fails_and_exits_with_1(fake: Any, run: Any, monkeypatch:
     assert result.exit_code == 1
     assert "FAILS: rank 1 (cpu) died with exit code -9" in result.stdout
     assert "guidance is on and there are two devices" in result.stdout
+    assert resolve_start_method("auto", ["cpu"]).note in result.stdout
 
 
 def test_devices_that_do_not_exist(fake: Any, run: Any) -> None:

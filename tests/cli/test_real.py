@@ -96,9 +96,10 @@ def after_signal(process: subprocess.Popen[str], number: signal.Signals) -> str:
     raise AssertionError(f"{number.name} did not end it, twice")
 
 
-def children_of(pid: int) -> list[int]:
+def descendants_of(pid: int) -> list[int]:
     found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False)
-    return [int(word) for word in found.stdout.split()]
+    children = [int(word) for word in found.stdout.split()]
+    return children + [below for child in children for below in descendants_of(child)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_signal_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Si
     words = ("generate", PROMPT, "--devices", "2", "--steps", "500", "--output", str(tmp_path / "x.png"))
     process = subprocess.Popen([sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True)
     give_up = time.monotonic() + 180
-    while len(workers := children_of(process.pid)) < 2 and time.monotonic() < give_up:
+    while len(workers := descendants_of(process.pid)) < 3 and time.monotonic() < give_up:
         time.sleep(0.2)
     time.sleep(5)
     errors = after_signal(process, number)

@@ -23,10 +23,10 @@ def pool() -> Iterator[LocalExecutor]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs or is stopped; one that only waits to be reaped is gone."""
+    """Whether a process runs or is stopped; one that only waits to be reaped, and not for its threads, is gone."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state = found.stdout.strip()
-    return bool(state) and not state.startswith("Z")
+    return bool(state) and not (state.startswith("Z") and "l" not in state)
 
 
 def all_gone(pids: Iterable[int], within: float = 20.0) -> bool:

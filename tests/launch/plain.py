@@ -1,13 +1,17 @@
 """A small engine to launch, which needs no torch and so starts at once."""
 
 import ctypes
+import gc
 import hashlib
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 from patchpar.errors import ExchangeError, PlanError
@@ -111,6 +115,37 @@ class PlainEngine:
         """A process of the worker's own, which would sleep for ten minutes; its id."""
         return subprocess.Popen(["sleep", "600"]).pid
 
+    def surroundings(self):
+        """All that a process has got from the one that started it, or that Python has made of it."""
+        status = Path("/proc/self/status").read_text()
+        descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+        targets = {number: str(Path(f"/proc/self/fd/{number}").readlink()) for number in descriptors if is_open(number)}
+        return {
+            "environment": dict(os.environ),
+            "folder": str(Path.cwd()),
+            "path": list(sys.path),
+            "arguments": [sys.argv[:2], sys.orig_argv[:4], len(sys.argv), len(sys.orig_argv)],
+            "flags": [str(sys.flags), sys.warnoptions, str(warnings.filters), gc.isenabled()],
+            "leads": [os.getpid() == os.getsid(0) == os.getpgrp()],
+            "descriptors": sorted((target.split("[")[0], os.get_inheritable(n)) for n, target in targets.items()),
+            "stdin": targets[0],
+            "output": targets[1] == targets[2],
+            "streams": [(x.encoding, x.errors, x.write_through) for x in (sys.stdout, sys.stderr)],
+            "handlers": [str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()],
+            "status": re.findall(r"^(?:Umask|Sig(?:Blk|Ign|Cgt)|Cpus_allowed):.*$", status, re.MULTILINE),
+            "limits": Path("/proc/self/limits").read_text(),
+            "priority": os.getpriority(os.PRIO_PROCESS, 0),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "main": sorted(vars(sys.modules["__main__"])),
+        }
+
+    def sample(self):
+        """Of each global generator, the next number."""
+        import numpy as np
+        import torch
+
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
     def unsendable(self):
         return threading.Lock()
 
@@ -120,6 +155,14 @@ class PlainEngine:
     def talk(self, words):
         sys.stdout.write(f"{words}\n")
         sys.stderr.write(f"{words} from {self.context.rank}\n")
+
+
+def is_open(number):
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 class Strange(Exception):

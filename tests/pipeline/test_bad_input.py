@@ -13,7 +13,6 @@ import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 
-import patchpar.launch.process
 from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
 from tests.tiny import build
 
@@ -27,7 +26,7 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any, **__: Any) -> None:
         pytest.fail("a worker was started")
 
-    monkeypatch.setattr(patchpar.launch.process.subprocess, "Popen", started)
+    monkeypatch.setattr("patchpar.launch.pool.WorkerProcess", started)
     monkeypatch.setattr("patchpar.pipeline.startup.InlineExecutor.call", started)
 
 
@@ -69,6 +68,7 @@ def says(*words: str) -> str:
         ({"devices": "cpu:100000"}, ["100000", "between 1 and"]),
         ({"deadline": 0}, ["deadline=0", "seconds above 0"]),
         ({"start_timeout": "soon"}, ["start_timeout='soon'", "seconds"]),
+        ({"start_method": "fork"}, ["start_method='fork'", "'forkserver' or 'spawn'"]),
         ({"verify": 3}, ["verify=3", "folder"]),
         ({"device_map": "balanced"}, ["device_map='balanced'", "every rank holds"]),
         ({"use_safetensors": False}, ["use_safetensors=False", "pickles"]),

@@ -1,0 +1,146 @@
+"""How worker processes are started: what each needs, what its starter can do with it, and the plain way, exec."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from patchpar.errors import LaunchError
+from patchpar.launch.handshake import python_command
+
+WORKER = "patchpar.launch.worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRequest:
+    """A worker process to start.
+
+    Descriptors: `channel` and `inherit` have the same numbers in the worker, `output` becomes its stdout and stderr.
+    `path`: where `modules` are looked for, which the worker will import in this order.
+    """
+
+    channel: int
+    output: int
+    inherit: tuple[int, ...]
+    environment: dict[str, str]
+    path: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+class StartedProcess(Protocol):
+    """A worker process, whose id is not used again before `reap`."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None as long as the process does not exist yet."""
+
+    @property
+    def returncode(self) -> int | None:
+        """After `reap`: the exit code, or the negative number of the signal that ended it; None if it is unknown."""
+
+    def is_alive(self) -> bool:
+        """Return whether it is running, or is still to be started."""
+
+    def dump_stack(self) -> None:
+        """Make the process print its stack: the worker's own, or of what it has to wait for."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Kill the process and those of its process group; does not wait. No effect after `reap`."""
+
+    def reap(self) -> None:
+        """Collect the exit status of a process that has ended. Idempotent."""
+
+    def close_in_child(self) -> None:
+        """In a forked child of the caller: close copied descriptors, without any effect on the process."""
+
+    def unknown_end(self) -> str:
+        """Return what is known of an end without a returncode, to follow the name of the worker."""
+
+    def last_output(self) -> str:
+        """Return the last lines that were printed before there was a worker to print them."""
+
+
+Starter = Callable[[ProcessRequest], StartedProcess]
+
+
+class FreshProcess:
+    """A worker in a Python process of its own. The constructor starts it. Raises LaunchError."""
+
+    def __init__(self, request: ProcessRequest) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                python_command(WORKER, request.channel),
+                stdin=subprocess.DEVNULL,
+                stdout=request.output,
+                stderr=request.output,
+                pass_fds=(request.channel, *request.inherit),
+                env=request.environment,
+                start_new_session=True,  # the terminal's ctrl-C reaches the caller only, which ends the workers
+            )
+        except OSError as error:
+            raise cannot_start(error) from error
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.returncode
+
+    def is_alive(self) -> bool:
+        return self._popen.returncode is None and not _has_ended(self._popen)
+
+    def dump_stack(self) -> None:
+        self._popen.send_signal(signal.SIGUSR1)
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        if self._popen.returncode is None:  # else another process group may have its id
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        self._popen.wait()
+
+    def close_in_child(self) -> None:
+        """Nothing is open."""
+
+    def unknown_end(self) -> str:
+        return "closed its connection"
+
+    def last_output(self) -> str:
+        return ""
+
+
+def cannot_start(error: OSError) -> LaunchError:
+    """Return the error of a Python process that the system does not start."""
+    return LaunchError(f"cannot start a worker with {sys.executable!r}: {error}")
+
+
+def ending(code: int) -> str:
+    """Return how a process has ended, as text. `code`: see StartedProcess.returncode."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = " (perhaps the system ran out of memory)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _has_ended(popen: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process has ended, without reaping it where possible (macOS: from Python 3.13)."""
+    if not hasattr(os, "waitid"):
+        return popen.poll() is not None
+    try:
+        return os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # already reaped
+        return True

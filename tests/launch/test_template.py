@@ -1,0 +1,292 @@
+"""Workers that are forked from a template process are what new Python processes would be, and end as these do."""
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from patchpar.errors import LaunchError, WorkerDied
+from patchpar.launch import templates
+from patchpar.launch.local import LocalExecutor
+from patchpar.launch.start_method import resolve_start_method
+from patchpar.launch.template_process import open_descriptors, place_descriptors
+from tests.breadth import first_of
+from tests.launch.conftest import PLAIN, all_gone, is_running
+from tests.launch.test_lifetime import Script
+
+METHODS = ["forkserver", "spawn"]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Templates of this test alone."""
+    found = templates.Templates()
+    monkeypatch.setattr(templates, "TEMPLATES", found)
+    yield found
+    for template in list(found._found.values()):
+        template.retire()
+
+
+def pids_of(found):
+    return [template.pid for template in found._found.values()]
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module that workers import: (its name, how often it has been imported)."""
+    name, marks = f"imported_by_{tmp_path.name}", tmp_path / "marks"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source=""):
+        text = f"import os\nwith open({str(marks)!r}, 'a') as file:\n    file.write('x')\n{source}\n"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name, lambda: len(marks.read_text()) if marks.exists() else 0
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("ranks", "preload"), [(1, ()), pytest.param(2, ("patchpar.pipeline.runner",), marks=pytest.mark.breadth)]
+)
+def test_a_worker_is_the_same_both_ways(tmp_path, monkeypatch, ranks, preload):
+    """What a process inherits from its caller, what the caller passes on, and what Python makes of both."""
+    found, before = [], Path.cwd()
+    for method in METHODS:
+        with LocalExecutor(["cpu"] * ranks, PLAIN, preload=preload, start_method=method) as executor:
+            executor.call("rank")
+            monkeypatch.chdir(tmp_path)  # after a template has been started elsewhere
+            with LocalExecutor(["cpu"] * ranks, PLAIN, preload=preload, start_method=method) as second:
+                found.append(second.call("surroundings")[-1])
+        monkeypatch.chdir(before)
+    forked, new = found
+    assert forked["leads"] == [True]
+    assert forked["folder"] == str(tmp_path)
+    assert len(forked["descriptors"]) > 5
+    assert {name: value for name, value in forked.items() if value != new[name]} == {}
+
+
+def test_what_a_worker_takes_over_is_that_of_its_start(own, monkeypatch):
+    """A variable, the cores and the umask of now, not those of when the template was started."""
+    seen = []
+    for value in ("1", "2"):
+        monkeypatch.setenv("READ_BY_IMPORTS", value)
+        before = os.umask(int(value))
+        try:
+            with LocalExecutor(["cpu"], PLAIN, start_method="forkserver") as executor:
+                found = executor.call("surroundings")[0]
+                seen.append((found["environment"]["READ_BY_IMPORTS"], found["status"][0]))
+        finally:
+            os.umask(before)
+    assert seen == [("1", "Umask:\t0001"), ("2", "Umask:\t0002")]
+    assert len(pids_of(own)) == 2
+
+
+@pytest.mark.parametrize("method", first_of(METHODS, "forkserver"))
+def test_generators_of_workers_are_seeded_as_in_new_processes(method):
+    with LocalExecutor(["cpu"] * 2, PLAIN, start_method=method) as executor:
+        first, second = executor.call("sample")
+    assert all(one != other for one, other in zip(first, second, strict=True)), "Python's, numpy's and torch's"
+
+
+def test_modules_are_imported_once_for_all_workers(own, module):
+    """Counted, also for workers that replace dead ones. New processes import them each."""
+    name, imports = module()
+    for method, number in (("forkserver", 1), ("spawn", 3)):
+        with LocalExecutor(["cpu"], PLAIN, preload=[name], start_method=method) as executor:
+            executor.call("rank")
+            with pytest.raises(WorkerDied):
+                executor.call("crash", 0, "SIGKILL")
+            assert executor.call("rank") == [0]
+        assert imports() == number
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("exit", "ended with exit code 7"), ("SIGKILL", r"killed by SIGKILL \(perhaps"), ("SIGTERM", "SIGTERM")],
+)
+def test_how_a_worker_ended_is_known(method, how, says):
+    with LocalExecutor(["cpu"], PLAIN, start_method=method) as executor:
+        executor.call("rank")
+        with pytest.raises(WorkerDied, match=rf"rank 0 \(cpu, pid \d+\) .*{says}(?s:.*)my last words"):
+            executor.call("crash", 0, how)
+
+
+def test_how_a_worker_ended_is_known_while_its_template_imports(own, module):
+    name, imports = module("import time\ntime.sleep(600)")
+    with LocalExecutor(["cpu"], PLAIN) as first, LocalExecutor(["cpu"], PLAIN, preload=[name]) as second:
+        pids = first.call("rank") and first.pids
+        second.start()
+        while not imports():
+            time.sleep(0.01)
+        with pytest.raises(WorkerDied, match="ended with exit code 7"):
+            first.call("crash", 0, "exit")
+    assert all_gone(pids)
+
+
+def test_workers_outlive_a_killed_template(own):
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        [child] = executor.call("start_child")
+        pids, (template,) = executor.pids, pids_of(own)
+        os.kill(template, signal.SIGKILL)
+        assert all_gone([template])
+        assert executor.call("rank") == [0]
+        assert executor.pids == pids
+        with pytest.raises(
+            WorkerDied, match=rf"it is unknown how, because its template process \(pid {template}\) was"
+        ):
+            executor.call("crash", 0, "exit")
+        assert all_gone([*pids, child])
+        assert executor.call("rank") == [0]
+        assert pids_of(own) != [template]
+
+
+def test_a_template_that_ends_while_it_imports_is_said(own, module):
+    name, _ = module("import sys\nsys.stderr.write('these are its last words\\n')\nos._exit(3)")
+    with (
+        LocalExecutor(["cpu"], PLAIN, preload=[name]) as executor,
+        pytest.raises(
+            LaunchError, match=r"(?s)rank 0 .*template process \(pid \d+\) ended with exit code 3.*last words"
+        ),
+    ):
+        executor.call("rank")
+
+
+def test_a_start_that_is_given_up_leaves_nothing(own, module):
+    name, imports = module("import time\ntime.sleep(600)")
+    with LocalExecutor(["cpu"] * 2, PLAIN, preload=[name]) as executor:
+        executor.start()
+        while not imports():
+            time.sleep(0.01)
+        pids = pids_of(own)
+    assert all_gone(pids)
+    with LocalExecutor(["cpu"], PLAIN) as executor:  # nor does the next one wait for that import
+        assert executor.call("rank") == [0]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()", "1 threads"),
+        ("kept = open('/dev/zero')", "1 descriptors open: /dev/zero"),
+    ],
+    ids=["a thread", "a descriptor"],
+)
+def test_what_no_fork_would_copy_makes_workers_new_processes(own, module, caplog, source, says):
+    name, imports = module(source)
+    with caplog.at_level(logging.WARNING), LocalExecutor(["cpu"], PLAIN, preload=[name]) as executor:
+        found = executor.call("surroundings")[0]
+        assert executor.call("rank") == [0]
+    assert imports() == 2, "by the template and by the worker"
+    assert says in caplog.text
+    assert found["leads"] == [True]
+
+
+def test_an_idle_template_ends_and_the_next_worker_gets_another(monkeypatch):
+    own = templates.Templates(idle_seconds=1)
+    monkeypatch.setattr(templates, "TEMPLATES", own)
+    before = open_descriptors()
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        executor.call("rank")
+        [first] = pids_of(own)
+        executor.call("sleep", 2.5)
+        assert is_running(first), "it has a worker"
+    assert all_gone([first])
+    give_up = time.monotonic() + 20
+    while not open_descriptors() <= before and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert open_descriptors() <= before
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        assert executor.call("rank") == [0]
+    assert all_gone(pids_of(own))
+
+
+def test_few_templates_stay_without_workers(monkeypatch):
+    own = templates.Templates(idle_templates=1)
+    monkeypatch.setattr(templates, "TEMPLATES", own)
+    started = []
+    for value in ("1", "2", "3"):
+        monkeypatch.setenv("READ_BY_IMPORTS", value)
+        with LocalExecutor(["cpu"], PLAIN) as executor:
+            executor.call("rank")
+            started.append(pids_of(own)[-1])
+    assert all_gone(started[:1])
+    assert all(map(is_running, started[1:]))
+    for template in own._found.values():
+        template.retire()
+    assert all_gone(started)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=lambda end: end.name)
+def test_a_template_ends_with_its_caller(end):
+    """Also one that a forked child of the caller has copies of, and while it imports."""
+    script = Script(
+        """
+        from patchpar.launch.templates import TEMPLATES
+        pool.call("rank")
+        slow = LocalExecutor(["cpu"], "tests.launch.plain:PlainEngine", preload=["tests.launch.slow_module"])
+        slow.start()
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        tell("pids", child)
+        tell("pids", *(template.pid for template in TEMPLATES._found.values()), *pool.pids)
+        time.sleep(600)
+        """
+    )
+    [child] = script.pids()
+    pids = script.pids()
+    try:
+        script.process.send_signal(end)
+        assert all_gone(pids)
+        assert is_running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        script.ends()
+
+
+@pytest.mark.parametrize(
+    "wanted", [{1: "a", 5: "b"}, {5: "b", 6: "a"}, {7: "a", 5: "c", 6: "b"}, {40: "a", 1: "a", 2: "a", 6: "c"}]
+)
+def test_descriptors_get_their_numbers_and_no_others_stay(tmp_path, wanted):
+    """In a child, where the files a, b and c are open as 5, 6 and 7."""
+    for name in "abc":
+        (tmp_path / name).touch()
+    child = os.fork()
+    if child == 0:
+        opened = {name: os.open(tmp_path / name, os.O_RDONLY) for name in "abc"}
+        for number, name in enumerate("abc", 105):
+            os.dup2(opened[name], number)
+        os.closerange(3, 100)
+        for number in (5, 6, 7):
+            os.dup2(number + 100, number)
+        os.closerange(100, 200)
+        sources = {"a": 5, "b": 6, "c": 7}
+        place_descriptors({number: sources[name] for number, name in wanted.items()})
+        got = {number: Path(f"/proc/self/fd/{number}").readlink().name for number in open_descriptors() - {0}}
+        os._exit(0 if got == wanted else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_which_way_workers_start_and_why(monkeypatch):
+    assert resolve_start_method("auto", ["cpu"]).name == "forkserver"
+    found = resolve_start_method("auto", ["cuda:0", "cuda:1"])
+    assert found.name == "spawn"
+    assert "GPUs" in found.note
+    assert resolve_start_method("spawn", ["cpu"]).name == "spawn"
+    with pytest.raises(LaunchError, match=r"'forkserver' is not possible: drivers of GPUs.*use 'auto' or 'spawn'"):
+        resolve_start_method("forkserver", ["cuda:0"])
+
+    def refuses(_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    assert "Operation not permitted" in resolve_start_method("auto", ["cpu"]).note
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        assert executor.start_method.name == "spawn"
+        assert executor.call("rank") == [0]
