@@ -22,6 +22,17 @@ def pool() -> Iterator[LocalExecutor]:
         yield executor
 
 
+@pytest.fixture
+def template() -> Iterator[None]:
+    """The template process of this environment is running, and its descriptors are there before a test counts them.
+
+    Others may end meanwhile, so that there may be fewer afterwards.
+    """
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        executor.call("rank")
+        yield
+
+
 def is_running(pid: int) -> bool:
     """Whether a process runs or is stopped; one that only waits to be reaped, and not for its threads, is gone."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)

@@ -276,6 +276,7 @@ def descriptors():
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+@pytest.mark.usefixtures("template")
 def test_a_start_that_fails_leaves_no_descriptors(monkeypatch):
     before = descriptors()
     with monkeypatch.context() as patch:
@@ -283,16 +284,17 @@ def test_a_start_that_fails_leaves_no_descriptors(monkeypatch):
         for _ in range(3):
             with pytest.raises(LaunchError, match="cannot start a worker with '/no/such/python'") as caught:
                 LocalExecutor(["cpu"] * 3, PLAIN).start()
-            assert descriptors() == before, "also while somebody holds the exception"
+            assert descriptors() <= before, "also while somebody holds the exception"
             del caught
     for engine in ("tests.launch.plain:Missing", "tests.launch.plain:DyingEngine"):
         with LocalExecutor(["cpu"] * 2, engine) as executor, pytest.raises(LaunchError):
             executor.call("rank")
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 @pytest.mark.parametrize("where", ["wait", "release"])
+@pytest.mark.usefixtures("template")
 def test_a_second_interrupt_leaves_no_descriptors(where, monkeypatch):
     """It comes while the first one ends the workers."""
     before = descriptors()
@@ -313,7 +315,7 @@ def test_a_second_interrupt_leaves_no_descriptors(where, monkeypatch):
             executor.call("emit_then_sleep", 30, on_event=interrupt)
         assert not interrupts
         assert all_gone(pids)
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 def test_five_restarts_leave_nothing_behind(tmp_path, monkeypatch):
@@ -321,7 +323,7 @@ def test_five_restarts_leave_nothing_behind(tmp_path, monkeypatch):
 
     def traces():
         descriptors = len(list(Path("/proc/self/fd").iterdir()))
-        shared = sorted(path.name for path in Path("/dev/shm").iterdir())
+        shared = {path.name for path in Path("/dev/shm").iterdir()}
         children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid="], capture_output=True, check=False)
         return descriptors, shared, len(children.stdout.split()), threading.active_count()
 
@@ -339,5 +341,5 @@ def test_five_restarts_leave_nothing_behind(tmp_path, monkeypatch):
         assert len(pids) == 5
     assert all_gone(pids)
     gc.collect()
-    assert traces() == before
+    assert all(after <= first for after, first in zip(traces(), before, strict=True))
     assert list(tmp_path.iterdir()) == []

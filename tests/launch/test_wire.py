@@ -153,7 +153,7 @@ def test_no_descriptor_and_no_named_memory_is_kept():
     names = set(os.listdir("/dev/shm"))  # noqa: PTH208
     before = descriptors()
     values = [there_and_back(torch.zeros(1 << 16)) for _ in range(20)]
-    assert descriptors() == before
+    assert descriptors() <= before
     assert set(os.listdir("/dev/shm")) == names  # noqa: PTH208
     assert len(values) == 20
 
@@ -162,7 +162,7 @@ def test_a_failed_encoding_keeps_nothing_either():
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(TypeError):
         encode([torch.zeros(1 << 20), threading.Lock()])
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_without_memfd_a_file_without_a_name_does(monkeypatch):
