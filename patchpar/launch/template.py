@@ -42,7 +42,7 @@ class Template:
     def __init__(self, environment: dict[str, str], idle_seconds: int) -> None:
         self._users: weakref.WeakSet[ForkedProcess] = weakref.WeakSet()
         self.is_retired = False
-        self._said: set[str] = set()
+        self._explained: set[str] = set()
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             self._requests, end = socket.socketpair()
             (read_life, write_life), (read_output, write_output) = os.pipe(), os.pipe()
@@ -117,8 +117,8 @@ class Template:
 
     def explain(self, unfit: str) -> None:
         """Log, once, why workers are not forked from this template but started as new Python processes."""
-        if unfit and unfit not in self._said:
-            self._said.add(unfit)
+        if unfit and unfit not in self._explained:
+            self._explained.add(unfit)
             log.warning("workers are started as new Python processes, which takes longer: %s", unfit)
 
     def dump_stack(self) -> None:

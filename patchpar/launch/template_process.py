@@ -94,7 +94,7 @@ class NewWorker:
         os.setsid()
         folder, output, *others = self.descriptors
         os.fchdir(folder)
-        place_descriptors(dict(zip((1, 2, *self.request.numbers), (output, output, *others), strict=True)))
+        assign_descriptors(dict(zip((1, 2, *self.request.numbers), (output, output, *others), strict=True)))
         for name in VARY:
             os.environ.pop(name, None)
         os.environ.update(self.request.environment)
@@ -240,7 +240,7 @@ def open_descriptors() -> set[int]:
     return {number for number in listed if Path(f"/proc/self/fd/{number}").is_symlink()}  # not the one that listed them
 
 
-def place_descriptors(wanted: dict[int, int]) -> None:
+def assign_descriptors(wanted: dict[int, int]) -> None:
     """Make `wanted` ({number: open descriptor}) the descriptors of this process, besides stdin; close all others."""
     sources = dict(wanted)
     for number in sources:

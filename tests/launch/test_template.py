@@ -13,7 +13,7 @@ from patchpar.errors import LaunchError, WorkerDied
 from patchpar.launch import templates
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
-from patchpar.launch.template_process import open_descriptors, place_descriptors
+from patchpar.launch.template_process import assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
 from tests.launch.test_lifetime import Script
@@ -53,7 +53,7 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "preload"), [(1, ()), pytest.param(2, ("patchpar.pipeline.runner",), marks=pytest.mark.breadth)]
 )
-def test_a_worker_is_the_same_both_ways(tmp_path, monkeypatch, ranks, preload):
+def test_a_worker_is_the_same_both_ways(own, tmp_path, monkeypatch, ranks, preload):
     """What a process inherits from its caller, what the caller passes on, and what Python makes of both."""
     found, before = [], Path.cwd()
     for method in METHODS:
@@ -64,6 +64,7 @@ def test_a_worker_is_the_same_both_ways(tmp_path, monkeypatch, ranks, preload):
                 found.append(second.call("surroundings")[-1])
         monkeypatch.chdir(before)
     forked, new = found
+    assert len(pids_of(own)) == 1
     assert forked["leads"] == [True]
     assert forked["folder"] == str(tmp_path)
     assert len(forked["descriptors"]) > 5
@@ -267,7 +268,7 @@ def test_descriptors_get_their_numbers_and_no_others_stay(tmp_path, wanted):
             os.dup2(number + 100, number)
         os.closerange(100, 200)
         sources = {"a": 5, "b": 6, "c": 7}
-        place_descriptors({number: sources[name] for number, name in wanted.items()})
+        assign_descriptors({number: sources[name] for number, name in wanted.items()})
         got = {number: Path(f"/proc/self/fd/{number}").readlink().name for number in open_descriptors() - {0}}
         os._exit(0 if got == wanted else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
