@@ -4,9 +4,10 @@
     python -m benchmarks.startup --write docs/figures/startup.md
 
 Start-up: from the start of a Python process to the end of the first denoising step, of plain diffusers in one process
-and of a ParallelPipeline with two CPU workers, in turns. Overhead: one device, so this process; the same pipeline
-called by itself and through ParallelPipeline, in turns. Medians, and the ratio of medians: only what was measured in
-turns can be compared. Also the processor time that both kinds of start take, which a busy machine does not change much.
+and of a ParallelPipeline with two CPU workers, forked or each a new Python process, in turns. Overhead: one device, so
+this process; the same pipeline called by itself and through ParallelPipeline, in turns. Medians, and the ratio of
+medians: only what was measured in turns can be compared. Also the processor time that all kinds of start take, which a
+busy machine does not change much.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,6 +26,17 @@ from typing import Any
 from benchmarks.page import write_page
 
 STARTUP_LIMIT, OVERHEAD_LIMIT = 1.30, 0.05
+TELL = """
+def tell(moment):
+    '''Write the moment, and the processor time of this process and of all that it has started and ended.'''
+    time.sleep(0.5)  # for the template process to reap its workers
+    children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    fields = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[11:15] for pid in children]
+    ticks = sum(int(field) for each in fields for field in each)
+    os.write(1, f"{moment} {sum(os.times()[:4]) + ticks / os.sysconf('SC_CLK_TCK')}".encode())
+    os._exit(0)
+"""
+START_METHODS = ("forkserver", "spawn")
 CALL = {"num_inference_steps": 2, "height": 128, "width": 128}
 PLAIN = """
 import os, sys, time
@@ -34,18 +45,18 @@ from diffusers import StableDiffusionXLPipeline
 pipe = StableDiffusionXLPipeline.from_pretrained(sys.argv[1], variant="fp16", torch_dtype=torch.float32)
 pipe.set_progress_bar_config(disable=True)
 def first(pipe, step, timestep, tensors):
-    os.write(1, str(time.monotonic()).encode())
-    os._exit(0)
+    tell(time.monotonic())
 pipe("a red house", num_inference_steps=2, height=128, width=128, callback_on_step_end=first)
 """
 PARALLEL = """
 import os, sys, time
 from patchpar import ParallelPipeline
-pipe = ParallelPipeline.from_pretrained(sys.argv[1], variant="fp16", torch_dtype="float32", devices="cpu:2")
+options = {"variant": "fp16", "torch_dtype": "float32", "devices": "cpu:2", "start_method": sys.argv[2]}
+pipe = ParallelPipeline.from_pretrained(sys.argv[1], **options)
 def first(step, total):
-    os.write(1, str(time.monotonic()).encode())
+    moment = time.monotonic()
     pipe.close()
-    os._exit(0)
+    tell(moment)
 pipe.on_step = first
 pipe("a red house", num_inference_steps=2, height=128, width=128)
 """
@@ -76,12 +87,12 @@ def tables(found: dict[str, dict[str, float]], runs: int, calls: int) -> str:
         f"From the start of a Python process to the end of the first denoising step of the embedded model, medians of "
         f"{runs} starts of each kind in turns:",
         "",
-        "| | plain diffusers, one process | two CPU workers | ratio | limit |",
-        "|---|---|---|---|---|",
-        f"| first step, s | {start['plain_s']:.2f} | {start['parallel_s']:.2f} | {start['ratio']:.2f} | "
-        f"{STARTUP_LIMIT:.2f} |",
-        f"| processor time, s | {start['plain_cpu_s']:.2f} | {start['parallel_cpu_s']:.2f} | "
-        f"{start['parallel_cpu_s'] / start['plain_cpu_s']:.2f} | |",
+        "| | plain diffusers, one process | two CPU workers | ratio | limit | two new Python processes |",
+        "|---|---|---|---|---|---|",
+        f"| first step, s | {start['plain_s']:.2f} | {start['forkserver_s']:.2f} | {start['ratio']:.2f} | "
+        f"{STARTUP_LIMIT:.2f} | {start['spawn_s']:.2f} |",
+        f"| processor time, s | {start['plain_cpu_s']:.2f} | {start['forkserver_cpu_s']:.2f} | "
+        f"{start['forkserver_cpu_s'] / start['plain_cpu_s']:.2f} | | {start['spawn_cpu_s']:.2f} |",
         "",
         f"A call of {CALL['num_inference_steps']} steps at {CALL['height']} x {CALL['width']} pixels on one device, "
         f"medians of {calls} in turns:",
@@ -96,42 +107,31 @@ def tables(found: dict[str, dict[str, float]], runs: int, calls: int) -> str:
 
 def startup(model: Path, runs: int) -> dict[str, float]:
     """Seconds to the first step, and of processor time, by kind of start."""
-    programs = {"plain": PLAIN, "parallel": PARALLEL}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    kinds = ("plain", *START_METHODS)
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for run in range(-1, runs):  # the first only warms the file cache
-        for name, program in programs.items():
-            figures = _to_first_step(program, model)
+        for kind in kinds:
+            figures = _to_first_step(kind, model)
             if run >= 0:
-                found[name].append(figures)
-    seconds = {name: statistics.median(wall for wall, _ in figures) for name, figures in found.items()}
-    processor = {name: statistics.median(cpu for _, cpu in figures) for name, figures in found.items()}
-    return {
-        "plain_s": seconds["plain"],
-        "parallel_s": seconds["parallel"],
-        "ratio": seconds["parallel"] / seconds["plain"],
-        "plain_cpu_s": processor["plain"],
-        "parallel_cpu_s": processor["parallel"],
-    }
+                found[kind].append(figures)
+    seconds = {f"{kind}_s": statistics.median(wall for wall, _ in figures) for kind, figures in found.items()}
+    processor = {f"{kind}_cpu_s": statistics.median(cpu for _, cpu in figures) for kind, figures in found.items()}
+    return {**seconds, **processor, "ratio": seconds["forkserver_s"] / seconds["plain_s"]}
 
 
-def _to_first_step(program: str, model: Path) -> tuple[float, float]:
-    """Wall and processor seconds from the start of a process to its first step."""
-    before = _children_seconds()
+def _to_first_step(kind: str, model: Path) -> tuple[float, float]:
+    """Wall and processor seconds from the start of a process to its first step. `kind`: "plain" or a start method."""
     start = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", program, str(model)],
+        [sys.executable, "-c", TELL + (PLAIN if kind == "plain" else PARALLEL), str(model), kind],
         capture_output=True,
         env=environment,
         check=True,
         timeout=300,
     )
-    return float(done.stdout) - start, _children_seconds() - before
-
-
-def _children_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    moment, processor = map(float, done.stdout.split())
+    return moment - start, processor
 
 
 def call_overhead(model: Path, calls: int) -> dict[str, float]:

@@ -65,6 +65,7 @@ MAY_INTERCEPT = {
     "shard.vae.functions": ("the functions of a VAE that read beyond a band", {"mode"}),
     "shard.transformer.token_call": ("modules of a block that sum or convolve tokens", {"mode"}),
     "shard.compiled_op": ("tracing of compiled blocks", {"mode"}),
+    "models.dry_run.meta_mode": ("every operator of a call without values", {"mode"}),
     "shard.unet.discover": ("transforms in a first call", {"mode"}),
     "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),
 }
@@ -227,7 +228,7 @@ def test_strategies_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_one_door_to_the_other_ranks(path: Path) -> None:
+def test_one_communicator_to_the_other_ranks(path: Path) -> None:
     me = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     may = any(is_in(me, place) for place in MAY_TALK_TO_RANKS)
     assert may or not mentions(path.read_text(), "torch.distributed")
@@ -327,7 +328,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ("import torch.nn", "torch.distributed", False),
     ],
 )
-def test_the_door_rule_sees(source: str, dotted: str, seen: bool) -> None:
+def test_the_communicator_rule_sees(source: str, dotted: str, seen: bool) -> None:
     assert mentions(source, dotted) == seen
 
 

@@ -21,7 +21,7 @@ from tests.test_refusals import Typed
 MODULE = re.compile(r"python -m (?P<module>(?:benchmarks|training|tests|patchpar)[\w.]*)(?P<flags>[^`|\n]*)")
 MAKE = re.compile(r"(?:`|^)make (?P<target>[a-z-]+)", re.MULTILINE)
 FOLDER = re.compile(r"pytest (?P<paths>(?:tests/\S+?)(?: tests/\S+?)*)(?=[`\s|])")
-DRAWS = ("generate", "compare")
+GENERATES = ("generate", "compare")
 PLACEHOLDERS = ("PATH", "path/to/model")
 """What pages write where the reader is to put the model of theirs."""
 
@@ -79,10 +79,12 @@ def test_folders_of_tests() -> None:
 
 @pytest.mark.parametrize(
     ("page", "line"),
-    [(page, line) for page in PAGES for line in command_lines(page) if line.split()[1] in DRAWS],
+    [(page, line) for page in PAGES for line in command_lines(page) if line.split()[1] in GENERATES],
     ids=lambda value: name(value) if isinstance(value, Path) else "",
 )
-def test_what_draws_could_be_drawn(page: Path, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_that_generate_could_be_run(
+    page: Path, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Plan, strategy, devices and size are asked what the real pipeline asks; a stand-in draws."""
     monkeypatch.setattr(patchpar, "ParallelPipeline", Typed)
     monkeypatch.setattr(Typed, "opened", [])

@@ -112,12 +112,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"face": face, "pictures": pictures}
 
 
-def small(draw: Any) -> Any:
+def small(generate: Any) -> Any:
     """A call of diffusers' own pipelines, of a small picture in few steps whatever the page asks for."""
 
-    @wraps(draw)
+    @wraps(generate)
     def generated(self: Any, *args: Any, **arguments: Any) -> Any:
-        return draw(self, *args, **(arguments | SMALL))
+        return generate(self, *args, **(arguments | SMALL))
 
     return generated
 

@@ -13,7 +13,7 @@ def noise(seed: int, shape: tuple[int, ...] = (24, 20, 3)) -> np.ndarray:
     return np.random.default_rng(seed).random(shape)
 
 
-def test_equal_pictures() -> None:
+def test_equal_images() -> None:
     picture = noise(0)
     assert psnr(picture, picture) == math.inf
     assert ssim(picture, picture) == pytest.approx(1.0)
@@ -35,7 +35,7 @@ def test_storage_does_not_matter() -> None:
     assert np.array_equal(np.asarray(as_image(eight_bit / 255)), eight_bit)
 
 
-def test_ssim_of_flat_pictures_is_its_luminance_term() -> None:
+def test_ssim_of_flat_images_is_its_luminance_term() -> None:
     a, b = 0.2, 0.6
     expected = (2 * a * b + 1e-4) / (a * a + b * b + 1e-4)
     assert ssim(np.full((16, 16), a), np.full((16, 16), b)) == pytest.approx(expected)
@@ -63,7 +63,7 @@ def test_ssim_agrees_with_the_slow_formula() -> None:
     assert ssim(a, b) == pytest.approx(slow_ssim(a, b), abs=1e-12)
 
 
-def test_worse_pictures_score_worse() -> None:
+def test_worse_images_score_worse() -> None:
     picture, error = noise(4) * 0.5 + 0.25, noise(5) - 0.5
     figures = [(psnr(picture, picture + k * error), ssim(picture, picture + k * error)) for k in (0.01, 0.1, 0.5)]
     assert figures == sorted(figures, reverse=True)

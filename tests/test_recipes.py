@@ -125,7 +125,7 @@ def test_the_scene_s_own_code(recipe: Any, tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.breadth
-def test_the_scene_is_drawn(tmp_path: Path) -> None:
+def test_the_scene_is_generated(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "scenes.py")]
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert answer.returncode == 0, answer.stderr

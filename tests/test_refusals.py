@@ -70,7 +70,12 @@ CALLS = (
     Wrong("width off the grid", ("--width", "100"), ("width=100", *GRID), {"width": 100}),
     Wrong("more ranks than bands", ("--plan", "patch=8"), BANDS, degrees="patch=8", ranks=8, side=64),
     Wrong("too many devices", ("--plan", "cfg=2,patch=2"), ("takes 4", "there are 2"), degrees="cfg=2,patch=2"),
-    Wrong("unknown axis", ("--plan", "rows=2"), ("unknown axis 'rows'", "data, cfg, patch"), degrees="rows=2"),
+    Wrong(
+        "unknown axis",
+        ("--plan", "rows=2"),
+        ("unknown axis 'rows'", "data, cfg, stage, patch, tensor"),
+        degrees="rows=2",
+    ),
     Wrong("a degree in words", ("--plan", "patch=two"), ("patch=two", "whole number"), degrees="patch=two"),
     Wrong("unknown strategy", PSYCHIC, ("'psychic'", "exact, "), degrees="patch=2", strategy="psychic"),
     Wrong("unknown option", SPEED, ("speed=9", "its options are"), degrees="patch=2", strategy="exact:speed=9"),

@@ -49,8 +49,8 @@ class BandedWan(CausalWan):
             x_BCFHW = torch.cat([sink_BCFHW, x_BCFHW], 2)
         banded = BandedPass(positions, self.options, blocks, sink_BCFHW is not None)
         silent = positions.grid.tokens if sink_BCFHW is not None else 0
-        heard = None if audio_BFnC is None else BlockAudio(audio_BFnC)
-        with HookSet() as hooks, self._during(banded, heard):
+        audio = None if audio_BFnC is None else BlockAudio(audio_BFnC)
+        with HookSet() as hooks, self._during(banded, audio):
             if self.audio is not None:
                 hooks.replace(self.audio, "forward", partial(_after_front, self.audio.forward, silent))
             out = self._forward(x_BCFHW, levels, text_BTD)

@@ -8,6 +8,7 @@
 2. A Wan-like one, which diffusers can split by itself: ours and diffusers' ways in the same run.
 3. What hooks cost at one rank, where they have nothing to do.
 4. Bytes per layer, by closed formula and counted.
+5. A FLUX-like one, 512 tokens of text beside 1,024 of an image: text split between the ranks, or whole on both.
 
 A call is one of the denoiser, batch 1. All ways take turns with the plain model; ratios are medians over the turns.
 Exit code 1 if a part fails or a count is not what the formula says; the other parts are done and written all the same.
@@ -23,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.page import write_page
+from benchmarks.tokens.ranks import WHOLE_TEXT
 from patchpar.launch.local import LocalExecutor
 
 WAYS = (
@@ -36,9 +38,10 @@ WAYS = (
     "fresh-edges:context=pooled",
 )
 BESIDE = ("exact", "exact:ulysses=2", "exact:attention=ring", "displaced", "diffusers ulysses", "diffusers ring")
+TEXT = ("exact", f"exact{WHOLE_TEXT}")
 TARGETS = {"exact": 1.75, "displaced": 1.85}
 MOST_OVERHEAD = 0.02
-SECONDS = {"ways": 140.0, "beside": 80.0, "overhead": 45.0}  # of rounds, after the first calls
+SECONDS = {"ways": 140.0, "beside": 80.0, "overhead": 45.0, "text": 45.0}  # of rounds, after the first calls
 DEADLINE = 300.0
 Lines = Iterator[str]
 
@@ -122,11 +125,23 @@ def volumes(ranks: LocalExecutor, quick: bool) -> Lines:
         raise Missed(f"{missed} counts differ from the formula")
 
 
+def split_text(ranks: LocalExecutor, quick: bool) -> Lines:
+    """Part 5: text split between the ranks, beside text on every rank."""
+    found = measured(ranks, "flux", TEXT, "text", quick)
+    yield from head("FLUX-like, 512 tokens of text", found)
+    for case in TEXT:
+        yield row(case, found["cases"][case], None)
+    split, whole = (found["cases"][case]["pair"] for case in TEXT)
+    yield ""
+    yield f"Times as fast with split text, median over the turns: {ratio_of(whole, split):.3f}."
+
+
 PARTS: dict[str, Callable[[LocalExecutor, bool], Lines]] = {
     "Two ranks against one process": ways,
     "Beside diffusers' own context parallelism": beside,
     "Interception at one rank": overhead,
     "Bytes per layer": volumes,
+    "Text of joint attention": split_text,
 }
 
 

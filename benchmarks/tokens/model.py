@@ -1,11 +1,13 @@
 """The transformers whose tokens are split in `benchmarks.tokens`: random weights, alive, of 50 million or more.
 
-Both have twelve heads of 64 in five blocks of self-attention, attention to a text, and a feed-forward layer:
+All have twelve heads of 64. The first two have five blocks of self-attention, attention to a text, and a feed-forward
+layer, and make 4,096 tokens:
 
     pixart      as PixArt: an image of 128 x 128 latents, patches of 2 x 2
     wan         as Wan: four frames of 64 x 64 latents, patches of 2 x 2; diffusers can split this one, too
+    flux        as FLUX: 512 tokens of text beside 1,024 of an image, in two joint blocks and four single ones
 
-Either makes 4,096 tokens. A toy of the same kind is narrow, has four blocks, and makes 256.
+A toy of the same kind is narrow and makes 256 tokens.
 """
 
 import copy
@@ -23,6 +25,7 @@ Call = dict[str, Any]
 TEXT, TEXT_WIDTH, TOY_TEXT_WIDTH = 120, 2048, 64
 DRIFT = 0.02  # of the latent's size, from one step to the next
 LATENTS, TOY_LATENTS = 128, 32  # a side of the image
+JOINT_LATENTS, JOINT_TEXT = 64, 512  # of the model with joint attention
 PROBE = 8  # latents a side of the call that is watched: where the tokens are does not depend on how many there are
 
 
@@ -51,6 +54,12 @@ class Subject:
         call = _KINDS[self.name][1](self.model, latents)
         return replace(self, call=call, tokens=(latents // 2) ** 2)
 
+    def with_text_on_every_rank(self) -> "Subject":
+        """The same model, whose text is not split."""
+        return replace(
+            self, plan=replace(self.plan, blocks=tuple(replace(each, text=None) for each in self.plan.blocks))
+        )
+
     def at(self, step: int) -> Call:
         """The call of a later step: the latent has moved a little, the same way on every rank."""
         latent = self.call["hidden_states"]
@@ -63,13 +72,13 @@ def subject(name: str, *, toy: bool) -> Subject:
     from tests.tiny.weights import enliven
 
     torch.manual_seed(0)
-    build, call = _KINDS[name]
+    build, call, latents = _KINDS[name]
     model = enliven(build(toy).eval().requires_grad_(False))
     few = call(model, PROBE)
     with torch.no_grad():
         plan = discover_tokens(model, model.forward, (), few)
     whole = Subject(name=name, model=model, call=few, plan=plan, tokens=(PROBE // 2) ** 2)
-    return whole.of_size(TOY_LATENTS if toy else LATENTS)
+    return whole.of_size(TOY_LATENTS if toy else latents)
 
 
 def _pixart(toy: bool) -> nn.Module:
@@ -100,6 +109,22 @@ def _wan(toy: bool) -> nn.Module:
     )
 
 
+def _flux(toy: bool) -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    width = 8 if toy else 64
+    return FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=4,
+        num_attention_heads=12,
+        attention_head_dim=width,
+        joint_attention_dim=TOY_TEXT_WIDTH if toy else TEXT_WIDTH,
+        pooled_projection_dim=TOY_TEXT_WIDTH,
+        axes_dims_rope=(width // 4, width // 4, width // 2),
+    )
+
+
 def _pixart_call(model: Any, side: int) -> Call:
     words = torch.arange(TEXT)[None] < TEXT // 2  # the rest of the prompt is padding, as in the pipeline
     return {
@@ -121,11 +146,25 @@ def _wan_call(model: Any, side: int) -> Call:
     }
 
 
+def _flux_call(model: Any, side: int) -> Call:
+    rows, columns = torch.meshgrid(torch.arange(side // 2), torch.arange(side // 2), indexing="ij")
+    return {
+        "hidden_states": _noise((side // 2) ** 2, model.config.in_channels),
+        "encoder_hidden_states": _noise(JOINT_TEXT, model.config.joint_attention_dim),
+        "pooled_projections": _noise(model.config.pooled_projection_dim),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1).float(),
+        "txt_ids": torch.zeros(JOINT_TEXT, 3),
+        "return_dict": False,
+    }
+
+
 def _noise(*shape: int) -> Tensor:
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
 
 
-_KINDS: dict[str, tuple[Callable[[bool], nn.Module], Callable[[Any, int], Call]]] = {
-    "pixart": (_pixart, _pixart_call),
-    "wan": (_wan, _wan_call),
+_KINDS: dict[str, tuple[Callable[[bool], nn.Module], Callable[[Any, int], Call], int]] = {
+    "pixart": (_pixart, _pixart_call, LATENTS),
+    "wan": (_wan, _wan_call, LATENTS),
+    "flux": (_flux, _flux_call, JOINT_LATENTS),
 }

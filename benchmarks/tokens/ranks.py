@@ -23,6 +23,7 @@ from tests.ranks import form_group
 Step = Callable[[dict[str, Any]], Any]
 Figures = dict[str, Any]
 THEIRS = "diffusers"
+WHOLE_TEXT = ", text on every rank"
 FEWEST = 3  # rounds, however long they take
 FEW_LATENTS = 16  # a side of the image whose tokens cost next to nothing
 
@@ -96,6 +97,8 @@ class Bench:
 
     def _split(self, whole: Subject, case: str) -> Step:
         """A call of the model split as the case says."""
+        if case.endswith(WHOLE_TEXT):
+            return self._split(whole.with_text_on_every_rank(), case.removesuffix(WHOLE_TEXT))
         if not case.startswith(THEIRS):
             text = case if case.startswith("exact") else f"{case}:warmup_steps=1"
             return installed(whole, text, self.comm, self.axis)

@@ -54,10 +54,10 @@ def serve_app(request: AppFlags) -> None:
         setup = workers.AppConfig(
             model=request.model, devices=devices, face=_face(request), options=options, deadline=request.deadline
         )
-        server.serve(setup, address, _tell, lambda: typer.echo("Ending the page and its workers.", err=True))
+        server.serve(setup, address, _print_address, lambda: typer.echo("Ending the page and its workers.", err=True))
 
 
-def _tell(url: str) -> None:
+def _print_address(url: str) -> None:
     typer.echo(f"Open {url} in a browser. Its workers are starting meanwhile; ctrl-C ends it.")
 
 

@@ -1,12 +1,13 @@
-"""`patchpar doctor`: versions, devices and links, a communication test, and the plan that auto would choose."""
+"""`patchpar doctor`: versions, devices, links, a communication test, the model's memory, and the plan of auto."""
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,10 +16,11 @@ from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_ke
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, links, will_use
 from patchpar.cli.shutdown import ended_at_once
-from patchpar.errors import PatchparError
+from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.models.task import RequestedTask, purpose_of
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
+PARTS = ("weights", "activations")
 TASK = RequestedTask(verb="doctor")
 """doctor needs a model that generates an image."""
 
@@ -35,7 +37,7 @@ class DoctorFlags:
 
 
 def doctor(request: DoctorFlags) -> None:
-    """Show devices and links, test communication, run one step."""
+    """Show devices, links and the model's memory, test communication, run one step."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
@@ -55,7 +57,7 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
     from patchpar.models.files import resolve_model
 
     devices, software = resolve_devices(request.devices).names, gpu_software()
-    resolve_model(request.model, {})  # an unknown model is refused before anything runs
+    _, options, folder = resolve_model(request.model, {})  # an unknown model is refused before anything runs
     return {
         "versions": versions(),
         "host": host(),
@@ -63,6 +65,7 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
         "gpu": {**software, "will_use": will_use(devices, software)},
         "links": links(),
         "collective": collective_test(devices),
+        "memory": None if folder is None else memory(folder.path, options),
         "plan": choice(request),
     }
 
@@ -104,6 +107,26 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
     return {**found, "seconds": time.perf_counter() - began}
 
 
+def memory(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the bytes of an image of the model's default size on one device, found without loading weights.
+
+    Those of each network's weights, and the most of other tensors while encoding, denoising and decoding; or the reason
+    why they are unknown.
+    """
+    from patchpar.models.dry_run.dry_run import dry_run
+    from patchpar.models.dry_run.empty_pipeline import empty_pipeline
+    from patchpar.models.quiet_libraries import silence_libraries
+
+    silence_libraries()
+    try:
+        pipe = empty_pipeline(folder, options)
+        pipe.set_progress_bar_config(disable=True)
+        run = dry_run(pipe, prompt="a test image")
+    except UnsupportedModel as error:
+        return {"weights": None, "activations": None, "why": str(error)}
+    return {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "why": ""}
+
+
 def choice(request: DoctorFlags) -> dict[str, Any]:
     """Run one step of an image of the model's default size; return the chosen plan, its reason and the statistics."""
     from patchpar import ParallelPipeline
@@ -139,9 +162,19 @@ def _print(findings: dict[str, Any]) -> None:
     result = "works" if test["ok"] else f"FAILS: {test['error']}"
     typer.echo(f"workers   one exchange among {', '.join(test['devices'])}: {result} ({test['seconds']:.1f} s)")
     typer.echo(f"start     {test['start']}")
+    if findings["memory"] is not None:
+        typer.echo(f"memory    {_memory_text(findings['memory'])}")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"image     {plan['ran']}")
+
+
+def _memory_text(found: dict[str, Any]) -> str:
+    if found["why"]:
+        return f"unknown: {found['why']}"
+    texts = [", ".join(f"{name} {_gib(size)}" for name, size in found[part].items()) for part in PARTS]
+    total = sum(found["weights"].values()) + max(found["activations"].values())
+    return f"{_gib(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image"
 
 
 def _gib(size: int | None) -> str:

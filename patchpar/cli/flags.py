@@ -39,7 +39,9 @@ class ModelFlags:
 
     model: Model = "embedded"
     devices: Devices = "auto"
-    plan: Annotated[str, typer.Option(help="auto, or degrees: cfg=2,patch=2; also weights=, encoders=.")] = "auto"
+    plan: Annotated[str, typer.Option(help="auto, or degrees: patch=2, tensor=2, stage=2; weights=, encoders=.")] = (
+        "auto"
+    )
     strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
     vae: Annotated[str, typer.Option(help="Parallel VAE: auto, exact, tiled or rank0.")] = "auto"
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None

@@ -24,7 +24,7 @@ EMPTY = EncodedMessage(stream=b"")
 class FrameKind(enum.IntEnum):
     """Kinds of frames. First line: caller to worker; second line: worker to caller."""
 
-    CONFIG, FORM, CALL, REPLY, PING, STOP, TELL = range(7)
+    CONFIG, FORM, CALL, REPLY, PING, STOP, MESSAGE = range(7)
     EVENT, ASK, PONG, RESULT, FAILED = range(10, 15)
 
 

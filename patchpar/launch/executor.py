@@ -3,7 +3,7 @@
 caller --- Executor.call("generate", ...) ---> PipelineRunner.generate(...) on every rank
 on_event(rank, event)  <--- context.emit(event)          any rank, asynchronous
 on_ask(question)       <--- context.ask(question)        all ranks together; all receive the reply
-tell(rank, value)      ---> context.receive(timeout)        at any time during a call, to one rank
+send(rank, value)      ---> context.receive(timeout)        at any time during a call, to one rank
 
 An engine is any class, named "package.module:Class", created once per rank with its RankContext. Its public methods
 are called by name, with the same call on every rank, in the rank's main thread.
@@ -93,10 +93,10 @@ class Callbacks:
     on_ask: OnAsk | None = None
     on_start: OnStart | None = None
 
-    def start(self, tell: SendToRank) -> None:
+    def start(self, send: SendToRank) -> None:
         """Pass the caller the function that sends messages to ranks during the call, from any thread."""
         if self.on_start is not None:
-            self.on_start(tell)
+            self.on_start(send)
 
     def event(self, rank: int, event: object) -> None:
         """Pass an event to the caller's `on_event`, if there is one."""

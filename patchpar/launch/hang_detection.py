@@ -59,7 +59,7 @@ class RequestProgress:
         self._idle = [0.0] * len(signs)  # s since the rank made progress or waited
         self._beatless = [0.0] * len(signs)  # s since its last heartbeat, message or wait
 
-    def heard(self, rank: int) -> None:
+    def count_message(self, rank: int) -> None:
         """Record a message of this rank to the caller."""
         self.quiet = self.idle = self._idle[rank] = self._beatless[rank] = 0.0
 
@@ -71,7 +71,7 @@ class RequestProgress:
             self._idle[rank] += seconds
             self._beatless[rank] += seconds
             if sign.beats != self._signs[rank].beats:
-                self.heard(rank)
+                self.count_message(rank)
                 self._worked[rank] = sign.work
             if sign.waits:
                 self._idle[rank] = self._beatless[rank] = 0.0

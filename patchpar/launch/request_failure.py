@@ -20,8 +20,8 @@ def error_of(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: 
     """
     if outcome.died:
         return _died(outcome, workers)
-    if outcome.deaf:
-        worker = workers[outcome.deaf[0]]
+    if outcome.not_reading:
+        worker = workers[outcome.not_reading[0]]
         text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_exchange_point()}."
         return WorkerHung(text, rank=worker.rank)
     if outcome.aborted is not None:
@@ -41,7 +41,7 @@ def is_reusable(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> bo
     The latter is known from heartbeats: ranks that failed at the same point have passed equally many exchange points.
     """
     answered = all(rank in outcome.results or rank in outcome.failures for rank in range(len(workers)))
-    if outcome.died or outcome.deaf or not answered:
+    if outcome.died or outcome.not_reading or not answered:
         return False
     if not outcome.failures:
         return True

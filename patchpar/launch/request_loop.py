@@ -3,7 +3,7 @@
     caller                       ranks
       | -- CALL ----------------> |            to all
       | <------- EVENT ---------- |            any number, from any rank
-      | -- TELL ----------------> |            any number, to any rank
+      | -- MESSAGE ----------------> |            any number, to any rank
       | <-------- ASK ----------- |            from all; rank 0's question is used
       | -- REPLY ---------------> |            to all
       | -- PING -- / -- PONG ---- |            every second: is the process responsive?
@@ -41,7 +41,7 @@ class RequestOutcome:
     results: dict[int, EncodedMessage] = field(default_factory=dict)
     failures: dict[int, RemoteError] = field(default_factory=dict)  # in order of arrival
     died: list[int] = field(default_factory=list)
-    deaf: list[int] = field(default_factory=list)  # do not read, so that nothing can be sent to them
+    not_reading: list[int] = field(default_factory=list)  # do not read, so that nothing can be sent to them
     silent: list[int] = field(default_factory=list)  # have not answered the last pings
     stuck: list[int] = field(default_factory=list)  # made no progress; all unfinished ranks if each waited for another
     waiting: list[int] = field(default_factory=list)  # for another rank, at the end
@@ -84,7 +84,7 @@ class RequestLoop:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
                 if opening is not None:
                     self._send(worker, opening)
-            self._callbacks.start(self._tell)
+            self._callbacks.start(self._send_value)
             last = time.monotonic()
             while not self._is_finished():
                 for key, _ in selector.select(TICK):
@@ -113,7 +113,7 @@ class RequestLoop:
     def _is_finished(self) -> bool:
         outcome = self._outcome
         active = self._active()
-        if outcome.died or outcome.deaf or not active:
+        if outcome.died or outcome.not_reading or not active:
             return True
         outcome.stuck = self._progress.stuck(active)
         return bool(outcome.stuck) or (outcome.has_failed and self._progress.quiet > GRACE)
@@ -132,7 +132,7 @@ class RequestLoop:
         if frame.request != self._request or frame.kind is FrameKind.PONG:
             frame.message.close()  # of an earlier request that has failed
             return
-        self._progress.heard(worker.rank)
+        self._progress.count_message(worker.rank)
         if frame.kind is FrameKind.RESULT:
             self._outcome.results[worker.rank] = frame.message
             if frame.message.block is None and isinstance(decode(frame.message), IdleRank):
@@ -157,11 +157,11 @@ class RequestLoop:
             self._send(worker, ChannelFrame(FrameKind.REPLY, self._request, reply))
         reply.close()
 
-    def _tell(self, rank: int, value: object) -> None:
+    def _send_value(self, rank: int, value: object) -> None:
         """Send a value to a rank; thread-safe. A closed channel is ignored here, since `run` notices it."""
         message = encode(value)
         with contextlib.suppress(ChannelClosed, TimeoutError):
-            self._workers[rank].channel.send(ChannelFrame(FrameKind.TELL, self._request, message))
+            self._workers[rank].channel.send(ChannelFrame(FrameKind.MESSAGE, self._request, message))
         message.close()
 
     def _pass_time(self, seconds: float) -> None:
@@ -193,4 +193,4 @@ class RequestLoop:
         except ChannelClosed:
             self._died(worker)
         except TimeoutError:
-            self._outcome.deaf.append(worker.rank)
+            self._outcome.not_reading.append(worker.rank)

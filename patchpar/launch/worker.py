@@ -154,7 +154,7 @@ class Worker:
                     self._channel.send(ChannelFrame(FrameKind.PONG, frame.request))
                 elif frame.kind is FrameKind.REPLY:
                     self._context.replies.put(frame)
-                elif frame.kind is FrameKind.TELL:
+                elif frame.kind is FrameKind.MESSAGE:
                     self._context.messages.put(frame)
                 elif frame.kind is FrameKind.STOP:
                     break

@@ -68,7 +68,7 @@ class CallController:
         )
 
     @contextmanager
-    def listening(
+    def reporting(
         self, on_step: Callable[[int, int], object] | None, progress: Mapping[str, Any]
     ) -> Iterator["CallController"]:
         """Report steps to `on_step`, or show diffusers' progress bar with the options `progress`."""

@@ -14,7 +14,9 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.step_caches import CacheVote
+from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import (
     kept_by_processors,
     refuse_gradients,
@@ -43,6 +45,10 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.votes, self.check, self.plan, self._watched = votes, check, plan, False
         self.weights: InstalledWeights | None = None
         """What shards the denoiser's weights before its first call, if the plan says so."""
+        self.tensor: TensorDenoiser | None = None
+        """What divides the denoiser's features before its first call, if the plan says so."""
+        self.stages: StagedDenoiser | None = None
+        """What runs the denoiser's own forward, if the plan divides its blocks."""
         self._looked: int | None = None  # the evaluation of this image in which the denoiser was last inspected
         self._by_branch: Sequence[nn.Module] = ()
         self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
@@ -59,14 +65,15 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.clock.next_call()
         looks = self._look_again()
         before = kept_by_processors(module) if looks and self._splits_calls else None
-        plain = self.fn_ref.original_forward
-        self._shard_weights(module, plain, (args, kwargs))
+        original = self.fn_ref.original_forward
+        plain = original if self.stages is None else partial(self.stages.denoise, original)
+        self._divide_weights(module, plain, (args, kwargs))
         forward = plain
         for layer in reversed(self.layers):
             forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
         kept, plain = with_own_lists((args, kwargs)), _on_lists_of_its_own(plain)
-        with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *kept[0], **kept[1])):
+        with refused_in_words(module, str(self.plan), self._way_out(), partial(original, *kept[0], **kept[1])):
             for layer in self.layers:
                 if isinstance(layer, GuidanceSplit):
                     if looks:  # iterates over all modules, so not at every call
@@ -74,8 +81,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                     layer.by_branch = self._by_branch
                     layer.carriers = {} if self.check is None else self.check.carriers.of(plain, kept)
             result = forward(*args, **kwargs)
-            if self.check is not None:
-                self.check(plain, kept, result)
+            self._check(plain, kept, result)
             if before is not None:
                 refuse_what_processors_keep(module, str(self.plan), before)
         age = "stale" if self._stale_calls() > stale_before else "exact"
@@ -85,13 +91,19 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
 
-    def _shard_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
+    def _check(self, plain: Callable[..., Any], call: tuple[Any, Any], result: Any) -> None:
+        if self.check is not None:
+            self.check(plain, call, result)
+
+    def _divide_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
+        if self.tensor is not None:
+            self.tensor.prepare(_on_lists_of_its_own(plain), call)
         if self.weights is not None:
             self.weights.before_denoiser(module, _on_lists_of_its_own(plain), call)
 
     @property
     def _splits_calls(self) -> bool:
-        return self.plan.patch * self.plan.cfg > 1
+        return self.plan.world_size > self.plan.data
 
     def _look_again(self) -> bool:
         """Return whether the denoiser may have changed: before the image, or in a callback between the steps.
@@ -102,7 +114,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return False
         self._looked = self.clock.evaluation
         self.votes.renew()
-        for layer in (*self.layers, self.check):
+        for layer in (*self.layers, self.stages, self.check):
             if hasattr(layer, "unsure"):
                 layer.unsure = True
         return True
@@ -110,6 +122,10 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     def _way_out(self) -> str:
         if self.plan.patch > 1:
             return "Use plan cfg=2 or data=N, which do not split the image"
+        if self.plan.tensor > 1:
+            return "Use tensor=1, and give the devices to another axis"
+        if self.plan.stage > 1:
+            return "Use stage=1"
         return f"Use cfg=1, and give the devices to another axis, e.g. patch={self.plan.cfg}"
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:

@@ -21,7 +21,10 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
 from patchpar.shard.guidance_branches import layers_by_branch
 from patchpar.shard.hooks import HookSet, InstalledHook
+from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.step_caches import CacheVote
+from patchpar.shard.tensor.agreed_cache import AgreedCache
+from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
@@ -41,10 +44,11 @@ class InstalledPlan:
         self.pipe = pipe
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
-        self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser] = []
+        self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser | StagedDenoiser] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
         self.weights: InstalledWeights | None = None
+        self.tensors: list[TensorDenoiser] = []
         self._hooks = HookSet()
         self._hooked: list[InstalledHook] = []
 
@@ -62,6 +66,8 @@ class InstalledPlan:
         """Make the denoisers parallel. `guided`: whether the current call uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm, strategy = mesh, comm, plan.strategy
+        if plan.tensor > 1 and verifications is not None:
+            verifications = AgreedCache(verifications.folder, comm, mesh["tensor"])
         self._split_guidance(plan, clock, verifications)
         if plan.weights == "sharded":
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance)
@@ -81,11 +87,23 @@ class InstalledPlan:
             check = None
             if self.guidance is not None and verifications is not None:
                 by_branch = partial(self.guidance.layers_of, module)
-                check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch)
+                together = mesh.of_one_image() if plan.stage > 1 else None  # a plain forward takes all stages
+                check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch, together=together)
             votes = CacheVote(module, comm, (mesh["patch"], mesh["cfg"]), clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
             hook.weights = self.weights
+            self._divide_blocks(module, hook, verifications)
             self._register(module, hook)
+
+    def _divide_blocks(self, module: nn.Module, hook: DenoiserHook, verifications: Any) -> None:
+        assert self.mesh is not None
+        assert self.comm is not None
+        if self.mesh["tensor"].size > 1:
+            hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
+            self.tensors.append(hook.tensor)
+        if self.mesh["stage"].size > 1:
+            hook.stages = StagedDenoiser(module, (self.comm, self.mesh["stage"]), verifications)
+            self.patched.append(hook.stages)
 
     def _split_guidance(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
         """Prepare axis `cfg`: once for all networks, since several may take part in one step."""
@@ -129,6 +147,9 @@ class InstalledPlan:
         weights, self.weights = self.weights, None
         if weights is not None:
             weights.restore()
+        tensors, self.tensors = self.tensors, []
+        for tensor in tensors:
+            tensor.restore()
 
     # --- while installed ----------------------------------------------------------------------------------------
 
@@ -155,6 +176,8 @@ class InstalledPlan:
             self.vaes.forget()
 
     def _gather_weights(self, method: str = "") -> None:
+        for tensor in self.tensors:
+            tensor.restore()
         if self.weights is None:
             return
         if self.guidance is not None:  # calls are verified again, which other ranks cannot follow
@@ -210,7 +233,7 @@ class InstalledPlan:
 
     def control(self, *, exchange: str, vae: str) -> None:
         """Set the exchange between bands to "off" or "frozen", which gives wrong images, for negative controls."""
-        for patched in self.patched:
+        for patched in (*self.patched, *self.tensors):
             patched.exchange = exchange
         if self.vaes is not None:
             self.vaes.control(exchange=vae)

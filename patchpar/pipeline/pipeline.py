@@ -130,7 +130,7 @@ class ParallelPipeline:
         if executor.kind != "inline":
             refuse_old_callback(bound)
         caller = CallController(self, bound, kind=executor.kind, output_module=self.description.module)
-        with state.lock, caller.listening(state.on_step, state.progress):
+        with state.lock, caller.reporting(state.on_step, state.progress):
             state.caller, start = caller, time.perf_counter()
             try:
                 plan, results = self._call_workers(executor, caller, rule)

@@ -221,7 +221,7 @@ class PipelineRunner:
             return IdleRank()
         output, figures = self._run(kwargs, options)
         mesh = self._installed.mesh
-        if mesh is not None and (mesh["cfg"].rank or mesh["patch"].rank):
+        if mesh is not None and mesh.of_one_image().rank:
             output = None  # equal to another rank's
         return self._report(output, (figures,), options)
 

@@ -98,11 +98,17 @@ def _check_side(name: str, value: Any, unit: int) -> None:
 
 def check_plan(model: PipelineInfo, plan: Plan) -> None:
     """Raise UnsupportedModel or PlanError if no call of this model works with the plan."""
+    _check_tensor(model, plan)
     if isinstance(plan.strategy, StructureGuidance):
         if plan.weights != "whole":
             raise PlanError(
                 f"plan {plan} shards weights, for which all ranks have to run the same blocks, but with strategy "
                 f"{plan.strategy.name} each rank runs patches of its own: use weights=whole, or strategy exact"
+            )
+        if plan.stage > 1:
+            raise PlanError(
+                f"plan {plan} divides the blocks into stages, but with strategy {plan.strategy.name} each rank runs "
+                "patches of its own: give all devices to axis 'patch', or use strategy exact"
             )
         if plan.cfg > 1:
             raise PlanError(
@@ -116,6 +122,21 @@ def check_plan(model: PipelineInfo, plan: Plan) -> None:
             f"{', '.join(model.denoisers)} cannot be split over axis 'patch', which takes a network "
             "of convolutions and group norms, or one of transformer blocks. Use cfg=2 (guidance branches) or data=N "
             "(prompts)"
+        )
+
+
+def _check_tensor(model: PipelineInfo, plan: Plan) -> None:
+    if plan.tensor == 1:
+        return
+    if isinstance(plan.strategy, StructureGuidance):
+        raise PlanError(
+            f"plan {plan} divides features over axis 'tensor', for which all ranks run the same blocks, but with "
+            f"strategy {plan.strategy.name} each rank runs patches of its own: use tensor=1, or strategy exact"
+        )
+    if model.denoisers and not model.splits_into_tokens:
+        raise UnsupportedModel(
+            f"{', '.join(model.denoisers)} cannot be split over axis 'tensor', which takes a network of transformer "
+            "blocks. Use patch=N (bands), cfg=2 (guidance branches) or data=N (prompts)"
         )
 
 
@@ -171,7 +192,7 @@ def _check_bands(model: PipelineInfo, plan: Plan, size: tuple[int, int]) -> None
 
 def refuse_without_denoiser(pipeline: str, denoisers: Collection[Any], plan: Plan) -> None:
     """Raise UnsupportedModel for a plan that divides networks which the pipeline does not have."""
-    if not denoisers and plan.patch * plan.cfg > 1:
+    if not denoisers and plan.world_size > plan.data:
         raise UnsupportedModel(
             f"a {pipeline} has no {', '.join(sum(DENOISERS, ()))} whose work plan {plan} could share: use data=N, for "
             "several prompts"

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-AXES = ("data", "cfg", "patch", "tensor")  # outermost first: the axis that communicates most has neighbouring ranks
+# outermost first: the axis that communicates most has neighbouring ranks
+AXES = ("data", "cfg", "stage", "patch", "tensor")
 
 
 @dataclass(frozen=True, slots=True)

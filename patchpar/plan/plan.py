@@ -4,8 +4,11 @@ Plan(cfg=2, patch=4)                                            8 devices: 2 gui
 Plan.parse("cfg=2,patch=4")                                     the same from a command line
 Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow their strategy
 Plan(patch=4, weights="sharded")                                a quarter of the blocks' weights on each rank
+Plan(tensor=4)                                                  a quarter of the features of the blocks' Linears
+Plan(stage=2)                                                   half of the blocks on each rank
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,7 +16,13 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, make_plain
 
-AXIS_MEANINGS = {"data": "a part of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
+AXIS_MEANINGS = {
+    "data": "a part of the prompts",
+    "cfg": "a guidance branch",
+    "stage": "a part of the blocks",
+    "patch": "a band of rows or columns",
+    "tensor": "a part of the features",
+}
 SPLITS = ("auto", "rows", "columns")
 WEIGHTS = ("whole", "sharded")
 NUMBERS = (*AXIS_MEANINGS, "resident")
@@ -35,7 +44,9 @@ class Plan:
 
     data: int = 1
     cfg: int = 1
+    stage: int = 1
     patch: int = 1
+    tensor: int = 1
     strategy: Any = "exact"
     split: str = "auto"
     weights: str = "whole"
@@ -58,11 +69,36 @@ class Plan:
             raise PlanError(
                 "encoders=one holds the encoders on one rank, and weights=sharded on all: leave one of them out"
             )
+        self._check_stages()
         self._check_weights()
+
+    def _check_stages(self) -> None:
+        if self.stage == 1:
+            return
+        if self.patch > 1:
+            raise PlanError(
+                f"stage={self.stage} divides the blocks between ranks, and patch={self.patch} the image: use one of "
+                f"them, stage={self.stage * self.patch} or patch={self.stage * self.patch} (with weights=sharded)"
+            )
+        if self.tensor > 1:
+            raise PlanError(
+                f"stage={self.stage} divides the blocks between ranks, and tensor={self.tensor} their features: use "
+                f"one of them, stage={self.stage * self.tensor} or tensor={self.stage * self.tensor}"
+            )
+        if self.weights == "sharded":
+            raise PlanError(
+                f"weights=sharded divides every block between ranks that all run it, and stage={self.stage} leaves "
+                f"each block to one rank: use weights=whole, or patch={self.stage} instead of stage"
+            )
 
     def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise PlanError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
+        if self.weights == "sharded" and self.tensor > 1:
+            raise PlanError(
+                f"weights=sharded divides the weights that tensor={self.tensor} has divided: use weights=whole, or "
+                f"patch={self.patch * self.tensor} instead of tensor"
+            )
         if self.weights == "sharded" and self.patch * self.cfg == 1:
             raise PlanError(
                 "weights=sharded divides the weights between the ranks of one image (axes 'cfg' and 'patch'), which is "
@@ -80,7 +116,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of ranks of the plan."""
-        return self.data * self.cfg * self.patch
+        return math.prod(self.degrees().values())
 
     @classmethod
     def parse(cls, text: str, *, strategy: object = None) -> "Plan":
@@ -99,10 +135,10 @@ class Plan:
     def check_devices(self, count: int) -> None:
         """Raise PlanError unless the plan takes exactly `count` devices."""
         if self.world_size != count:
-            product = " x ".join(f"{name}={degree}" for name, degree in self.degrees().items() if degree > 1) or "1"
+            product = " x ".join(f"{name}={degree}" for name, degree in self.degrees().items() if degree > 1)
             raise PlanError(
-                f"plan {product} takes {self.world_size} devices, but there are {count}: "
-                f"change a degree, or use devices={self.world_size}"
+                f"plan {product or SINGLE} takes {self.world_size} device{'s' * (self.world_size > 1)}, but there are "
+                f"{count}: change a degree, or use devices={self.world_size}"
             )
 
     def __str__(self) -> str:

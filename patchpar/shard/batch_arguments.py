@@ -155,11 +155,20 @@ def _whole(plain: Plain, call: Call) -> Any:
 
 
 def carriers_of(
-    network: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache, by_branch: Layers = tuple
+    network: nn.Module,
+    mesh: tuple[Communicator, Axis],
+    verifications: VerificationCache,
+    by_branch: Layers = tuple,
+    *,
+    together: Axis | None = None,
 ) -> BatchArguments:
-    """Return the batch arguments of a network whose batch the ranks of `mesh` split."""
-    agreed = partial(known_to_all, mesh, type(network).__name__)
-    return BatchArguments(network, mesh[1].size, verifications, agreed, by_branch)
+    """Return the batch arguments of a network whose batch the ranks of `mesh` split.
+
+    `together`: all ranks that a plain forward of the network takes, if it takes more.
+    """
+    comm, axis = mesh
+    agreed = partial(known_to_all, (comm, together or axis), type(network).__name__)
+    return BatchArguments(network, axis.size, verifications, agreed, by_branch)
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:

@@ -107,7 +107,7 @@ class WatchedNetwork:
         """Return the current fingerprint."""
         return fingerprint(self.network)
 
-    def know(self, before: Fingerprint) -> None:
+    def record(self, before: Fingerprint) -> None:
         """Record the network as verified; `before`: its fingerprint before the verification."""
         self._known = self.now()
         self._moving = before.differences(self._known)

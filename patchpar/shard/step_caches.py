@@ -40,10 +40,10 @@ DECISION = "_should_compute_remaining_blocks"
 
 def refuse_caches(denoiser: Any, *, stale: bool) -> None:
     """Raise UnsupportedModel for a cache that ranks with different tokens would not use alike."""
-    config = getattr(denoiser, "_cache_config", None)
-    name = _cache_in(denoiser) if config is None else type(config).__name__
+    name = cache_of(denoiser)
     if name is None:
         return
+    config = getattr(denoiser, "_cache_config", None)
     if name not in DECIDES_ALIKE or getattr(config, "calibrate", False):
         raise UnsupportedModel(
             f"{name} cannot be used with axis 'patch', since ranks may decide differently which blocks to skip: use "
@@ -56,8 +56,11 @@ def refuse_caches(denoiser: Any, *, stale: bool) -> None:
         )
 
 
-def _cache_in(denoiser: nn.Module) -> str | None:
-    """Return the name of the configuration of a cache that a function such as `apply_first_block_cache` installed."""
+def cache_of(denoiser: nn.Module) -> str | None:
+    """Return the name of a cache's configuration, also of one that `apply_first_block_cache` installed; else None."""
+    config = getattr(denoiser, "_cache_config", None)
+    if config is not None:
+        return type(config).__name__
     return next((CONFIGURED_BY[file] for file, _ in _hooks_by_file(denoiser) if file in CONFIGURED_BY), None)
 
 
@@ -88,10 +91,10 @@ class CacheVote:
         before = hook.state_manager.get_state().head_block_residual
         if before is None:
             return True
-        change, size = self._everybodys([(residual - before).abs().sum(), before.abs().sum()])
+        change, size = self._sum_over_ranks([(residual - before).abs().sum(), before.abs().sum()])
         return bool(change / size > hook.threshold)
 
-    def _everybodys(self, own: Sequence[Tensor]) -> list[float]:
+    def _sum_over_ranks(self, own: Sequence[Tensor]) -> list[float]:
         votes = torch.stack([x.float() for x in own])
         for axis in (self.patch, *([self.cfg] if self.clock.branches > 1 else [])):
             votes = torch.stack(AllGather(self.comm, axis, "cache", "vote on a cached step").same(votes)).sum(0)

@@ -126,7 +126,7 @@ class StreamDriver(RankDriver):
 
     def _order_cancel(self) -> None:
         """Ranks finish their current step and compute nothing further."""
-        self._tell_all(CancelStream())
+        self._send_to_all(CancelStream())
 
     def _drive(self) -> None:
         run: StreamRun | None = self._current
@@ -137,7 +137,7 @@ class StreamDriver(RankDriver):
             except Exception as raised:  # noqa: BLE001  the consumer gets it
                 error = raised
             with self.changed:
-                self._tell = self._ready = None
+                self._send = self._ready = None
                 run = self._next_run(results) if error is None else self._resumed(error)
                 self.changed.notify_all()
 
@@ -168,18 +168,18 @@ class StreamDriver(RankDriver):
     def _order(self) -> None:
         """Send the next order to the first rank, if it has requested one and an order is possible."""
         block = self._ready
-        if block is None or self._tell is None or self._is_paused or self.is_over:
+        if block is None or self._send is None or self._is_paused or self.is_over:
             return
         if block not in self._sent:
             if self._has_ended(block):
                 self._ready = None
-                self._tell(0, EndStream())
+                self._send(0, EndStream())
                 return
             if not (self._track is None or self._track.is_here(block)) or not self._take_credit():
                 return
             self._sent[block] = self._next_order(block)
         self._ready = None
-        self._tell(0, self._sent[block][0])
+        self._send(0, self._sent[block][0])
 
     def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
         tokens, samples = (None, None) if self._track is None else self._track.take(block)

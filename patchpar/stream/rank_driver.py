@@ -79,7 +79,7 @@ class RankDriver:
         if not is_whole(credit):
             raise PlanError(f"credit={credit!r}: it must be at least 1 block")
         self._num_ranks, self._credit, self.in_flight = ranks, credit, 0
-        self._tell: SendToRank | None = None
+        self._send: SendToRank | None = None
         self._is_paused = self._is_stopping = False
         self._thread = threading.Thread(target=self._drive, name="patchpar-stream", daemon=True)
 
@@ -133,10 +133,10 @@ class RankDriver:
                 self._order_cancel()
             self.changed.notify_all()
 
-    def _on_start(self, tell: SendToRank) -> None:
+    def _on_start(self, send: SendToRank) -> None:
         """The ranks are running and can receive messages."""
         with self.changed:
-            self._tell = tell
+            self._send = send
             if self.status == "cancelled":
                 self._order_cancel()
             else:
@@ -148,14 +148,14 @@ class RankDriver:
         self.in_flight += has_credit
         return has_credit
 
-    def _tell_all(self, message: Any) -> None:
+    def _send_to_all(self, message: Any) -> None:
         for rank in range(self._num_ranks):
-            if self._tell is not None:
-                self._tell(rank, message)
+            if self._send is not None:
+                self._send(rank, message)
 
     def _end(self, error: Exception | None = None) -> None:
         """The ranks have ended."""
-        self._tell = None
+        self._send = None
         if self.status != "cancelled":
             self.status, self.error = "finished" if error is None else "failed", error
         self.changed.notify_all()

@@ -54,16 +54,16 @@ class RankStageIO:
             self._context.emit(BlockReady(block=block))
             self._announced = block
         self._context.beat("stream")
-        heard = self._context.receive(min(patience, REST_SECONDS, self._context.deadline / 4))
-        self._asked = heard is None
-        if isinstance(heard, CancelStream):
+        message = self._context.receive(min(patience, REST_SECONDS, self._context.deadline / 4))
+        self._asked = message is None
+        if isinstance(message, CancelStream):
             self._cancelled = True
-        if isinstance(heard, (EndStream, CancelStream)):
+        if isinstance(message, (EndStream, CancelStream)):
             return StageOrder(sign=BlockSignal.END)
-        if not isinstance(heard, BeginBlock):
+        if not isinstance(message, BeginBlock):
             return StageOrder(sign=BlockSignal.REST)
-        inputs = tuple(to_device(x, self._device) for x in heard.inputs)
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.updates)))
+        inputs = tuple(to_device(x, self._device) for x in message.inputs)
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, message.updates)))
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""

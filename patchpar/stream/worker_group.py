@@ -107,8 +107,8 @@ class WorkerGroup:
         """Messages to ranks beyond the plan, which may have become smaller, are dropped."""
         count = self.plan.ranks
 
-        def begun(tell: SendToRank) -> None:
-            on_start(lambda rank, value: tell(rank, value) if rank < count else None)
+        def begun(send: SendToRank) -> None:
+            on_start(lambda rank, value: send(rank, value) if rank < count else None)
 
         return begun
 

@@ -98,7 +98,7 @@ def fields(**changes: Any) -> list[Any]:
         ({"prompt": ""}, ["no prompt", "describe the image"]),
         ({"prompt": "x" * 1001}, ["1001 characters", "at most 1000"]),
         ({"seed": -1}, ["seed -1", "from 0"]),
-        ({"degrees": "rows=2"}, ["unknown axis 'rows'", "data, cfg, patch"]),
+        ({"degrees": "rows=2"}, ["unknown axis 'rows'", "data, cfg, stage, patch, tensor"]),
         ({"degrees": "cfg=2,patch=2"}, ["takes 4 devices", "there are 2"]),
         ({"degrees": "patch=two"}, ["patch=two", "whole number"]),
         ({"degrees": "patch=2", "strategy": "psychic"}, ["'psychic'", "exact"]),

@@ -64,8 +64,8 @@ def png_below_pillow_s_own_limit(folder: Path) -> bytes:
 
 def jpeg(folder: Path) -> bytes:
     small = encoded("JPEG")
-    place = small.index(b"\xff\xc0") + 5  # of the sides, in the header of the frame
-    return small[:place] + struct.pack(">HH", SIDE, SIDE) + small[place + 4 :]
+    offset = small.index(b"\xff\xc0") + 5  # of the sides, in the header of the frame
+    return small[:offset] + struct.pack(">HH", SIDE, SIDE) + small[offset + 4 :]
 
 
 def bmp(folder: Path) -> bytes:
@@ -76,8 +76,8 @@ def bmp(folder: Path) -> bytes:
 def webp(folder: Path) -> bytes:
     """Of frames, whose canvas may be larger than they are."""
     small = encoded("WEBP", save_all=True, append_images=[Image.new("RGB", (16, 16), "red")])
-    place = small.index(b"VP8X") + 12
-    return small[:place] + (WEBP_SIDE - 1).to_bytes(3, "little") * 2 + small[place + 6 :]
+    offset = small.index(b"VP8X") + 12
+    return small[:offset] + (WEBP_SIDE - 1).to_bytes(3, "little") * 2 + small[offset + 6 :]
 
 
 KINDS = (png, png_below_pillow_s_own_limit, jpeg, bmp, webp)

@@ -192,9 +192,9 @@ def test_a_model_that_is_none_is_refused_early() -> None:
 def command_running(scratch: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`patchpar app` as somebody starts it, with a folder of its own for temporary files; it and where it serves."""
     arguments = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
-    surroundings = {**os.environ, "TMPDIR": str(scratch)}
+    environment = {**os.environ, "TMPDIR": str(scratch)}
     process = subprocess.Popen(
-        arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True, env=surroundings
+        arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
     )
     try:
         assert process.stdout is not None

@@ -47,7 +47,7 @@ def test_a_window_goes_from_step_to_step(first: int, last: int, window: tuple[fl
     assert window_of(TRACES, first, last) == TimeWindow(*window)
 
 
-def test_shares_add_up_to_the_time_spent() -> None:
+def test_fractions_add_up_to_the_time_spent() -> None:
     window = window_of(TRACES, 0, 1)
     spent = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in time_fractions(TRACES[0], window).items()}
     assert spent == pytest.approx({"compute": 1.5, "wait": 1.0, "send": 0.0, "check": 0.0}, abs=0.01)

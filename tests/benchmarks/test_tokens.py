@@ -35,7 +35,7 @@ def test_uneven_tokens_send_by_what_each_rank_has() -> None:
     assert first * 12 == second * 13
 
 
-@pytest.mark.parametrize("name", ["pixart", "wan"])
+@pytest.mark.parametrize("name", ["pixart", "wan", "flux"])
 def test_models_are_split_exactly(name: str) -> None:
     whole = subject(name, toy=True).of_size(12)
     want = whole.model(**whole.call)[0]
@@ -47,6 +47,13 @@ def test_models_are_split_exactly(name: str) -> None:
     for got in on_threads(RANKS[0], split):
         assert (got - want).norm() <= 1e-5 * want.norm()
         assert not equal(got, whole.model(**whole.at(1))[0])
+
+
+def test_text_is_split_or_on_every_rank() -> None:
+    """The bytes of keys and values are those of the image, or of the text too: 512 tokens beside 36."""
+    whole = subject("flux", toy=True).of_size(12)
+    split, kept = (counted_per_layer(each, "exact", 2)[0] for each in (whole, whole.with_text_on_every_rank()))
+    assert split * 36 == kept * (36 + 512)
 
 
 def test_a_way_that_is_refused_has_a_row_that_says_so() -> None:

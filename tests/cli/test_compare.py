@@ -47,7 +47,7 @@ def test_text(fake: Any, run: Any, tmp_path: Path) -> None:
     assert "largest difference 1.00e-02" in result.stdout
 
 
-def test_the_worst_picture_counts() -> None:
+def test_the_worst_image_counts() -> None:
     run, picture = SimpleNamespace(seconds=1.0), np.full((16, 16, 3), 0.5)
     figures = measure_pair(ComparedRun(run, [picture, picture]), ComparedRun(run, [picture, picture + 0.1]))
     assert figures["psnr_db"] == pytest.approx(20.0)
@@ -55,7 +55,7 @@ def test_the_worst_picture_counts() -> None:
     assert measure_pair(ComparedRun(run, [picture]), ComparedRun(run, [picture]))["psnr_db"] == math.inf
 
 
-def test_equal_pictures_are_null_in_json(fake: Any, run: Any, tmp_path: Path) -> None:
+def test_equal_images_are_null_in_json(fake: Any, run: Any, tmp_path: Path) -> None:
     result = run("compare", "a fox", "--devices", "cpu", "--json", "-o", tmp_path / "fox.png")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -37,8 +37,10 @@ def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert set(found) == {"versions", "host", "devices", "gpu", "links", "collective", "plan"}
+    assert set(found) == {"versions", "host", "devices", "gpu", "links", "collective", "memory", "plan"}
     assert found["plan"]["chosen"] == "cfg=2"
+    assert found["memory"]["weights"]["unet"] > 0
+    assert set(found["memory"]["activations"]) == {"encode", "denoise", "decode"}
     assert found["host"]["cores"] >= 1
     assert fake.opened[0].closed
 

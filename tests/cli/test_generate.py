@@ -15,7 +15,7 @@ from patchpar import Plan
 from patchpar.errors import PlanError, WorkerDied
 
 
-def test_writes_the_picture_and_says_so(fake: Any, run: Any, tmp_path: Path) -> None:
+def test_writes_the_image_and_says_so(fake: Any, run: Any, tmp_path: Path) -> None:
     target = tmp_path / "fox.png"
     result = run("generate", "a fox", "--devices", 2, "--output", target)
     assert result.exit_code == 0, result.output
@@ -70,7 +70,7 @@ def test_what_is_not_said_is_not_passed(fake: Any, run: Any, tmp_path: Path) -> 
     assert set(pipe.options) == {"deadline", "devices", "plan", "vae"}
 
 
-def test_several_pictures_are_numbered(fake: Any, run: Any, tmp_path: Path) -> None:
+def test_several_images_are_numbered(fake: Any, run: Any, tmp_path: Path) -> None:
     result = run("generate", "a fox", "a pine", "--negative-prompt", "fog", "--num-images", 2, "-o", tmp_path / "x.jpg")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x-1.jpg", "x-2.jpg", "x-3.jpg", "x-4.jpg"]
@@ -86,7 +86,7 @@ def test_a_plan_is_parsed(fake: Any, run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        ("rows=2", "unknown axis 'rows' in plan 'rows=2': use data, cfg, patch"),
+        ("rows=2", "unknown axis 'rows' in plan 'rows=2': use data, cfg, stage, patch, tensor"),
         ("patch=two", "patch=two: the degree of an axis is a whole number"),
         ("patch=0", "the degree of an axis is a whole number of at least 1"),
     ],

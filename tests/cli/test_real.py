@@ -36,7 +36,7 @@ def assert_libraries_are_silent(stderr: str) -> None:
         assert noise not in stderr, stderr
 
 
-def test_two_workers_draw_a_picture(tmp_path: Path) -> None:
+def test_two_workers_generate_an_image(tmp_path: Path) -> None:
     target = tmp_path / "demo.png"
     result = patchpar("generate", PROMPT, "--devices", 2, *QUICK, "--output", target)
     assert result.returncode == 0, result.stderr
@@ -134,7 +134,7 @@ def copy_of_the_model(folder: Path) -> Path:
             marks=pytest.mark.breadth,
         ),
         (["--devices", "cpu:3", "--plan", "cfg=2,patch=2"], ["4 devices", "3"]),
-        (["--plan", "rows=2"], ["rows", "data, cfg, patch"]),
+        (["--plan", "rows=2"], ["rows", "data, cfg, stage, patch, tensor"]),
         (["--devices", "cpu:2", "--plan", "patch=2", "--strategy", "psychic"], ["psychic", "exact"]),
         (["--devices", "cpu:2", "--plan", "patch=2", "--strategy", "exact:speed=9"], ["speed", "exact"]),
         (["--steps", "0"], ["--steps 0", "at least 1"]),

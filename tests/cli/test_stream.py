@@ -35,8 +35,8 @@ from patchpar.stream.journal import StreamJournal
 from tests.breadth import first_of
 from tests.cli.test_real import assert_libraries_are_silent, patchpar
 from tests.live.test_pages import jpegs
+from tests.stream.test_audio_file import tone, write_wav
 from tests.stream.test_journal import came, origin
-from tests.stream.test_sound_file import tone, write_wav
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
 
@@ -70,7 +70,7 @@ def run(*words: object) -> Any:
     return CliRunner().invoke(app, ["stream", *map(str, words)])
 
 
-def test_two_stages_and_a_decoder_make_a_film_with_sound(folder: Path, tmp_path: Path) -> None:
+def test_two_stages_and_a_decoder_make_a_video_with_audio(folder: Path, tmp_path: Path) -> None:
     """Frames are those of one process, at their times; the sound is what was spoken, at its time."""
     loud_at = np.where(np.arange(8000) // 2000 % 2 == 1, tone(8000, 1.0), 0)  # silent, loud, silent, loud
     sound = write_wav(tmp_path / "speech.wav", loud_at, 8000)
@@ -116,7 +116,7 @@ def test_json_and_an_image_stream(image_folder: Path, tmp_path: Path) -> None:
     assert not len(heard)
 
 
-def test_a_film_is_drawn_anew_frame_by_frame(image_folder: Path, tmp_path: Path) -> None:
+def test_a_video_is_generated_anew_frame_by_frame(image_folder: Path, tmp_path: Path) -> None:
     with av.open(str(tmp_path / "in.mp4"), "w") as container:
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
@@ -213,7 +213,7 @@ def test_bad_use(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch:
     assert said in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_sound_and_face_are_looked_at_before_anything_is_started(folder: Path, tmp_path: Path) -> None:
+def test_audio_and_face_are_looked_at_before_anything_is_started(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_text("no sound")
     mute = write_folder(tmp_path / "mute", hears=False)
     common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99")  # too many: it would be said if it came so far
@@ -370,7 +370,7 @@ def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) 
     assert ["degraded" in line for line in said] == [False, True, False]
 
 
-def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
+def test_an_error_before_the_first_frame_leaves_no_video(tmp_path: Path) -> None:
     def parts() -> Iterator[TimedFrames]:
         raise RuntimeError("out of memory")
         yield

@@ -25,7 +25,7 @@ def test_saves_while_the_workers_stop(
     """As `generate` does: the file is there before the workers are gone."""
     target, found = tmp_path / "large.png", list[bool]()
 
-    def draw(pipe: Any, picture: Image.Image, **options: Any) -> Image.Image:
+    def upscale(pipe: Any, picture: Image.Image, **options: Any) -> Image.Image:
         pipe("a house", num_images_per_prompt=1)
         return picture.resize((16, 12))
 
@@ -35,7 +35,7 @@ def test_saves_while_the_workers_stop(
             time.sleep(0.01)
         found.append(target.exists())
 
-    monkeypatch.setattr(patchpar, "upscale", draw, raising=False)
+    monkeypatch.setattr(patchpar, "upscale", upscale, raising=False)
     monkeypatch.setattr(fake, "__exit__", stop)
     result = run("upscale", small, "--output", target)
     assert result.exit_code == 0, result.output

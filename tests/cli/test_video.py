@@ -64,7 +64,7 @@ def test_json(wan_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.breadth
-def test_a_model_that_goes_on_from_a_picture(tmp_path: Path) -> None:
+def test_a_model_that_goes_on_from_an_image(tmp_path: Path) -> None:
     build("svd").pipe.save_pretrained(tmp_path / "svd")
     Image.new("RGB", (128, 128), "teal").save(tmp_path / "first.png")
     words = ("--model", tmp_path / "svd", "--devices", "cpu:2", "--plan", "patch=2", "--steps", 2, "--num-frames", 3)
@@ -92,7 +92,7 @@ def test_bad_use(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch:
     assert said in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_a_picture_that_is_none(tmp_path: Path) -> None:
+def test_an_image_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "first.png").write_text("no picture")
     result = CliRunner().invoke(
         app, ["video", "--model", "m", "--image", str(tmp_path / "first.png"), "-o", str(tmp_path / "a.mp4")]
@@ -101,7 +101,7 @@ def test_a_picture_that_is_none(tmp_path: Path) -> None:
     assert "cannot be read as an image" in result.stderr
 
 
-def test_a_model_that_draws_pictures() -> None:
+def test_a_model_that_generates_images() -> None:
     with pytest.raises(PlanError, match=r"has no frames: `patchpar generate` generates images"):
         frames_of(SimpleNamespace(images=[]))
 

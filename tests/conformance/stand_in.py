@@ -146,11 +146,13 @@ class StandIn:
 
     def _all_gather(self, out: Tensor, own: Tensor, group: RankGroup, async_op: bool) -> SimulatedWork:
         assert async_op
-        ranks, whole, share = group.communicator.ranks, Buffer(out), Buffer(own)
-        if whole.num_bytes != len(ranks) * share.num_bytes:
-            self.faults.append(f"all-gather of {share.num_bytes} bytes of {len(ranks)} ranks into {whole.num_bytes}")
-        sends = [Operation(True, rank, share) for rank in ranks]
-        parts = [Operation(False, r, whole.part(i * share.num_bytes, share.num_bytes)) for i, r in enumerate(ranks)]
+        ranks, whole, own_part = group.communicator.ranks, Buffer(out), Buffer(own)
+        if whole.num_bytes != len(ranks) * own_part.num_bytes:
+            self.faults.append(f"all-gather of {own_part.num_bytes} bytes of {len(ranks)} ranks into {whole.num_bytes}")
+        sends = [Operation(True, rank, own_part) for rank in ranks]
+        parts = [
+            Operation(False, r, whole.part(i * own_part.num_bytes, own_part.num_bytes)) for i, r in enumerate(ranks)
+        ]
         return self._posted(group, "all-gather", sends + parts)
 
     def _all_to_all(

@@ -18,7 +18,7 @@ from patchpar.shard.stale import send_window
 from patchpar.shard.stale.send_window import NUM_BUFFERS, SendWindow
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
-from tests.conformance.test_strategies import ThreadPlace
+from tests.conformance.test_strategies import ThreadRank
 from tests.stale.on_ranks import called_twice, patched, picture
 from tests.stale.runs import Run, sites_of
 
@@ -41,7 +41,7 @@ def probed_once() -> None:
 def on_simulated(world: int, function: Any, run: Run) -> list[Any]:
     """What `function(place, run)` returns on each rank of NCCL's simulator, which finds no fault."""
     stand_in = StandIn(world)
-    found = stand_in.run(lambda transport: function(ThreadPlace(transport, world), run))
+    found = stand_in.run(lambda transport: function(ThreadRank(transport, world), run))
     assert [each for each in found if isinstance(each, BaseException)] == []
     assert stand_in.faults == []
     return found
@@ -52,32 +52,35 @@ def sent_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stale, "collectives_of", lambda *_: None)
 
 
-def one_picture(place: Any, run: Run) -> list[Tensor]:
+def one_image(thread_rank: Any, run: Run) -> list[Tensor]:
     clock = StepClock()
-    bands = patched(place, run, clock)
+    bands = patched(thread_rank, run, clock)
     found = picture(bands, clock, run)
     states = [entry.state for entry in bands.history.cache._call.entries.values()]  # type: ignore[union-attr]
-    assert any(isinstance(state, LateTokens) for state in states) == (stale.collectives_of(*of(place)) is not None)
+    assert any(isinstance(state, LateTokens) for state in states) == (
+        stale.collectives_of(*of(thread_rank)) is not None
+    )
     return found
 
 
-def of(place: ThreadPlace) -> tuple[Transport, Any]:
-    return place.transport, place.mesh(patch=place.world)["patch"]
+def of(thread_rank: ThreadRank) -> tuple[Transport, Any]:
+    return thread_rank.transport, thread_rank.mesh(patch=thread_rank.world)["patch"]
 
 
-def branches(place: Any, run: Run) -> list[Tensor]:
-    return [x for branch in called_twice(place, run, 2) for x in branch]
+def branches(thread_rank: Any, run: Run) -> list[Tensor]:
+    return [x for branch in called_twice(thread_rank, run, 2) for x in branch]
 
 
 @pytest.fixture
 def exact_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Resynchronise after two steps, and later twice in a row."""
     due = {2, 4, 5}
-    decided: dict[int, int] = {}
+    decided: dict[int, tuple[int, Any]] = {}  # with the decider, so that no later one gets its id
 
     def next_is_fresh(decider: Any, *_: Any, **__: Any) -> bool:
-        decided[id(decider)] = decided.get(id(decider), 0) + 1
-        return decided[id(decider)] in due
+        count = decided.get(id(decider), (0, decider))[0] + 1
+        decided[id(decider)] = count, decider
+        return count in due
 
     monkeypatch.setattr(ResyncDecider, "next_is_fresh", next_is_fresh)
 
@@ -96,9 +99,9 @@ def test_late_messages_change_no_bit(
 ) -> None:
     """Warm-up of several steps, steps of other lengths, and exact steps in between."""
     run = Run(strategy=strategy, size=size, evaluations=6)
-    late = on_simulated(world, one_picture, run)
+    late = on_simulated(world, one_image, run)
     sent_a_step_before(monkeypatch)
-    for found, wanted in zip(late, on_simulated(world, one_picture, run), strict=True):
+    for found, wanted in zip(late, on_simulated(world, one_image, run), strict=True):
         assert all(torch.equal(*each) for each in zip(found, wanted, strict=True))
 
 
@@ -106,10 +109,10 @@ def test_late_messages_change_no_bit(
 def test_an_exact_step_needs_the_tokens_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the above: without them the step after it extrapolates from older ones."""
     run = replace(RESYNC, evaluations=4)
-    wanted = on_simulated(2, one_picture, run)
+    wanted = on_simulated(2, one_image, run)
     monkeypatch.setattr(LateTokens, "needs_last", lambda *_, **__: False)
     monkeypatch.setattr(LateTokens, "_step_back", lambda *_: None)
-    for found, want in zip(on_simulated(2, one_picture, run), wanted, strict=True):
+    for found, want in zip(on_simulated(2, one_image, run), wanted, strict=True):
         assert not torch.equal(found[3], want[3])
 
 

@@ -51,7 +51,7 @@ EXACT_AT_FIRST = ("displaced", "pcpp", "fresh-edges")
 
 
 @dataclass(frozen=True)
-class ThreadPlace:
+class ThreadRank:
     """What `tests.stale.on_ranks` wants to know of a rank."""
 
     transport: Transport
@@ -80,7 +80,7 @@ def predicted(transport: Transport, run: Run, world: int) -> list[list[Tensor]]:
     """Predictions of two pictures."""
     clock = StepClock()
     with BUILDING:  # weights are drawn from the generator that all threads share
-        bands = patched(ThreadPlace(transport, world), run, clock)  # type: ignore[arg-type]
+        bands = patched(ThreadRank(transport, world), run, clock)  # type: ignore[arg-type]
     return [picture(bands, clock, run) for _ in range(2)]
 
 
@@ -104,7 +104,7 @@ def test_a_strategy_keeps_the_rules(strategy: str, world: int) -> None:
         *((each, 2) for each in RECEIVED_DIRECTLY),
     ),
 )
-def test_equal_shares_are_received_where_they_are_read(strategy: str, world: int) -> None:
+def test_equal_parts_are_received_where_they_are_read(strategy: str, world: int) -> None:
     """One operation into the buffer of all ranks' keys and values, without a copy."""
     with mock.patch.object(torch_work, "_into", wraps=torch_work._into) as received:
         keeps_the_rules(run_of(strategy, (32, 8)), world)

@@ -62,19 +62,19 @@ def plain(name: str, size: tuple[int, int], steps: Sequence[int]) -> list[Tensor
 
 
 def emulated(
-    policy: EmulatedPolicy, name: str, size: tuple[int, int], steps: Sequence[int], *, places: int = 3
+    policy: EmulatedPolicy, name: str, size: tuple[int, int], steps: Sequence[int], *, ranks: int = 3
 ) -> list[Tensor]:
     denoiser = build(name)
-    with Emulation(denoiser, places, policy, split="rows" if size[0] >= size[1] else "columns"):
+    with Emulation(denoiser, ranks, policy, split="rows" if size[0] >= size[1] else "columns"):
         return predictions(denoiser, name, size, steps)
 
 
 @pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl", "asymmetric"))
-@pytest.mark.parametrize(("size", "places"), first_of([(EVEN, 2), (UNEVEN, 3), (WIDE, 3)], (UNEVEN, 3), (WIDE, 3)))
-def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: int) -> None:
+@pytest.mark.parametrize(("size", "ranks"), first_of([(EVEN, 2), (UNEVEN, 3), (WIDE, 3)], (UNEVEN, 3), (WIDE, 3)))
+def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], ranks: int) -> None:
     if not denoisers.KINDS[name].odd:
         size = (size[0] // 4 * 4, size[1] // 4 * 4)
-    got = emulated(EmulatedPolicy(warmup_steps=0), name, size, (0, 1), places=places)
+    got = emulated(EmulatedPolicy(warmup_steps=0), name, size, (0, 1), ranks=ranks)
     assert max(map(error, got, plain(name, size, (0, 1)))) <= SAME
 
 
@@ -120,7 +120,7 @@ def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None
 
 
 @pytest.mark.parametrize(
-    ("policy", "places"),
+    ("policy", "ranks"),
     [
         (EmulatedPolicy(context="band", fraction=1), 2),
         (EmulatedPolicy(context="pooled", pool=1), 3),
@@ -129,9 +129,9 @@ def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None
     ids=["band of whole neighbours", "windows of one token", "refreshed at every step"],
 )
 @pytest.mark.parametrize("size", [UNEVEN, pytest.param(WIDE, marks=pytest.mark.breadth)])
-def test_contexts_that_leave_nothing_out(policy: EmulatedPolicy, places: int, size: tuple[int, int]) -> None:
-    got = emulated(policy, "sdxl", size, (0, 1, 2), places=places)
-    want = emulated(EmulatedPolicy(context="all"), "sdxl", size, (0, 1, 2), places=places)
+def test_contexts_that_leave_nothing_out(policy: EmulatedPolicy, ranks: int, size: tuple[int, int]) -> None:
+    got = emulated(policy, "sdxl", size, (0, 1, 2), ranks=ranks)
+    want = emulated(EmulatedPolicy(context="all"), "sdxl", size, (0, 1, 2), ranks=ranks)
     assert max(map(error, got, want)) <= SAME
 
 
@@ -172,7 +172,7 @@ def test_where_nothing_changes_stale_is_fresh(policy: EmulatedPolicy) -> None:
     assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
 
 
-def test_a_image_begins_with_nothing_of_the_last() -> None:
+def test_an_image_begins_with_nothing_of_the_last() -> None:
     denoiser = build("sd")
     with Emulation(denoiser, 2, EVERYTHING) as emulation:
         first = predictions(denoiser, "sd", EVEN, (0, 1))
@@ -221,6 +221,6 @@ def test_refuses_what_is_no_policy(wrong: dict[str, Any]) -> None:
         EmulatedPolicy(**wrong)
 
 
-def test_refuses_too_few_places() -> None:
+def test_refuses_too_few_ranks() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         Emulation(build("sd"), 1, EmulatedPolicy())

@@ -24,7 +24,7 @@ def errors(this: PoolRank, name: str, plans: Sequence[str], verifications: str) 
     """Relative errors of what comes out of each plan, then of the first without exchange. Rank 0 knows."""
     built = tiny.build(name)
     call = {"output_type": "latent", "num_inference_steps": STEPS} | built.call_kwargs
-    plain = _drawn(built.pipe(**_seeded(call))) if this.rank == 0 else None
+    plain = _output_of(built.pipe(**_seeded(call))) if this.rank == 0 else None
     engine = PipelineRunner(this.context)
     engine.adopt(built.pipe)
     random = RandomState(seed=SEED)
@@ -36,7 +36,7 @@ def errors(this: PoolRank, name: str, plans: Sequence[str], verifications: str) 
             engine.control(exchange="off")
             alone = engine.generate(_seeded(call), options)
             engine.control(exchange="on")
-    return None if plain is None else [relative(_drawn(each.output), plain) for each in (*generated, alone)]
+    return None if plain is None else [relative(_output_of(each.output), plain) for each in (*generated, alone)]
 
 
 def _seeded(call: dict[str, Any]) -> dict[str, Any]:
@@ -44,5 +44,5 @@ def _seeded(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"generator": torch.Generator().manual_seed(SEED)}
 
 
-def _drawn(output: Any) -> Tensor:
+def _output_of(output: Any) -> Tensor:
     return torch.as_tensor(output.images)

@@ -33,13 +33,13 @@ SCHEDULERS = ("DDIM", "Euler ancestral", "DPM++ 2M")
 
 def cases_of(name: str) -> list[Case]:
     """Two, three and four ranks, with and without guidance, sizes that are no multiple of the stride."""
-    place = NAMES.index(name)
-    first, second, third = (SCHEDULERS[(place + i) % 3] for i in range(3))
+    position = NAMES.index(name)
+    first, second, third = (SCHEDULERS[(position + i) % 3] for i in range(3))
     four = Case(plan="cfg=2,patch=2", scheduler=third, size=(136, 104))
     return [
         Case(plan="patch=2", scheduler=first, control=True),
         Case(plan="patch=3", scheduler=second, guided=False, size=(104, 136)),
-        four if place % 2 else Case(plan="patch=4", scheduler=third, size=(168, 136)),
+        four if position % 2 else Case(plan="patch=4", scheduler=third, size=(168, 136)),
     ]
 
 

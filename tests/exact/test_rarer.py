@@ -16,7 +16,7 @@ QUICK = ("sd_t2i", "if_text")
 
 
 @pytest.mark.parametrize("name", first_of(tiny.RARER, *QUICK))
-def test_what_is_drawn(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_what_is_generated(ranks: Any, tmp_path: Path, name: str) -> None:
     plans = ["patch=2", "patch=3"] + ["cfg=2,patch=2"] * name.endswith("ip_masks")
     *split, alone = ranks.run("tests.exact.rarer:errors", 4, name, plans, str(tmp_path))[0]
     assert max(split) <= LIMIT, split

@@ -93,7 +93,7 @@ def test_halos_for_neighbours_only_save_six_sevenths_of_them(shapes: dict[int, S
 
 
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
-def test_shares_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixels: int) -> None:
+def test_fractions_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixels: int) -> None:
     """A band of each neighbour: a tenth at most, where the paper's code, which sends all of it, takes a quarter."""
     whole = points(shapes, pixels, PUBLISHED)
     assert points(shapes, pixels, "pcpp") <= 0.10 * whole
@@ -106,15 +106,17 @@ def test_shares_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixels:
     assert 0 < told <= 0.012 * whole
 
 
-@pytest.mark.parametrize(("pixels", "world", "share"), [(256, 4, 0.16), (256, 8, 0.12), (512, 4, 0.11), (512, 8, 0.08)])
-def test_averages_in_four_bits_of_the_embedded_model(pixels: int, world: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("pixels", "world", "fraction"), [(256, 4, 0.16), (256, 8, 0.12), (512, 4, 0.11), (512, 8, 0.08)]
+)
+def test_averages_in_four_bits_of_the_embedded_model(pixels: int, world: int, fraction: float) -> None:
     """Of what DistriFusion receives; most of it is halo, which is sent as it is."""
     shapes = embedded_shapes(EMBEDDED, pixels)[pixels]
     ours, theirs = (
         received(shapes, world, strategy, inner(world), itemsize=4)
         for strategy in ("fresh-edges:context=pooled,bits=4", PUBLISHED)
     )
-    assert ours.points <= share * theirs.points
+    assert ours.points <= fraction * theirs.points
     assert ours.by_kind["halo"] > ours.points / 2
 
 

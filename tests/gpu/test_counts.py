@@ -81,13 +81,13 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "exact": Ceiling(319, 2, 1, 2, 352, 1, 138, 1),
     },
     ("flux", "exact"): {
-        "exact": Ceiling(241, 3, 0, 6, 254, 73, 238, 0),
+        "exact": Ceiling(241, 3, 0, 6, 256, 82, 209, 0),
     },
     ("flux", "exact:ulysses=4"): {
         "exact": Ceiling(245, 5, 0, 10, 262, 41, 193, 0),
     },
     ("flux", "exact:attention=ring"): {
-        "exact": Ceiling(247, 13, 0, 14, 286, 73, 184, 0),
+        "exact": Ceiling(249, 13, 0, 14, 288, 82, 162, 0),
     },
     ("flux", "displaced"): {
         "exact": Ceiling(242, 3, 0, 6, 257, 73, 274, 109),

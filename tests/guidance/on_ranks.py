@@ -52,7 +52,7 @@ class Deaf:
 class Ran:
     """What a rank saw of a run."""
 
-    drawn: Tensor | None = None
+    final_latents: Tensor | None = None
     batches: list[int] = field(default_factory=list)  # batch size of each denoiser call made here
     bytes_sent: int = 0
     error: str = ""
@@ -60,9 +60,9 @@ class Ran:
     @property
     def latents(self) -> Tensor:
         """What came out. A run that failed says in the test what it failed with."""
-        if self.drawn is None:
+        if self.final_latents is None:
             pytest.fail(self.error)
-        return self.drawn
+        return self.final_latents
 
 
 class Splitter:
@@ -133,7 +133,7 @@ class Splitter:
         ran = Ran()
         try:
             with self.ticking():
-                ran.drawn = tiny.latents(pipe, **overrides)
+                ran.final_latents = tiny.latents(pipe, **overrides)
             self.split.finish()
         except PatchparError as error:
             ran.error = f"{type(error).__name__}: {error}"

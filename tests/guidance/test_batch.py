@@ -13,7 +13,7 @@ from patchpar.shard.batch import Batch, count_branches, sample_of
 from tests.tensors import noise
 
 
-def test_a_share_of_every_argument_that_carries_the_batch() -> None:
+def test_a_part_of_every_argument_that_carries_the_batch() -> None:
     text = noise(4, 7, 8)
     call = {
         "timestep": torch.tensor(3),
@@ -53,7 +53,7 @@ def test_frames_multiply_the_batch(layout: tuple[int, ...]) -> None:
     assert batch.part(noise(10, 7, 8), 0, 2).shape == (10, 7, 8)
 
 
-def test_a_list_of_pictures_is_divided_by_item() -> None:
+def test_a_list_of_images_is_divided_by_item() -> None:
     sample = [noise(4, 1, 8, 8, seed=i) for i in range(4)]  # four channels as well: the list decides
     batch = Batch.of(sample)
     own = [batch.part([sample, [noise(5, 3)] * 4], rank, 2) for rank in range(2)]
@@ -63,7 +63,7 @@ def test_a_list_of_pictures_is_divided_by_item() -> None:
     assert all(a is b for a, b in zip(joined[0], sample, strict=True))
 
 
-def test_shares_join_to_the_whole() -> None:
+def test_parts_join_to_the_whole() -> None:
     whole = noise(6, 4, 8, 8)
     batch = Batch.of(whole)
     output = batch.join([UNet2DConditionOutput(sample=part) for part in whole.chunk(3)])
@@ -88,13 +88,13 @@ def test_repeated_latents_are_branches(shape: tuple[int, ...], branches: int) ->
     assert count_branches(one[:1]) == 1
 
 
-def test_branches_show_though_the_conditioning_picture_differs() -> None:
+def test_branches_show_though_the_conditioning_image_differs() -> None:
     one, picture = noise(1, 3, 4, 8, 8), noise(1, 3, 4, 8, 8, seed=1)
     with_picture = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=2)
     assert count_branches(with_picture) == 2
 
 
-def test_branches_show_though_the_picture_beside_the_noise_differs() -> None:
+def test_branches_show_though_the_image_beside_the_noise_differs() -> None:
     """DreamLite has it in columns."""
     one, picture = noise(1, 4, 8, 8), noise(1, 4, 8, 8, seed=1)
     beside = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=3)
@@ -102,7 +102,7 @@ def test_branches_show_though_the_picture_beside_the_noise_differs() -> None:
     assert count_branches(torch.cat([noise(2, 4, 8, 8), torch.cat([picture] * 2)], dim=3)) == 1
 
 
-def test_branches_show_behind_pictures_to_refer_to() -> None:
+def test_branches_show_behind_images_to_refer_to() -> None:
     """Z-Image Omni has a list for each branch: pictures, and what is denoised."""
     one, other, picture = noise(4, 1, 8, 8), noise(4, 1, 8, 8, seed=2), noise(4, 1, 6, 8, seed=1)
     assert count_branches([[picture, one], [picture, one]]) == 2

@@ -167,7 +167,7 @@ def test_pipelines(name: str, tmp_path: Path) -> None:
         assert relative(got, want) <= TOLERANCE
 
 
-def test_a_controlnet_whose_shares_do_not_make_the_whole_is_refused(
+def test_a_controlnet_whose_parts_do_not_make_the_whole_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its wrong states would go to the denoiser's own forward too, which a check of that alone would not show."""

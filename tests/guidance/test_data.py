@@ -65,7 +65,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("generator", ["one for all", "one each", "none"])
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_same_pictures_as_one_call(size: int, images: int, generator: str) -> None:
+def test_the_same_images_as_one_call(size: int, images: int, generator: str) -> None:
     given = {"one for all": generators(1)[0], "one each": generators(3 * images), "none": None}[generator]
     call = {"prompt": PROMPTS, "num_images_per_prompt": images, "num_inference_steps": 2, "generator": given}
     expected, state = alone("sdxl", call)
@@ -76,7 +76,7 @@ def test_the_same_pictures_as_one_call(size: int, images: int, generator: str) -
 
 
 @pytest.mark.parametrize("scheduler", ["EulerAncestralDiscreteScheduler", "DDPMScheduler", "LCMScheduler"])
-def test_noise_drawn_between_steps(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_sampled_between_steps(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import diffusers
 
     plain = tiny.build
@@ -163,7 +163,7 @@ def test_padding_may_differ_where_lengths_do_not() -> None:
     assert torch.equal(given.among(ids[1:].roll(1, 1), ids), ids[1:])
 
 
-def test_noise_of_its_own_would_give_other_pictures() -> None:
+def test_noise_of_its_own_would_give_other_images() -> None:
     """The control: without the draw for all, rank 1 starts from rank 0's noise."""
     call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0]}
     expected, _ = alone("sdxl", call)
@@ -172,7 +172,7 @@ def test_noise_of_its_own_would_give_other_pictures() -> None:
     assert error(pipe.pipe(**own, output_type="latent").images, expected[1:]) > 0.1
 
 
-def test_afterwards_diffusers_draws_as_before() -> None:
+def test_afterwards_diffusers_samples_as_before() -> None:
     pipe = tiny.build("sdxl")
     before = tiny.latents(pipe, steps=1)
     with pytest.raises(ZeroDivisionError), as_one_call(pipe.pipe, {"prompt": PROMPTS}, 0, 2):
@@ -180,14 +180,14 @@ def test_afterwards_diffusers_draws_as_before() -> None:
     assert torch.equal(before, tiny.latents(pipe, steps=1))
 
 
-def test_shares_are_even_and_in_order() -> None:
+def test_slices_are_even_and_in_order() -> None:
     for total in range(1, 9):
         for size in range(1, total + 1):
-            shares = [PromptSlice.of({"prompt": ["p"] * total}, rank, size) for rank in range(size)]
-            assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
-            assert shares[0].start == 0
-            assert shares[-1].stop == total
-            assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+            slices = [PromptSlice.of({"prompt": ["p"] * total}, rank, size) for rank in range(size)]
+            assert [one.start for one in slices[1:]] == [one.stop for one in slices[:-1]]
+            assert slices[0].start == 0
+            assert slices[-1].stop == total
+            assert max(s.stop - s.start for s in slices) - min(s.stop - s.start for s in slices) <= 1
 
 
 def test_what_belongs_to_a_prompt_goes_with_it() -> None:
@@ -234,7 +234,7 @@ def test_what_cannot_be_divided_is_told(call: dict[str, Any], said: str) -> None
 
 
 @pytest.mark.parametrize("given", [None, generators(2)], ids=["no generator", "one each"])
-def test_one_picture_for_all_prompts_is_refused(given: Any) -> None:
+def test_one_image_for_all_prompts_is_refused(given: Any) -> None:
     """Some pipelines encode it once, with the first generator alone."""
     pipe = tiny.build("sd_img2img")
     call = pipe.call_kwargs | {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": given}
@@ -251,14 +251,14 @@ def test_what_is_given_to_all_prompts_is_not_divided(name: str) -> None:
         pass
 
 
-def test_a_picture_given_as_often_as_there_are_prompts_is_that_of_one_call() -> None:
+def test_an_image_given_as_often_as_there_are_prompts_is_that_of_one_call() -> None:
     image = tiny.build("sd_img2img").call_kwargs["image"]
     call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(2)}
     assert error(on_all("sd_img2img", 2, call | {"image": [image] * 2})[0], alone("sd_img2img", call)[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["DPMSolverSDEScheduler", "AmusedScheduler"])
-def test_a_scheduler_that_draws_by_itself_is_refused(name: str) -> None:
+def test_a_scheduler_that_samples_by_itself_is_refused(name: str) -> None:
     pipe = tiny.build("sd")
     fake = type("Pipe", (), {"scheduler": type(name, (), {})()})()
     with (
@@ -296,7 +296,7 @@ def test_outputs_become_one(parts: list[Any], check: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["BriaFiboEditPipeline", "QwenImage21Pipeline", "VisualClozePipeline"])
-def test_pictures_that_all_prompts_refer_to_are_not_divided(name: str) -> None:
+def test_images_that_all_prompts_refer_to_are_not_divided(name: str) -> None:
     """As many as there are prompts, they would be taken for one each, and nobody would see that the result is wrong."""
     call = {"prompt": PROMPTS[:2], "image": [pictures.scene()] * 2}
     pipe = type(name, (), {})()
@@ -309,7 +309,7 @@ def test_pictures_that_all_prompts_refer_to_are_not_divided(name: str) -> None:
         assert own == {"prompt": PROMPTS[1:2]}
 
 
-def test_noise_that_asks_no_generator_is_a_row_for_each_picture_or_refused() -> None:
+def test_noise_that_asks_no_generator_is_a_row_for_each_image_or_refused() -> None:
     """Some autoencoders are asked for a sample without the generators that were given."""
     from diffusers.models.autoencoders import vae
 
@@ -349,7 +349,7 @@ def test_texts_are_encoded_together_whatever_the_method_is_told() -> None:
     assert len(pipe.encode_prompt(["a"])) == 1
 
 
-def test_tokens_drawn_by_their_probabilities_are_refused() -> None:
+def test_tokens_sampled_by_their_probabilities_are_refused() -> None:
     """A language model draws those of the second prompt after those of the first."""
     plain = torch.multinomial
     with (

@@ -116,7 +116,7 @@ def test_calls_that_differ(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", first_of(["sdxl", "animatediff", "sdxl_controlnet"], "animatediff"))
-def test_several_pictures(ranks: Any, name: str) -> None:
+def test_several_images(ranks: Any, name: str) -> None:
     call = {"steps": 2, "prompt": ["a red house", "a blue boat"] if name == "animatediff" else "a red house"}
     call |= {} if name == "animatediff" else {"num_images_per_prompt": 2}
     expected = tiny.latents(tiny.build(name), **call)
@@ -125,7 +125,7 @@ def test_several_pictures(ranks: Any, name: str) -> None:
         assert set(ran[0].batches) == {2}
 
 
-def test_several_pictures_with_one_call_per_branch_are_bit_equal(ranks: Any) -> None:
+def test_several_images_with_one_call_per_branch_are_bit_equal(ranks: Any) -> None:
     call = {"steps": 3, "prompt": ["a red house", "a blue boat"], "negative_prompt": ["fog", "rain"]}
     expected = tiny.latents(tiny.build("flux"), **call)
     for ran in ranks.run(f"{ON_RANKS}:runs", 2, "flux", [call]):

@@ -54,13 +54,13 @@ def test_a_controlnet_with_texts_of_their_own_lengths(
         assert relative(got, want) <= TOLERANCE
 
 
-def test_a_share_with_the_lengths_of_the_whole_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_with_the_lengths_of_the_whole_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchpar.comm.async_tensor.AsyncTensor.part_shapes", None)
     with pytest.raises(VerificationError, match="ZImageTransformer2DModel with its batch shared between 2 ranks"):
         shared(NAME, "cfg=2", tmp_path, build=of_zoo)
 
 
-def test_shares_are_filled_up_where_they_are_joined() -> None:
+def test_parts_are_padded_where_they_are_joined() -> None:
     batch = Batch(2, by_item=True)
     whole, parts = {0: torch.randn(2, 5, 3)}, [{0: torch.randn(1, 3, 3)}, {0: torch.randn(1, 5, 3)}]
     joined = batch.join(parts)[0]
@@ -73,17 +73,17 @@ def test_shares_are_filled_up_where_they_are_joined() -> None:
     assert torch.equal(compared[1:], whole[0][1:])
 
 
-def test_a_promised_whole_is_cut_to_the_shapes_of_its_shares() -> None:
+def test_a_whole_async_tensor_is_cut_to_the_shapes_of_its_parts() -> None:
     whole, shapes = torch.zeros(2, 5, 3), ((1, 3, 3), (1, 5, 3))
 
-    def promise() -> Tensor:
+    def async_whole() -> Tensor:
         return AsyncMessage(
             [((2, 5, 3), torch.float32)], torch.device("cpu"), lambda: [whole], [whole[:1, :3]], [shapes]
         ).tensors[0]
 
     batch = Batch(2, by_item=True)
-    assert batch.part(promise(), 0, 2).shape == (1, 3, 3)  # what this rank has
-    kept = promise()
+    assert batch.part(async_whole(), 0, 2).shape == (1, 3, 3)  # what this rank has
+    kept = async_whole()
     assert not kept.any()
     assert [batch.part(kept, rank, 2).shape for rank in range(2)] == [(1, 3, 3), (1, 5, 3)]
     noisy = with_noise_for_zeros(((kept,), {}))

@@ -67,7 +67,7 @@ def test_three_branches_of_one_image_on_two_ranks_are_refused(tmp_path: Path) ->
     [("cfg=3", {}, "not enough values to unpack"), ("cfg=2", TWO_PROMPTS, "off by")],
     ids=["fails", "wrong"],
 )
-def test_the_checks_see_layers_that_take_a_share_for_all_branches(
+def test_the_checks_see_layers_that_take_a_part_for_all_branches(
     plan: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("shard.batch_arguments", "strategies.cfg.split"):
@@ -109,8 +109,8 @@ class Layer(nn.Module):
     def forward(self, hidden_states: Tensor, text: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         if len(hidden_states) < 3:
             raise ValueError("a branch is missing")
-        place = torch.arange(len(hidden_states))[:, None]
-        return hidden_states * place + table.sum(), text + place
+        index = torch.arange(len(hidden_states))[:, None]
+        return hidden_states * index + table.sum(), text + index
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def unchanged(layer: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("parts", [3, 6])
-def test_a_share_is_computed_at_its_place(parts: int) -> None:
+def test_a_part_is_computed_at_its_index(parts: int) -> None:
     layer, image, text, table = Layer(), torch.randn(6, 4), torch.randn(6, 2), torch.randn(5, 4)
     want, rows = layer(image, text, table), 6 // parts
     for rank in range(parts):

@@ -74,7 +74,7 @@ def test_a_denoiser_tells_and_answers_as_before(pipeline: str) -> None:
     with torch.no_grad():
         plain = tiny.denoiser(*args, **kwargs)[0]
         recording = AttentionRecorder(content.weights(1, kwargs["encoder_hidden_states"].shape[1]))
-        with attention.listening(recording):
+        with attention.recorded_by(recording):
             assert torch.equal(tiny.denoiser(*args, **kwargs)[0], plain)
     mask = recording.mask((16, 16))
     assert mask is not None

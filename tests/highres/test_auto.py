@@ -26,7 +26,7 @@ from tests.tiny import build
 from tests.tiny.pictures import scene
 from tests.vae.allocations import Allocations
 
-from .drawing import Case, alone, plain
+from .generation import Case, alone, plain
 
 NATIVE = 128
 LARGE = {"height": 256, "width": 192, "num_inference_steps": 2}
@@ -148,12 +148,12 @@ def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.9, False)])
-def test_latents_beyond_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, share: float, fits: bool) -> None:
+@pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.9, False)])
+def test_latents_beyond_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, fraction: float, fits: bool) -> None:
     """On the rank that has the GPU, before it evaluates anything; pictures of a batch count each."""
     tiny, x = build("sd"), torch.randn(4, 4, 48, 48)
     need = COPIES * x.nbytes
-    monkeypatch.setattr("patchpar.strategies.structure.denoiser.free_bytes", lambda device: int(share * need))
+    monkeypatch.setattr("patchpar.strategies.structure.denoiser.free_bytes", lambda device: int(fraction * need))
     found = StructureGuidance(switch=0.5).install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
     found.reset()
     asked: list[Tensor] = []

@@ -23,7 +23,7 @@ from tests.tensors import relative
 from tests.tiny import latents
 from tests.unit.threads import on_threads
 
-from .drawing import Case, alone, large, prepared, together
+from .generation import Case, alone, large, prepared, together
 
 LIMIT = 1e-5
 
@@ -67,7 +67,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("mode", first_of(MODES, "eighteen units"))
-def test_ranks_draw_the_picture_of_one(mode: str) -> None:
+def test_ranks_generate_the_image_of_one(mode: str) -> None:
     world, options = MODES[mode]
     want = alone(Case(options=options))
     generated = together(Case(options=options), world)
@@ -84,7 +84,7 @@ def test_guidance_of_the_whole_and_a_team_of_all() -> None:
     assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 4))
 
 
-def test_bands_that_hear_nothing_draw_another_picture() -> None:
+def test_bands_that_hear_nothing_generate_another_image() -> None:
     """The negative control: nothing is exchanged, within a team either."""
     options = {"bands": 2, "switch": 0.7}
     found = together(Case(exchange="off", options=options), 4)
@@ -95,7 +95,7 @@ def test_teams_are_verified(tmp_path: Path) -> None:
     """Their bands against the plain forward, once; the verdict is kept. And nothing is left in the denoiser."""
     tinies = [prepared(Case()) for _ in range(4)]
 
-    def draw(transport: Any) -> float | None:
+    def generate(transport: Any) -> float | None:
         tiny = tinies[transport.rank]
         before = {name: set(vars(module)) for name, module in tiny.denoiser.named_modules()}
         strategy = StructureGuidance(native=64, bands=2)
@@ -109,7 +109,7 @@ def test_teams_are_verified(tmp_path: Path) -> None:
         assert {name: set(vars(module)) for name, module in tiny.denoiser.named_modules()} == before
         return error
 
-    errors = on_threads(4, draw, deadline=60.0)
+    errors = on_threads(4, generate, deadline=60.0)
     assert all(isinstance(error, float) and error < 1e-4 for error in errors), errors
     # Of each rank one, and one at the size of the call, since the test has put a forward of its own into the denoiser.
     assert len(list(tmp_path.rglob("*.json"))) == 2 * 4

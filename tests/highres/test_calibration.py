@@ -20,14 +20,14 @@ def found(**options: object) -> Calibration:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_clean_latents_drawn_together_are_calibrated(lag: int) -> None:
+def test_clean_latents_pulled_together_are_calibrated(lag: int) -> None:
     """Noise power at the switch within 0.95 and 1.05 of theory, and patches that agree."""
     ours = found(lag=lag)
     assert 0.95 < ours.noise_power < 1.05
     assert ours.agreement > 0.9
 
 
-def test_noise_drawn_together_is_not() -> None:
+def test_noise_pulled_together_is_not() -> None:
     """The negative control: equation 3, patches with noise of their own, leaves a multiple of the noise."""
     paper = found(preset="paper", shared_noise=0.0)
     assert paper.noise_power > 2

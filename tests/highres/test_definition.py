@@ -76,7 +76,7 @@ def test_patches_that_only_follow(tiny: Tiny) -> None:
     assert (level.clean(x, alone)[..., 1::2, 1::2] - anchor).abs().max() > 1e-2
 
 
-def test_the_paper_draws_noise_together(tiny: Tiny) -> None:
+def test_the_paper_pulls_noise_together(tiny: Tiny) -> None:
     """Equation 3: e + w (e_anchor - e)."""
     x = noise(2, 4, 16, 16)
     options = {"space": "eps", "align_samples": False, "decay": "none", "weight": 0.3}
@@ -99,7 +99,7 @@ def test_windows(tiny: Tiny) -> None:
     assert torch.allclose(level.clean(x, kept)[..., ::2, ::2], towards, atol=1e-4)
 
 
-def test_a_patch_is_told_that_it_is_a_picture_of_its_size(sdxl: Tiny) -> None:
+def test_a_patch_is_told_that_it_is_an_image_of_its_size(sdxl: Tiny) -> None:
     """Unless the caller chose the sizes; the paper's windows are told their corner instead."""
     told: list[Tensor] = []
 

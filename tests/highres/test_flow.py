@@ -19,7 +19,7 @@ from tests.breadth import first_of
 from tests.tensors import noise, relative
 from tests.tiny import Tiny, latents
 
-from .drawing import Case, alone, large, plain, prepared, together
+from .generation import Case, alone, large, plain, prepared, together
 
 STEPS = 6
 
@@ -36,7 +36,7 @@ def before_the_last_step(tiny: Tiny, found: list[Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("guidance", [7.5, 1.0])
-def test_the_guide_is_the_native_picture(guidance: float) -> None:
+def test_the_guide_is_the_native_image(guidance: float) -> None:
     """Begun by the anchor, whose first stage is the native picture's when it alone is followed, and led on by DDIM."""
     case = Case(scheduler=diffusers.DDIMScheduler)
     start, call = noise(1, 4, 16, 16), {"steps": STEPS, "guidance_scale": guidance}

@@ -10,7 +10,7 @@ import pytest
 from tests.breadth import first_of
 from tests.tensors import relative
 
-from .drawing import Case, alone, plain, together
+from .generation import Case, alone, plain, together
 
 LIMIT = 1e-5
 MODES: dict[str, dict[str, Any]] = {
@@ -33,13 +33,13 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "mode", first_of(MODES, "calibrated", "masked-lagging", "paper", "touching-with-context", "flow-lagging")
 )
-def test_ranks_draw_the_picture_of_one(mode: str) -> None:
+def test_ranks_generate_the_image_of_one(mode: str) -> None:
     case = Case(options=MODES[mode])
     want = alone(case)
     assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 2))
 
 
-def test_no_exchange_no_picture() -> None:
+def test_no_exchange_no_image() -> None:
     """The negative control of all others."""
     options = {"weight": 0.5}
     found = together(Case(exchange="off", options=options), 2)

@@ -16,7 +16,7 @@ from patchpar.strategies import parse_strategy, resolve_strategy
 from tests.tensors import relative
 from tests.tiny import build
 
-from .drawing import Case, alone, plain
+from .generation import Case, alone, plain
 
 CASE = Case(options={"masked": True, "lag": 1})
 LIMIT = 1e-5

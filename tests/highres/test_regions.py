@@ -18,7 +18,7 @@ from patchpar.strategies.structure.windows import Tiling
 from tests.breadth import first_of
 from tests.tensors import relative
 
-from .drawing import Case, alone, together
+from .generation import Case, alone, together
 
 LIMIT = 1e-5
 WINDOWS = {"switch": 0.9}  # windows in all steps but perhaps the first, which shows what guidance does
@@ -59,7 +59,7 @@ def with_windows(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("name", first_of(CASES, *ALWAYS))
-def test_ranks_draw_the_picture_of_one(name: str) -> None:
+def test_ranks_generate_the_image_of_one(name: str) -> None:
     """Though every one of them had no number in many places, from the first step with windows to the last but one."""
     world, case = CASES[name]
     case = with_windows(case)
@@ -103,7 +103,7 @@ NOT_ENOUGH: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NOT_ENOUGH)
-def test_a_region_that_is_too_small_is_no_picture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_is_too_small_is_no_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what a rank lacks is no number, and that is said rather than drawn."""
     monkeypatch.setattr(*NOT_ENOUGH[name])
     with pytest.raises(UnsupportedModel, match="after the last step latents are NaN: each rank holds only"):
@@ -145,9 +145,9 @@ def test_steps_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver remembers what was no number: it is not asked to go on."""
     regions_of = AfterGuidance._regions
 
-    def early(self: AfterGuidance, portion: PartialPrediction) -> Any:
+    def early(self: AfterGuidance, part: PartialPrediction) -> Any:
         self._pipe._num_timesteps = 3  # of four
-        return regions_of(self, portion)
+        return regions_of(self, part)
 
     monkeypatch.setattr(AfterGuidance, "_regions", early)
     with pytest.raises(UnsupportedModel, match="the pipeline continues after step 2, its last one"):

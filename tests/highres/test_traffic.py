@@ -26,7 +26,7 @@ from patchpar.strategies.structure.work_schedule import assign_units, merged, sc
 from tests.tensors import noise, relative
 from tests.unit.threads import on_threads
 
-from .drawing import Case, alone, draw, plain, prepared, together
+from .generation import Case, alone, generate, plain, prepared, together
 
 LATENT = 4 * 16 * 16 * 4  # bytes: 128 x 128 pixels, fp32
 LIMIT = 1e-5
@@ -104,8 +104,8 @@ def test_regions_are_what_answers_depend_on(size: tuple[int, int], ranks: int, g
     whole, small = noise(1, 1, *size), noise(1, 1, *interlace.patch_size, seed=1)
     for last, group_rank in product((False, True), range(ranks)):
         regions, wanted = NeededRegions.of(state, last=last), state.wanted(group_rank, last=last)
-        cells, places = regions.cells[group_rank], torch.cat(regions.parts[group_rank])
-        x, y = (only(*each).requires_grad_() for each in ((whole, places), (small, cells)))
+        cells, positions = regions.cells[group_rank], torch.cat(regions.parts[group_rank])
+        x, y = (only(*each).requires_grad_() for each in ((whole, positions), (small, cells)))
         answer = anchored(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x
         assert answer[0, 0][wanted].isfinite().all()
         x, y = whole.clone().requires_grad_(), small.clone().requires_grad_()
@@ -113,14 +113,14 @@ def test_regions_are_what_answers_depend_on(size: tuple[int, int], ranks: int, g
         answer[0, 0][wanted].square().sum().backward()
         assert x.grad is not None
         assert y.grad is not None
-        assert x.grad.count_nonzero() <= len(places) <= 1.1 * x.grad.count_nonzero()
+        assert x.grad.count_nonzero() <= len(positions) <= 1.1 * x.grad.count_nonzero()
         assert y.grad.count_nonzero() <= len(cells) <= 1.25 * y.grad.count_nonzero()
 
 
-def only(x: Tensor, places: Tensor) -> Tensor:
+def only(x: Tensor, positions: Tensor) -> Tensor:
     """No number elsewhere."""
     found = torch.full_like(x, torch.nan)
-    found.view(-1)[places] = x.view(-1)[places]
+    found.view(-1)[positions] = x.view(-1)[positions]
     return found
 
 
@@ -155,7 +155,7 @@ def test_a_slow_link() -> None:
     tinies = [prepared(case) for _ in range(2)]
 
     def behind(transport: Any) -> Any:
-        return draw(DelayedTransport(transport, latency=1e-3, rate=125e6), case, tinies)
+        return generate(DelayedTransport(transport, latency=1e-3, rate=125e6), case, tinies)
 
     want = alone(case)
     for generated in on_threads(2, behind, deadline=60.0):
@@ -174,7 +174,7 @@ def test_guidance_that_depends_on_the_whole_is_given_the_whole() -> None:
 
 def test_what_is_wrong_without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: put off all the same, the same call is refused rather than drawn wrongly."""
-    monkeypatch.setattr(AfterGuidance, "takes", lambda self, portion: True)
+    monkeypatch.setattr(AfterGuidance, "takes", lambda self, partial_prediction: True)
     case = Case(arguments={"height": 128, "width": 128, "guidance_rescale": 0.7})
     with pytest.raises(UnsupportedModel, match="guidance at step 0 is no weighted mean of its branches"):
         together(case, 2)

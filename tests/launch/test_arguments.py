@@ -30,7 +30,7 @@ class Options:
 def told(*values):
     """What is said when ranks are called with these values, in order; empty if nothing."""
     try:
-        compare([described("draw", ({"value": value},), {}) for value in values])
+        compare([described("generate", ({"value": value},), {}) for value in values])
     except ArgumentMismatch as error:
         return str(error)
     return ""
@@ -89,7 +89,7 @@ SAME = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs(name):
     first, second = DIFFERENT[name]
-    assert "draw: argument 'value' differs: " in told(first, second)
+    assert "generate: argument 'value' differs: " in told(first, second)
     assert "on rank 0, " in told(first, first, second)
     assert "on rank 2. " in told(first, first, second)
     assert not told(first, first)
@@ -118,12 +118,12 @@ def test_the_values_are_named():
 
 
 def test_what_only_some_are_given():
-    calls = [described("draw", ({"prompt": "a"},), {}), described("draw", ({"prompt": "a", "height": 8},), {})]
+    calls = [described("generate", ({"prompt": "a"},), {}), described("generate", ({"prompt": "a", "height": 8},), {})]
     with pytest.raises(ArgumentMismatch, match="argument 'height' differs: not given on rank 0, 8 on rank 1"):
         compare(calls)
     with pytest.raises(ArgumentMismatch, match="argument 'height' differs: 8 on rank 0, not given on rank 1"):
         compare(calls[::-1])
     with pytest.raises(ArgumentMismatch, match="load: argument 1 differs: 'a' on rank 0, 'b' on rank 1"):
         compare([described("load", ("a",), {}), described("load", ("b",), {})])
-    with pytest.raises(ArgumentMismatch, match="the call differs: load on rank 0, draw on rank 1"):
-        compare([described("load", (), {}), described("draw", (), {})])
+    with pytest.raises(ArgumentMismatch, match="the call differs: load on rank 0, generate on rank 1"):
+        compare([described("load", (), {}), described("generate", (), {})])

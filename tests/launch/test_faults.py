@@ -79,7 +79,7 @@ def test_an_exception_of_one_rank_while_the_others_wait_for_it(pool, restarts):
     assert time.monotonic() - start < DEADLINE + 20
 
 
-def test_ranks_that_failed_at_different_seams_are_not_used_again(pool, restarts):
+def test_ranks_that_failed_at_different_exchange_points_are_not_used_again(pool, restarts):
     """A message of one may still be on its way to the other."""
     with pytest.raises(ValueError, match=r"late|early"):
         pool.call("out_of_step")

@@ -28,11 +28,11 @@ def listening(pids: Iterable[int]) -> set[str]:
         for kind, (title, row) in ((kind, (table[0], row)) for kind, table in tables.items() for row in table[1:]):
             column, listens = LISTENS[kind]
             # of tcp's two queues and two timers each has one title and two values, joined by a colon
-            place = {"st": 3, "Flags": 3}[column]
+            index = {"st": 3, "Flags": 3}[column]
             cells = row.split()
             inode = cells[9] if kind != "unix" else cells[6]
             assert column in title.split()
-            if cells[place] == listens and f"socket:[{inode}]" in own:
+            if cells[index] == listens and f"socket:[{inode}]" in own:
                 found.add(f"pid {pid}: {kind} {row.strip()}")
     return found
 

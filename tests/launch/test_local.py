@@ -23,7 +23,7 @@ from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY
 
 
-def test_every_rank_answers_in_its_place(pool):
+def test_every_rank_answers_at_its_index(pool):
     assert pool.kind == "local"
     assert pool.devices == ("cpu", "cpu")
     assert pool.world_size == 2
@@ -34,7 +34,7 @@ def test_ranks_can_talk(pool):
     assert pool.call("add_up", 10) == [21.0, 21.0]
 
 
-def test_workers_know_their_place(pool):
+def test_workers_know_their_rank(pool):
     for rank, facts in enumerate(pool.call("facts")):
         assert (facts["rank"], facts["world_size"], facts["device"]) == (rank, 2, "cpu")
         assert facts["pid"] == pool.pids[rank] != os.getpid()
@@ -96,7 +96,7 @@ def test_values_of_every_kind_go_there_and_back(pool):
         assert kwargs["p"].tobytes() == sent["p"].tobytes()
         assert (kwargs["text"], kwargs["none"]) == ("ä", None)
     expected = torch.randn(4, generator=torch.Generator().manual_seed(3))
-    assert all(torch.equal(generated, expected) for generated in pool.call("draw", generator))
+    assert all(torch.equal(generated, expected) for generated in pool.call("generate", generator))
 
 
 def test_what_one_rank_changes_the_others_do_not_see(pool):

@@ -124,10 +124,10 @@ def test_a_start_has_its_time_and_no_more():
     assert first_stuck([working, asleep], HangLimits.of_start(600.0)) == (pytest.approx(600, abs=1), [0, 1])
 
 
-@pytest.mark.parametrize(("share", "is_work"), [(0.5 * WORK_FRACTION, False), (1.5 * WORK_FRACTION, True)])
-def test_how_little_work_is_work(share, is_work):
+@pytest.mark.parametrize(("fraction", "is_work"), [(0.5 * WORK_FRACTION, False), (1.5 * WORK_FRACTION, True)])
+def test_how_little_work_is_work(fraction, is_work):
     def show(second: float) -> RankActivity:
-        return RankActivity(beats=0, work=second * share, waits=False)
+        return RankActivity(beats=0, work=second * fraction, waits=False)
 
     when, _ = first_stuck([show], LIMITS)
     assert (when > 10 * DEADLINE) is is_work
@@ -138,7 +138,7 @@ def test_a_word_is_progress_and_so_is_that_of_a_rank_that_has_ended():
     for second in range(1, 200):
         progress.pass_time(1.0, [waiting(second), waiting(second)])
         if second % 50 == 0:
-            progress.heard(1)
+            progress.count_message(1)
     assert not progress.stuck([0])
     assert progress.quiet == 49
     assert progress.waits(0)

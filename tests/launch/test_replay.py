@@ -33,5 +33,5 @@ def test_what_is_set_again_is_repeated_once(names: list[str | None], kept: list[
     assert told(*names) == kept
 
 
-def test_a_server_that_sets_a_scheduler_for_every_picture_keeps_one() -> None:
+def test_a_server_that_sets_a_scheduler_for_every_image_keeps_one() -> None:
     assert told(None, *["scheduler"] * 1000) == [0, 1000]

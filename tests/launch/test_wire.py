@@ -89,7 +89,7 @@ def test_arrays_arrive_equal(array):
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "F", "I;16", "CMYK"])
-def test_pictures_arrive_equal(mode):
+def test_images_arrive_equal(mode):
     noise = np.random.default_rng(0).integers(0, 255, (40, 30, 3), dtype=np.uint8)
     picture = PIL.Image.fromarray(noise).convert("I" if mode == "I;16" else mode)
     picture = picture.convert(mode)
@@ -100,7 +100,7 @@ def test_pictures_arrive_equal(mode):
     assert again.getpalette() == picture.getpalette()
 
 
-def test_a_picture_still_in_its_file_arrives(tmp_path):
+def test_an_image_still_in_its_file_arrives(tmp_path):
     PIL.Image.new("RGB", (9, 5), (10, 20, 30)).save(tmp_path / "picture.png")
     again = there_and_back(PIL.Image.open(tmp_path / "picture.png"))
     assert again.getpixel((8, 4)) == (10, 20, 30)
@@ -207,10 +207,10 @@ def test_a_module_travels_by_name():
 
 
 def test_an_argument_that_cannot_be_sent_is_named():
-    with pytest.raises(PlanError, match=r"draw: argument 'lock' \(a lock\) cannot be sent.*pickle"):
-        encode_call("draw", [1, "x"], {"fine": 2, "lock": threading.Lock()}, 0.0)
-    with pytest.raises(PlanError, match=r"draw: argument 2 \(a list\)"):
-        encode_call("draw", [1, [threading.Lock()]], {}, 0.0)
+    with pytest.raises(PlanError, match=r"generate: argument 'lock' \(a lock\) cannot be sent.*pickle"):
+        encode_call("generate", [1, "x"], {"fine": 2, "lock": threading.Lock()}, 0.0)
+    with pytest.raises(PlanError, match=r"generate: argument 2 \(a list\)"):
+        encode_call("generate", [1, [threading.Lock()]], {}, 0.0)
 
 
 SCRIPT = """
@@ -275,8 +275,8 @@ def test_a_class_inside_a_function_goes_by_value():
 
 def test_what_the_script_holds_on_to_must_travel_too(script):
     script["table"] = threading.Lock()
-    with pytest.raises(PlanError, match=r"draw: argument 1 \(a function\) cannot be sent.*lock"):
-        encode_call("draw", [script["helper"]], {}, 0.0)
+    with pytest.raises(PlanError, match=r"generate: argument 1 \(a function\) cannot be sent.*lock"):
+        encode_call("generate", [script["helper"]], {}, 0.0)
 
 
 def test_packed_messages_need_no_descriptor():

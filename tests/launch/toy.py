@@ -65,16 +65,16 @@ class ToyEngine(PlainEngine):
 
     def exchange(self, burner, seconds):
         """A value from the other rank, which burns so long before it sends it; from nobody if there is no burner."""
-        place = self.context.rank
+        this_rank = self.context.rank
         with self.context.waiting:
             transport = watched(connect(self.context), self.context)
         try:
             self.context.beat("an exchange")
-            if place == burner:
+            if this_rank == burner:
                 self.burn(seconds)
-            sent = [Outgoing((1 - place,), (torch.tensor([float(place)]),))] if burner is not None else []
+            sent = [Outgoing((1 - this_rank,), (torch.tensor([float(this_rank)]),))] if burner is not None else []
             found = transport.send_recv(
-                sent, [Incoming(1 - place, (TensorSpec((1,), torch.float32),))], "an exchange"
+                sent, [Incoming(1 - this_rank, (TensorSpec((1,), torch.float32),))], "an exchange"
             ).wait()
             return found[0][0].item()
         finally:
@@ -88,7 +88,7 @@ class ToyEngine(PlainEngine):
             value = self.context.ask({"step": step, "value": value})
         return value.tolist()
 
-    def draw(self, generator):
+    def generate(self, generator):
         return torch.randn(4, generator=generator)
 
     def change_in_place(self, tensor, array):

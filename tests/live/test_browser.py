@@ -14,7 +14,7 @@ from torch import Tensor
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
-from tests.live.test_film import RATE, sound
+from tests.live.test_video import RATE, sound
 
 CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
@@ -50,7 +50,7 @@ def grey(level: int) -> Tensor:
     return torch.full((8, 64, 96, 3), level, dtype=torch.uint8)
 
 
-def test_a_film_plays_while_it_is_made_and_ends(page: Any) -> None:
+def test_a_video_plays_while_it_is_made_and_ends(page: Any) -> None:
     """It begins in the middle, with the time that the film has there."""
     screen, stop = VideoScreen(HOME, 0, 20, RATE), threading.Event()
     screen.open()
@@ -82,7 +82,7 @@ def test_a_film_plays_while_it_is_made_and_ends(page: Any) -> None:
     page.wait_for_function("document.getElementById('status').textContent === 'the stream has ended'")
 
 
-def test_a_picture_is_shown_though_none_follows(page: Any) -> None:
+def test_an_image_is_shown_though_none_follows(page: Any) -> None:
     screen = ImageScreen(HOME, 0, 20)
     screen.open()
     try:

@@ -53,7 +53,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_pictures_are_seen_as_they_come() -> None:
+def test_images_are_seen_as_they_come() -> None:
     """The last one comes twice: a browser shows a picture when the next begins."""
     feed = ImageFeed()
     feed.put(picture(0))
@@ -72,7 +72,7 @@ def test_pictures_are_seen_as_they_come() -> None:
     assert (feed.count, feed.watchers) == (3, 0)
 
 
-def test_a_picture_without_another_behind_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_without_another_behind_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 0.01)
     feed = ImageFeed()
     feed.put(picture(50))
@@ -81,7 +81,7 @@ def test_a_picture_without_another_behind_it_comes_again(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_comes_late_gets_the_newest_picture_only() -> None:
+def test_who_comes_late_gets_the_newest_image_only() -> None:
     feed = ImageFeed()
     for value in range(0, 150, 50):
         feed.put(picture(value))
@@ -90,7 +90,7 @@ def test_who_comes_late_gets_the_newest_picture_only() -> None:
     assert [shade(part) for part in only] == [2]
 
 
-def test_a_film_that_is_held_whole_is_whole_for_everybody() -> None:
+def test_a_video_that_is_held_whole_is_whole_for_everybody() -> None:
     feed = VideoFeed()
     for number in range(3):
         feed.put(HEAD, block(number, 2))
@@ -106,7 +106,7 @@ class VideoFeedThatIsOver(VideoFeed):
         self.close()
 
 
-def test_of_a_long_film_a_few_keys_and_what_needs_them_are_held() -> None:
+def test_of_a_long_video_a_few_keys_and_what_needs_them_are_held() -> None:
     feed, held = VideoFeed(kept=2), []
     feed.put(HEAD, [Mp4Fragment(data=b"sound before any picture ", is_key=False)])
     for number in range(50):

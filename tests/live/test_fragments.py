@@ -10,7 +10,7 @@ import pytest
 
 from patchpar.stream.web.mp4_boxes import with_lengths
 from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment, Mp4Header
-from tests.live.test_film import RATE, decoded, frames, sound
+from tests.live.test_video import RATE, decoded, frames, sound
 
 
 def encoded(blocks: int, rate: int | None = RATE) -> tuple[Mp4Header, list[list[Mp4Fragment]]]:
@@ -25,7 +25,7 @@ def encoded(blocks: int, rate: int | None = RATE) -> tuple[Mp4Header, list[list[
 
 
 @pytest.mark.parametrize("rate", [RATE, None])
-def test_fragments_are_a_film(rate: int | None) -> None:
+def test_fragments_are_a_video(rate: int | None) -> None:
     """Each block comes out at once and whole: its sound too, but for a bit that is no whole packet."""
     head, made = encoded(6, rate)
     times, levels, heard = decoded(head.data + b"".join(part.data for block in made for part in block))

@@ -27,7 +27,7 @@ from patchpar.stream.web.feed import BOUNDARY, VideoFeed
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import HOME, WebServer, names_of
 from patchpar.stream.web.viewer import KEPT, FramePlayer, ImageScreen, VideoScreen
-from tests.live.test_film import RATE, frames, sound
+from tests.live.test_video import RATE, frames, sound
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def test_pictures_follow_one_another(pictures: ImageScreen) -> None:
+def test_images_follow_one_another(pictures: ImageScreen) -> None:
     """The last one is there for whoever comes."""
     pictures.show(frames(10, 1), 0.0, None)
     until(lambda: pictures.page.feed.count == 1, "a picture")  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def test_pictures_follow_one_another(pictures: ImageScreen) -> None:
         assert list(seen)[-1] == pytest.approx(200, abs=2)
 
 
-def test_two_see_the_same_film_with_its_sound(film: VideoScreen) -> None:
+def test_two_see_the_same_video_with_its_audio(film: VideoScreen) -> None:
     """What comes over the socket decodes to the frames that were shown, the last one included."""
 
     def receive(watcher: ClientConnection) -> tuple[str, bytes]:

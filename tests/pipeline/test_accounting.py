@@ -29,7 +29,7 @@ def traced(parallel: ParallelPipeline) -> Iterator[ParallelPipeline]:
     parallel.tracing = False
 
 
-def draw(pipe: ParallelPipeline, strategy: str = "exact", *, steps: int = STEPS, **degrees: int) -> Run:
+def generate(pipe: ParallelPipeline, strategy: str = "exact", *, steps: int = STEPS, **degrees: int) -> Run:
     pipe.plan = Plan(**(degrees or {"patch": 2}), strategy=parse_strategy(strategy))
     pipe(**{**QUICK, "num_inference_steps": steps}, output_type="latent", generator=generator())
     assert pipe.last_run is not None
@@ -47,7 +47,7 @@ def summed(parts: Any) -> dict[str, float]:
 
 
 def test_exact_patches(parallel: ParallelPipeline) -> None:
-    run = draw(parallel)
+    run = generate(parallel)
     first, second = run.ranks
     assert [(rank.rank, rank.device) for rank in run.ranks] == [(0, "cpu"), (1, "cpu")]
     assert first.bytes_sent == second.bytes_received  # nothing is lost, nothing is counted twice
@@ -68,7 +68,7 @@ def test_exact_patches(parallel: ParallelPipeline) -> None:
 
 @pytest.mark.parametrize("strategy", ["displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges"])
 def test_old_values_are_counted(parallel: ParallelPipeline, strategy: str) -> None:
-    run = draw(parallel, strategy)
+    run = generate(parallel, strategy)
     assert run.exact_steps == 1
     assert f": {STEPS} steps, 1 exact, in " in str(run)
     assert "of stale values held" in str(run)
@@ -92,7 +92,7 @@ def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> No
         ("fresh-edges:correction=none", 2, 1, LARGEST_LAYER),
         ("fresh-edges", 2, 3, LARGEST_LAYER),
     ):
-        for rank in draw(parallel, strategy).ranks:
+        for rank in generate(parallel, strategy).ranks:
             step = rank.steps[1]
             means = step.bytes_sent.get("correction", 0) * 2 * HEAD_WIDTH // (2 * HEAD_WIDTH + 1)
             tokens = came * step.bytes_received["kv"] + own * step.bytes_sent["kv"]
@@ -100,14 +100,14 @@ def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> No
 
 
 def test_a_warm_up_of_all_steps_is_exact_and_says_so(parallel: ParallelPipeline) -> None:
-    run = draw(parallel, f"displaced:warmup_steps={STEPS}")
+    run = generate(parallel, f"displaced:warmup_steps={STEPS}")
     assert run.exact_steps == STEPS
     assert f"{STEPS} steps, all exact," in str(run)
     assert not any(rank.stale_calls for rank in run.ranks)
 
 
 def test_partial_conditioning_sends_less_after_its_warm_up(parallel: ParallelPipeline) -> None:
-    for rank in draw(parallel, "pcpp:warmup_steps=1,fraction=0.3").ranks:
+    for rank in generate(parallel, "pcpp:warmup_steps=1,fraction=0.3").ranks:
         warm, *rest = (step.bytes_sent["kv"] for step in rank.steps)
         assert all(sent < 0.5 * warm for sent in rest)
 
@@ -115,10 +115,10 @@ def test_partial_conditioning_sends_less_after_its_warm_up(parallel: ParallelPip
 @pytest.mark.parametrize(("exchange", "kinds"), [("off", {"prediction"}), ("frozen", {"prediction"})])
 def test_no_exchange_no_bytes(parallel: ParallelPipeline, exchange: str, kinds: set[str]) -> None:
     """The negative control: what is counted is what is sent."""
-    draw(parallel, "displaced:warmup_steps=1")
+    generate(parallel, "displaced:warmup_steps=1")
     parallel._executor.call("control", exchange=exchange)
     try:
-        for rank in draw(parallel, "displaced:warmup_steps=1").ranks:
+        for rank in generate(parallel, "displaced:warmup_steps=1").ranks:
             assert {kind for kind, sent in rank.steps[-1].bytes_sent.items() if sent} == kinds
     finally:
         parallel._executor.call("control", exchange="on")
@@ -129,7 +129,7 @@ def test_a_scheduler_of_second_order_takes_more_steps(parallel: ParallelPipeline
     before = parallel.scheduler
     parallel.scheduler = HeunDiscreteScheduler.from_config(before.config)
     try:
-        run = draw(parallel, "displaced:warmup_steps=1")
+        run = generate(parallel, "displaced:warmup_steps=1")
     finally:
         parallel.scheduler = before
     assert run.steps == 2 * STEPS - 1
@@ -137,7 +137,7 @@ def test_a_scheduler_of_second_order_takes_more_steps(parallel: ParallelPipeline
 
 
 def test_every_call_starts_from_zero(parallel: ParallelPipeline) -> None:
-    first, second = (draw(parallel, "displaced:warmup_steps=1") for _ in range(2))
+    first, second = (generate(parallel, "displaced:warmup_steps=1") for _ in range(2))
     for one, other in zip(first.ranks, second.ranks, strict=True):
         assert one.bytes_sent == other.bytes_sent
         assert one.stale_bytes == other.stale_bytes
@@ -145,13 +145,13 @@ def test_every_call_starts_from_zero(parallel: ParallelPipeline) -> None:
 
 
 def test_guidance(parallel: ParallelPipeline) -> None:
-    run = draw(parallel, cfg=2)
+    run = generate(parallel, cfg=2)
     assert [set(rank.bytes_sent) for rank in run.ranks] == [{"guidance"}] * 2
     assert run.exact_steps is None
 
 
 def test_json_has_every_rank(parallel: ParallelPipeline) -> None:
-    run = draw(parallel, "displaced:warmup_steps=1")
+    run = generate(parallel, "displaced:warmup_steps=1")
     found = json.loads(json.dumps(run.as_dict()))
     assert found["exact_steps"] == 1
     assert found["stale_bytes"] == max(rank["stale_bytes"] for rank in found["ranks"])
@@ -196,9 +196,11 @@ def of_rank(entries: list[dict[str, Any]], rank: int, *categories: str) -> list[
 
 
 @pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1", "fresh-edges"])
-def test_calls_lie_in_steps_and_seams_in_calls(traced: ParallelPipeline, tmp_path: Path, strategy: str) -> None:
-    draw(traced, strategy, steps=1)  # the first call is compared with the plain denoiser
-    entries = entries_of(draw(traced, strategy), tmp_path / "out.json")
+def test_calls_lie_in_steps_and_exchange_points_in_calls(
+    traced: ParallelPipeline, tmp_path: Path, strategy: str
+) -> None:
+    generate(traced, strategy, steps=1)  # the first call is compared with the plain denoiser
+    entries = entries_of(generate(traced, strategy), tmp_path / "out.json")
     ages = ["exact"] * STEPS if strategy == "exact" else ["exact", "stale", "stale"]
     for rank in (0, 1):
         calls, steps = of_rank(entries, rank, "call"), of_rank(entries, rank, "step")
@@ -212,7 +214,7 @@ def test_calls_lie_in_steps_and_seams_in_calls(traced: ParallelPipeline, tmp_pat
 
 
 def test_sending_waiting_and_computing_make_up_a_call(traced: ParallelPipeline, tmp_path: Path) -> None:
-    entries = entries_of(draw(traced, "displaced:warmup_steps=1"), tmp_path / "out.json")
+    entries = entries_of(generate(traced, "displaced:warmup_steps=1"), tmp_path / "out.json")
     for rank in (0, 1):
         for call in of_rank(entries, rank, "call"):
             parts = [e for e in of_rank(entries, rank, "send", "wait", "compute", "check") if inside(e, call)]
@@ -223,21 +225,21 @@ def test_sending_waiting_and_computing_make_up_a_call(traced: ParallelPipeline, 
 
 
 def test_waits_of_the_trace_are_those_of_the_figures(traced: ParallelPipeline) -> None:
-    for rank in draw(traced).ranks:
+    for rank in generate(traced).ranks:
         assert rank.trace is not None
         waits = summed({event.kind: event.seconds} for event in rank.trace.events if event.what == "wait")
         assert waits == pytest.approx(dict(rank.seconds_waited), rel=0.1, abs=0.01)
 
 
 def test_a_trace_of_guidance(traced: ParallelPipeline, tmp_path: Path) -> None:
-    entries = entries_of(draw(traced, cfg=2), tmp_path / "out.json")
+    entries = entries_of(generate(traced, cfg=2), tmp_path / "out.json")
     for rank in (0, 1):
         assert len(of_rank(entries, rank, "call")) == STEPS
         assert {point["name"] for point in of_rank(entries, rank, "send", "wait")} == {"send guidance", "wait guidance"}
 
 
 def test_no_trace_unless_asked_for(parallel: ParallelPipeline, tmp_path: Path) -> None:
-    run = draw(parallel)
+    run = generate(parallel)
     assert [rank.trace for rank in run.ranks] == [None, None]
     with pytest.raises(PlanError, match=r"pipe\.tracing = True"):
         run.save_trace(tmp_path / "out.json")

@@ -51,7 +51,7 @@ def says(*words: str) -> str:
     [
         ({"devices": "cpu:3", "plan": "cfg=2,patch=2"}, ["cfg=2 x patch=2", "4 devices", "there are 3", "devices=4"]),
         ({"devices": 2, "plan": Plan(patch=3)}, ["takes 3", "there are 2"]),
-        ({"plan": "rows=2"}, ["'rows'", "data, cfg, patch"]),
+        ({"plan": "rows=2"}, ["'rows'", "data, cfg, stage, patch, tensor"]),
         ({"plan": "cfg"}, ["'cfg'", "axis=degree"]),
         ({"plan": "cfg=two"}, ["cfg=two", "whole number"]),
         ({"plan": "cfg=0"}, ["cfg=0", "at least 1"]),
@@ -261,7 +261,7 @@ def test_arguments_that_do_not_fit(no_work: ParallelPipeline, args: Any, kwargs:
     ("plan", "words"),
     [
         ("cfg=2,patch=2", ["takes 4 devices", "there are 2"]),
-        ("depth=2", ["'depth'", "data, cfg, patch"]),
+        ("depth=2", ["'depth'", "data, cfg, stage, patch, tensor"]),
         ("patch=2,strategy=psychic", ["psychic", "exact"]),
         ("patch=2,strategy=exact:ulysses=4", ["ulysses=4 does not divide 2 ranks", "use 1, 2"]),
         ("patch=2,strategy=exact:attention=star", ["attention='star'", "token-ring"]),

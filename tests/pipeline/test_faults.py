@@ -48,7 +48,7 @@ def is_gone(pid: int) -> bool:
     return state == "Z"
 
 
-def draws_as_ever(pipe: ParallelPipeline, plain: Any) -> bool:
+def generates_as_before(pipe: ParallelPipeline, plain: Any) -> bool:
     pipe.on_step = None
     want = plain(**CALL, generator=generator())
     return relative_error(pipe(**CALL, generator=generator()), want) <= EXACT
@@ -71,7 +71,7 @@ def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
     assert relative_error(stale, plain(**CALL, generator=generator())) > EXACT
     assert set(impatient._executor.pids).isdisjoint(before)
     impatient.plan = "patch=2"
-    assert draws_as_ever(impatient, plain)
+    assert generates_as_before(impatient, plain)
 
 
 @pytest.mark.breadth  # tests/launch has workers that hang
@@ -84,7 +84,7 @@ def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
         impatient(**CALL, generator=generator())
     assert DEADLINE * 0.8 < time.monotonic() - start < DEADLINE + 30
     assert all(is_gone(pid) for pid in before)
-    assert draws_as_ever(impatient, plain)
+    assert generates_as_before(impatient, plain)
 
 
 def test_one_worker_raises(parallel: ParallelPipeline, plain: Any) -> None:
@@ -97,7 +97,7 @@ def test_one_worker_raises(parallel: ParallelPipeline, plain: Any) -> None:
             pipe(**CALL, generator=generator(), callback_on_step_end=filters)
         with pytest.raises(WorkerError, match=r"(?s)rank 1.*ZeroDivisionError: this rank had .*odd\.py.*callback_fn"):
             parallel(**CALL, generator=generator(), callback_on_step_end=callback)
-        assert draws_as_ever(parallel, plain)
+        assert generates_as_before(parallel, plain)
         assert relative_error(untouched, plain(**CALL, generator=generator())) > 100 * EXACT
     finally:
         for pipe in (parallel, plain):
@@ -119,7 +119,7 @@ def test_all_workers_raise_alike(parallel: ParallelPipeline, plain: Any) -> None
         parallel(**CALL, generator=generator())
     assert "odd.py" in str(caught.value.__cause__)
     parallel.scheduler = before
-    assert draws_as_ever(parallel, plain)
+    assert generates_as_before(parallel, plain)
     assert parallel._executor.pids == pids
 
 
@@ -131,17 +131,17 @@ def test_a_listener_raises(parallel: ParallelPipeline, plain: Any) -> None:
     parallel.on_step = on_step
     with pytest.raises(KeyboardInterrupt):
         parallel(**CALL, generator=generator())
-    assert draws_as_ever(parallel, plain)
+    assert generates_as_before(parallel, plain)
 
 
 def test_calls_from_threads_take_turns(parallel: ParallelPipeline, plain: Any) -> None:
     want = [plain(**CALL, generator=generator(seed)) for seed in range(3)]
     got: dict[int, Any] = {}
 
-    def draw(seed: int) -> None:
+    def generate(seed: int) -> None:
         got[seed] = parallel(**CALL, generator=generator(seed))
 
-    threads = [threading.Thread(target=draw, args=(seed,)) for seed in range(3)]
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -24,7 +24,7 @@ NAMES = ("sd_img2img", "sdxl_inpaint", "sdxl_controlnet", "svd")
         ("sdxl_controlnet", "patch=2"),
     ),
 )
-def test_pictures_as_input(hold: Hold, name: str, plan: str) -> None:
+def test_images_as_input(hold: Hold, name: str, plan: str) -> None:
     tiny = build(name)
     call = {**tiny.call_kwargs, "num_inference_steps": 3, "output_type": "latent"}
     given = copy.deepcopy(call)

@@ -32,7 +32,7 @@ def test_a_model_that_cannot_be_cut(hold: Hold, plain: Any) -> None:
         assert parallel._executor.pids == pids
 
 
-def test_verdicts_are_kept_where_one_says(parallel: ParallelPipeline) -> None:
+def test_verifications_are_kept_where_one_says(parallel: ParallelPipeline) -> None:
     parallel.plan = "patch=2"
     folder = parallel._state.request.verify
     assert isinstance(folder, Path)
@@ -44,7 +44,7 @@ def test_verdicts_are_kept_where_one_says(parallel: ParallelPipeline) -> None:
     assert 0 <= facts["relative_error"] < 1e-4
 
 
-def test_a_kept_verdict_is_believed_by_new_ranks(hold: Hold) -> None:
+def test_a_kept_verification_is_believed_by_new_ranks(hold: Hold) -> None:
     """One that was made for this very model; no further one is written, and nothing is checked again."""
     with hold(build("sdxl").pipe) as parallel:
         folder = parallel._state.request.verify

@@ -123,7 +123,7 @@ def test_what_is_no_such_file_is_refused_in_words(read: Callable[[Path], None], 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize(("what", "read"), [("plan", from_json), ("relative_error", _error)])
-def test_verdicts_and_plans_that_are_broken_are_left_aside(
+def test_verifications_and_plans_that_are_broken_are_left_aside(
     what: str, read: Callable[[Any], Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They only cost a look at the model, and a line that says so."""

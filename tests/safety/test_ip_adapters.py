@@ -69,10 +69,10 @@ def pickled(folder: Path) -> Path:
 
 def cached(folder: Path, cache: Path) -> dict[str, Any]:
     """What to tell a loader that finds this folder in the hub's cache, as org/adapters."""
-    place = cache / "models--org--adapters"
-    shutil.copytree(folder, place / "snapshots" / ("0" * 40))
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("0" * 40)
+    target = cache / "models--org--adapters"
+    shutil.copytree(folder, target / "snapshots" / ("0" * 40))
+    (target / "refs").mkdir()
+    (target / "refs" / "main").write_text("0" * 40)
     return {"cache_dir": str(cache), **OFFLINE}
 
 
@@ -188,6 +188,6 @@ def test_an_adapter_is_no_pickle(names: Any) -> None:
 
 
 def test_an_encoder_that_is_nowhere_is_a_sentence() -> None:
-    for place in ("./nowhere", "nowhere", __file__):
+    for target in ("./nowhere", "nowhere", __file__):
         with pytest.raises(PlanError, match="is no folder here and no hub name, so no image encoder"):
-            with_checked_sources(FluxPipe().load_ip_adapter, ["org/flux", "a.safetensors", "", place], {})
+            with_checked_sources(FluxPipe().load_ip_adapter, ["org/flux", "a.safetensors", "", target], {})

@@ -33,18 +33,18 @@ def whole(*, heads: int, key_heads: int, tokens: int, dtype: torch.dtype = torch
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
-def cut(x: Tensor, common: int, sizes: tuple[int, ...], place: int) -> Tensor:
-    start = common + [0, *accumulate(sizes)][place]
-    return torch.cat([x[:, :, :common], x[:, :, start : start + sizes[place]]], 2)
+def cut(x: Tensor, common: int, sizes: tuple[int, ...], group_rank: int) -> Tensor:
+    start = common + [0, *accumulate(sizes)][group_rank]
+    return torch.cat([x[:, :, :common], x[:, :, start : start + sizes[group_rank]]], 2)
 
 
 def run(transport: Any, mode: AttentionMode, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
-    sizes, common, place = options["sizes"], options.get("common", 0), transport.rank
+    sizes, common, group_rank = options["sizes"], options.get("common", 0), transport.rank
     comm = Communicator(transport)
-    axis = Axis("patch", place, len(sizes), tuple(range(len(sizes))))
+    axis = Axis("patch", group_rank, len(sizes), tuple(range(len(sizes))))
     asking = common if options.get("common_asks", True) else 0
-    q, k, v = (cut(x, here, sizes, place) for x, here in zip(tensors, (asking, common, common), strict=True))
-    shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, group_rank=place, **options)
+    q, k, v = (cut(x, here, sizes, group_rank) for x, here in zip(tensors, (asking, common, common), strict=True))
+    shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, group_rank=group_rank, **options)
     found = attend_together(mode, comm, axis, "layer", shared)
     return found, dict(comm.traffic.bytes_sent), dict(comm.traffic.rounds)
 
@@ -67,8 +67,8 @@ def check(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> N
     common, sizes = options.get("common", 0), options["sizes"]
     want = wanted(tensors, options.get("mask"), causal=options.get("causal", False), scale=options.get("scale"))
     asking = common if options.get("common_asks", True) else 0
-    for place, (got, _, _) in enumerate(attended(mode, tensors, **options)):
-        assert (got - cut(want, asking, sizes, place)).abs().max() <= TOLERANCE
+    for group_rank, (got, _, _) in enumerate(attended(mode, tensors, **options)):
+        assert (got - cut(want, asking, sizes, group_rank)).abs().max() <= TOLERANCE
 
 
 AT_ONCE, IN_PARTS = (AttentionMode(overlap=overlap) for overlap in (False, True))
@@ -83,24 +83,24 @@ def title(mode: AttentionMode) -> str:
 @pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=3)], ids=title)
 @pytest.mark.parametrize("common", [0, 5])
 @pytest.mark.parametrize("sizes", [(7, 9, 4), (6, 6, 6)])
-def test_three_places(mode: AttentionMode, sizes: tuple[int, ...], common: int) -> None:
+def test_three_ranks(mode: AttentionMode, sizes: tuple[int, ...], common: int) -> None:
     tensors = whole(heads=4, key_heads=4, tokens=common + sum(sizes))
     check(mode, tensors, sizes=sizes, common=common)
 
 
 @pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=2)], ids=title)
 @pytest.mark.parametrize("scale", [None, 0.4])
-def test_two_places(mode: AttentionMode, scale: float | None) -> None:
+def test_two_ranks(mode: AttentionMode, scale: float | None) -> None:
     check(mode, whole(heads=3, key_heads=3, tokens=21), sizes=(11, 7), common=3, scale=scale)
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
-def test_four_places_and_odd_heads(mode: AttentionMode) -> None:
+def test_four_ranks_and_odd_heads(mode: AttentionMode) -> None:
     check(mode, whole(heads=5, key_heads=5, tokens=4 + 26), sizes=(7, 9, 4, 6), common=4)
 
 
 @pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=5)], ids=title)
-def test_five_places(mode: AttentionMode) -> None:
+def test_five_ranks(mode: AttentionMode) -> None:
     check(mode, whole(heads=6, key_heads=6, tokens=2 + 15), sizes=(3, 4, 1, 5, 2), common=2)
 
 
@@ -148,8 +148,10 @@ def test_half_precision_is_no_worse_than_rounding(mode: AttentionMode) -> None:
     sizes = (12, 10, 8, 10)
     exact = wanted(tuple(x.double() for x in tensors), None, causal=False, scale=None)
     plain = wanted(tensors, None, causal=False, scale=None)
-    for place, (got, _, _) in enumerate(attended(mode, tensors, sizes=sizes)):
-        ours, torchs = ((x.double() - cut(exact, 0, sizes, place)).norm() for x in (got, cut(plain, 0, sizes, place)))
+    for group_rank, (got, _, _) in enumerate(attended(mode, tensors, sizes=sizes)):
+        ours, torchs = (
+            (x.double() - cut(exact, 0, sizes, group_rank)).norm() for x in (got, cut(plain, 0, sizes, group_rank))
+        )
         assert got.dtype == torch.bfloat16
         assert ours <= 2 * torchs
 
@@ -166,28 +168,28 @@ def test_without_the_others_it_is_wrong(mode: AttentionMode) -> None:
 ROW = 4 * BATCH * WIDTH  # bytes of one token and head in fp32
 
 
-@pytest.mark.parametrize("places", [2, 3, 4])
-def test_bytes(places: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bytes(ranks: int) -> None:
     """The closed formulas, in units of a token's heads: S tokens, N heads."""
     heads, tokens = 12, 12
-    sizes, unit = (tokens // places,) * places, 12 * ROW
+    sizes, unit = (tokens // ranks,) * ranks, 12 * ROW
     tensors = whole(heads=heads, key_heads=heads, tokens=tokens)
-    ring = 2 * (places - 1) * tokens * unit // places
+    ring = 2 * (ranks - 1) * tokens * unit // ranks
 
     def sent(mode: AttentionMode) -> list[dict[str, int]]:
         return [counted for _, counted, _ in attended(mode, tensors, sizes=sizes)]
 
     for mode in (AT_ONCE, IN_PARTS, AttentionMode(way="ring"), AttentionMode(way="two-way-ring")):
-        assert sent(mode) == [{"kv": ring}] * places
-    lse = (places - 1) * tokens // places * heads * BATCH * 4
+        assert sent(mode) == [{"kv": ring}] * ranks
+    lse = (ranks - 1) * tokens // ranks * heads * BATCH * 4
     for counted in sent(AttentionMode(way="token-ring")):
         assert counted == {"q": ring // 2, "partials": ring // 2 + lse}
-    ulysses = 4 * (places - 1) * tokens * unit // places**2
-    assert sent(AttentionMode(ulysses=places)) == [{"heads": ulysses}] * places
-    if places == 4:
+    ulysses = 4 * (ranks - 1) * tokens * unit // ranks**2
+    assert sent(AttentionMode(ulysses=ranks)) == [{"heads": ulysses}] * ranks
+    if ranks == 4:
         hybrid = sent(AttentionMode(way="ring", ulysses=2))
         # USP: (4 (U - 1) / U + 2 (R - 1)) / N of the sequence, of which the ring's part is for 1/U of the heads
-        assert hybrid == [{"heads": 4 * tokens * unit // 2 // 4, "kv": 2 * tokens * unit // 4}] * places
+        assert hybrid == [{"heads": 4 * tokens * unit // 2 // 4, "kv": 2 * tokens * unit // 4}] * ranks
 
 
 def test_rounds() -> None:
@@ -286,9 +288,9 @@ def test_a_degree_that_does_not_divide() -> None:
         AttentionMode(ulysses=4).check_group_size(6)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "places"), [(24, 24, 5), (7, 7, 3), (12, 4, 3), (12, 2, 4), (6, 2, 6)])
-def test_heads_are_split_evenly(heads: int, key_heads: int, places: int) -> None:
-    split = split_heads(heads, key_heads, places)
+@pytest.mark.parametrize(("heads", "key_heads", "ranks"), [(24, 24, 5), (7, 7, 3), (12, 4, 3), (12, 2, 4), (6, 2, 6)])
+def test_heads_are_split_evenly(heads: int, key_heads: int, ranks: int) -> None:
+    split = split_heads(heads, key_heads, ranks)
     counts = [len(each.query) for each in split]
     assert sum(counts) == heads
     assert max(counts) - min(counts) <= heads // key_heads

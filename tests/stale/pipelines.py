@@ -21,7 +21,7 @@ from patchpar.shard.unet.discover import ExchangeSites, discover
 from tests import tiny
 from tests.ranks import PoolRank
 
-from .runs import Run, treatment_of
+from .runs import Run, policy_of
 
 SEED = 7
 TALL = {"height": 152, "width": 120}  # 19 rows of latents: bands of different size
@@ -66,7 +66,7 @@ class RankOutput:
     stale_calls: int
 
 
-class Studio:
+class CaseRunner:
     """One rank's engine with a tiny pipeline, fresh from the start, for pictures one after the other."""
 
     def __init__(self, engine: PipelineRunner, case: Case) -> None:
@@ -80,7 +80,7 @@ class Studio:
             patched.sites = sites
         self.engine.control(exchange=case.exchange)
 
-    def draw(self, picture: Picture) -> RankOutput:
+    def generate(self, picture: Picture) -> RankOutput:
         """One picture."""
         torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
         output = getattr(self.engine.generate(arguments(self.case, picture), self.options), "output", None)
@@ -142,13 +142,13 @@ def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lamb
 
 def generated(this: PoolRank, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[RankOutput]]:
     """All pictures of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
-    with studio_engine(this) as engine:
-        studios = (Studio(engine, case) for case in cases)
-        return [[studio.draw(picture) for picture in pictures] for studio in studios]
+    with reset_engine(this) as engine:
+        runners = (CaseRunner(engine, case) for case in cases)
+        return [[runner.generate(picture) for picture in pictures] for runner in runners]
 
 
 @contextmanager
-def studio_engine(this: PoolRank) -> Iterator[PipelineRunner]:
+def reset_engine(this: PoolRank) -> Iterator[PipelineRunner]:
     """An engine that leaves the pipelines as they were."""
     engine = PipelineRunner(this.context)
     try:
@@ -160,7 +160,7 @@ def studio_engine(this: PoolRank) -> Iterator[PipelineRunner]:
 def emulated(case: Case, picture: Picture) -> Tensor:
     """Final latents as they are to be, from one process."""
     plan, pipe = Plan.parse(case.plan), pipeline(case)
-    policy = treatment_of(Run(strategy=str(plan.strategy), exchange=case.exchange))
+    policy = policy_of(Run(strategy=str(plan.strategy), exchange=case.exchange))
     if policy.warmup_steps:
         policy = replace(policy, warmup_steps=policy.warmup_steps * pipe.scheduler.order)
     torch.manual_seed(SEED)
@@ -200,24 +200,24 @@ Happening = Picture | Change
 
 def row_and_alone(this: PoolRank, case: Case, row: Sequence[Happening]) -> list[tuple[RankOutput, RankOutput]]:
     """Each picture of a row as drawn there, and as drawn by ranks that had never drawn another. One may fail."""
-    with studio_engine(this) as engine:
-        in_a_row = _all_of(Studio(engine, case), row)
+    with reset_engine(this) as engine:
+        in_a_row = _all_of(CaseRunner(engine, case), row)
         alone = []
         for number, happening in enumerate(row):
             if isinstance(happening, Picture):
                 changes = [before for before in row[:number] if isinstance(before, Change)]
-                alone += _all_of(Studio(engine, case), [*changes, happening])
+                alone += _all_of(CaseRunner(engine, case), [*changes, happening])
         return list(zip(in_a_row, alone, strict=True))
 
 
-def _all_of(studio: Studio, row: Sequence[Happening]) -> list[RankOutput]:
+def _all_of(runner: CaseRunner, row: Sequence[Happening]) -> list[RankOutput]:
     found = []
     for happening in row:
         if isinstance(happening, Change):
-            happening.happen(studio.engine)
+            happening.happen(runner.engine)
         elif happening.fails_after is None:
-            found.append(studio.draw(happening))
+            found.append(runner.generate(happening))
         else:
             with suppress(ArithmeticError):
-                assert studio.draw(happening).latents is None, "it was to fail"  # an idle rank draws nothing
+                assert runner.generate(happening).latents is None, "it was to fail"  # an idle rank draws nothing
     return found

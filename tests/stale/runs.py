@@ -60,12 +60,12 @@ def plain(run: Run) -> list[Tensor]:
 
 
 @torch.no_grad()
-def emulated(run: Run, places: int, evaluations: Sequence[int] = ()) -> list[Tensor]:
+def emulated(run: Run, ranks: int, evaluations: Sequence[int] = ()) -> list[Tensor]:
     """What so many ranks are to predict; `evaluations`: not from the first on, but these."""
     denoiser = denoisers.build(run.denoiser)
     split = "rows" if run.size[0] >= run.size[1] else "columns"
     known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites_of(run.denoiser))
-    with known, Emulation(denoiser, places, treatment_of(run), split=split):
+    with known, Emulation(denoiser, ranks, policy_of(run), split=split):
         return [denoiser(**arguments(run, each))[0] for each in evaluations or range(run.evaluations)]
 
 
@@ -81,7 +81,7 @@ CONTEXTS = {"displaced": "all", "pcpp": "band"}
 MOMENTS = {"sync": "fresh"}
 
 
-def treatment_of(run: Run) -> EmulatedPolicy:
+def policy_of(run: Run) -> EmulatedPolicy:
     """A strategy in the words of the emulation."""
     if run.exchange == "off":
         return ALONE

@@ -25,7 +25,7 @@ TOGETHER = ("displaced", "pcpp:fraction=0.5", "fresh-edges", "fresh-edges:contex
 EVALUATIONS = {"Heun": 7, "KDPM2": 7}  # of four steps; the last one of these needs one only
 
 
-def draw(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[RankOutput]]:
+def generate(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[RankOutput]]:
     found: list[list[RankOutput]] = ranks.run(f"{ON_RANKS}:generated", POOL_SIZE, list(cases), list(pictures))[0]
     return found
 
@@ -40,7 +40,7 @@ def test_every_scheduler(ranks: Any, scheduler: str) -> None:
     """As emulated; not as in one process, nor as with an exchange that has stopped."""
     cases = [Case(plan=plan, scheduler=scheduler) for plan in (DISPLACED, POOLED)]
     frozen = Case(plan=DISPLACED, scheduler=scheduler, exchange="frozen")
-    *found, (control,) = draw(ranks, [*cases, frozen], Picture())
+    *found, (control,) = generate(ranks, [*cases, frozen], Picture())
     whole = plain(cases[0], Picture())
     for case, (got,) in zip(cases, found, strict=True):
         assert relative(latents(got), emulated(case, Picture())) <= SAME
@@ -52,7 +52,7 @@ def test_every_scheduler(ranks: Any, scheduler: str) -> None:
 def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
     order, evaluations = SCHEDULERS[scheduler].order, EVALUATIONS.get(scheduler, 4)
     plans = {warmup: f"patch=2,strategy=displaced:warmup_steps={warmup}" for warmup in (1, 2)}
-    found = draw(ranks, [Case(plan=plan, scheduler=scheduler) for plan in plans.values()], Picture())
+    found = generate(ranks, [Case(plan=plan, scheduler=scheduler) for plan in plans.values()], Picture())
     for warmup, (got,) in zip(plans, found, strict=True):
         assert (got.exact_calls, got.stale_calls) == (warmup * order, evaluations - warmup * order)
 
@@ -68,7 +68,7 @@ def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
 def test_both_splits_together(ranks: Any, pipeline: str, strategy: str) -> None:
     case = Case(plan=f"cfg=2,patch=2,strategy={strategy}:warmup_steps=2", pipeline=pipeline)
     pictures = [Picture(size=size) for size in (Picture().size, WIDE)]
-    for picture, got in zip(pictures, draw(ranks, [case], *pictures)[0], strict=True):
+    for picture, got in zip(pictures, generate(ranks, [case], *pictures)[0], strict=True):
         assert relative(latents(got), emulated(case, picture)) <= SAME
         assert relative(latents(got), plain(case, picture)) > 3 * SAME
 
@@ -78,7 +78,7 @@ def test_as_many_exact_steps_as_steps_are_exact_bit_for_bit(ranks: Any, plan: st
     strategies = {"displaced": 4, "pcpp": 9, "fresh-edges": 4, "fresh-edges:bits=8": 9}
     plans = [f"{plan},strategy={strategy}:warmup_steps={steps}" for strategy, steps in strategies.items()]
     cases = [Case(plan=each) for each in (f"{plan},strategy=exact", *plans)]
-    (exact,), *found = draw(ranks, cases, Picture())
+    (exact,), *found = generate(ranks, cases, Picture())
     assert all(torch.equal(latents(got), latents(exact)) for (got,) in found)
     assert [got.stale_calls for (got,) in found] == [0] * len(plans)
 
@@ -90,13 +90,13 @@ def test_guidance_that_ends_half_way(ranks: Any, plan: str) -> None:
     With axis `cfg` a rank's share of it keeps its shape, but is of another branch.
     """
     case, picture = Case(plan=plan), Picture(steps=6, unguided_after=3)
-    (got,) = draw(ranks, [case], picture)[0]
+    (got,) = generate(ranks, [case], picture)[0]
     assert relative(latents(got), emulated(case, picture)) <= SAME
     assert (got.exact_calls, got.stale_calls) == (2, 4)
 
 
 def test_one_step(ranks: Any) -> None:
     case, picture = Case(plan=DISPLACED, scheduler="LCM"), Picture(steps=1)
-    (got,) = draw(ranks, [case], picture)[0]
+    (got,) = generate(ranks, [case], picture)[0]
     assert relative(latents(got), plain(case, picture)) <= SAME
     assert (got.exact_calls, got.stale_calls) == (1, 0)

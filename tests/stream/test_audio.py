@@ -35,7 +35,7 @@ def test_a_tone_is_in_its_band(hertz: float, band: int) -> None:
     assert torch.allclose(levels[:, 1 + band], levels[:, 0], atol=0.02)
 
 
-def test_no_sound_is_silence() -> None:
+def test_no_audio_is_silence() -> None:
     assert (audio_levels(torch.zeros(16000), CONFIG) == SILENCE).all()
     assert audio_levels(torch.zeros(10), CONFIG).shape == (0, 5)
 
@@ -62,7 +62,7 @@ def test_tokens_are_the_last_frames_heard() -> None:
     assert latent_tokens(levels[5:], range(2, 3), four, first=5)[..., 0].tolist() == [[6, 7, 8]]
 
 
-def test_sound_that_is_not_there_is_refused() -> None:
+def test_audio_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match="up to 3, but there is audio for frames 0 to 2 only"):
         latent_tokens(torch.zeros(3, 5), range(4), CONFIG)
     with pytest.raises(PlanError, match="for frames 2 to 4 only"):
@@ -80,7 +80,7 @@ def test_untrained_it_changes_nothing_and_trained_it_does() -> None:
     assert added.abs().max() > 1e-3
 
 
-def test_a_frame_takes_from_its_own_sound() -> None:
+def test_a_frame_takes_from_its_own_audio() -> None:
     net, hidden, heard = conditioner(), noise(1, 8, 24), sound(0)
     other = heard.clone()
     other[:, 1] += 1

@@ -31,7 +31,7 @@ def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 
         net.remember_sink(memory, sink(0), text(0))
     return torch.cat(
         [
-            net.velocity(memory, x, timestep, text(0), block=first + i, heard=BlockAudio(sound(i)) if hears else None)
+            net.velocity(memory, x, timestep, text(0), block=first + i, audio=BlockAudio(sound(i)) if hears else None)
             for i, x in enumerate(blocks())
         ],
         2,
@@ -82,7 +82,7 @@ def test_a_block_does_not_see_later_ones() -> None:
     assert not torch.equal(one, other)
 
 
-def test_an_hour_later_is_the_same_picture() -> None:
+def test_an_hour_later_is_the_same_image() -> None:
     """Attention sees differences of places only: far beyond Wan's own table nothing changes."""
     for positions in ("abs", "relative"):
         net = causal(positions=positions)
@@ -135,7 +135,7 @@ def test_one_transformer_serves_several_memories() -> None:
     outs: list[list[Tensor]] = [[], []]
     for i, x in enumerate(blocks()):
         for memory, out, level in zip(memories, outs, (500.0, 100.0), strict=True):
-            out.append(net.velocity(memory, x, level, text(0), block=i, heard=BlockAudio(sound(i))))
+            out.append(net.velocity(memory, x, level, text(0), block=i, audio=BlockAudio(sound(i))))
     assert torch.equal(torch.cat(outs[0], 2), alone)
     assert not torch.equal(torch.cat(outs[1], 2), alone)
 

@@ -142,7 +142,7 @@ def stream_of_two(steps: int = 3, boundary: int = 1) -> WanStream:
     )
 
 
-def test_a_step_is_drawn_by_the_transformer_of_its_level() -> None:
+def test_a_step_is_computed_by_the_transformer_of_its_level() -> None:
     """Wan 2.2 (arXiv:2503.20314): at high noise one, at low noise the other; on ranks as in one process."""
     outcome, _ = pipelined(stream_of_two, StreamPlan.even(3, 4), Script({}, hears=False))
     assert differing(outcome, serial(stream_of_two(), {}, hears=False)) == []

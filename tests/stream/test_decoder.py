@@ -36,7 +36,7 @@ def test_without_its_memory_wan_differs() -> None:
     assert not torch.equal(fresh, whole[-len(fresh) :])
 
 
-def test_a_picture_encoded_is_what_the_pipelines_would_take() -> None:
+def test_an_image_encoded_is_what_the_pipelines_would_take() -> None:
     net = vae()
     picture = noise(1, 3, 8, 12).clamp(-1, 1)
     latents = WanDecoder(net).encode(picture)

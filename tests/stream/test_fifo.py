@@ -36,7 +36,7 @@ TOKENS = ROWS * COLUMNS // 4
 BLOCKS, SEED = 4, 7
 START = Prompt(text=text(0), negative=text(9))
 PLANS = [fifo_plan(QUEUE.zones, ranks) for ranks in range(1, QUEUE.zones + 2)]
-DRAWING = threading.Lock()
+GENERATING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
 
@@ -46,15 +46,15 @@ def run(**other: Any) -> FifoRun:
 
 
 def model(queue: FifoOptions = QUEUE, **other: Any) -> FifoModel:
-    with DRAWING:
+    with GENERATING:
         return FifoModel(WanFrames(transformer()), WanDecoder(vae()), queue, run(**other))
 
 
 # --- the oracle: one list, one loop, plain calls of the transformer ---------------------------------------------------
 
 
-def draw_noise(frame: int, draw: int) -> Tensor:
-    return keyed_noise(SEED, frame, draw, FRAME)
+def sample_noise(frame: int, index: int) -> Tensor:
+    return keyed_noise(SEED, frame, index, FRAME)
 
 
 def predicted(net: Any, x: Tensor, levels: list[float], prompt: Prompt, scale: float) -> Tensor:
@@ -78,7 +78,7 @@ def plain(
     net, prompt, f, n = transformer(), START, queue.window, queue.levels
     table = FlowSchedule.shifted(n, shift=queue.shift).sigmas
     steps = FlowSchedule.shifted(queue.first_steps, shift=queue.shift).sigmas
-    film = torch.cat([draw_noise(i, 0) for i in range(f)], 2)
+    film = torch.cat([sample_noise(i, 0) for i in range(f)], 2)
     for now, after in pairwise(steps):
         film = film + (after - now) * predicted(net, film, [now] * f, prompt, scale)
     clean = [film[:, :, i : i + 1] for i in range(f)]
@@ -86,14 +86,14 @@ def plain(
     for time in range(n):
         number = time - (n - f)
         level = table[n - time]
-        generated = draw_noise(number, 1) if number >= 0 else draw_noise(0, 2 + time)
+        generated = sample_noise(number, 1) if number >= 0 else sample_noise(0, 2 + time)
         line.append((1 - level) * clean[max(0, number)] + level * generated)
     before = [0.0] * (f // 2) + list(reversed(table[:-1]))  # levels in the order of time, at the start of a tick
     after = [0.0] * (f // 2) + list(reversed(table[1:]))
     for block in range(f, blocks + n):
         prompt = (prompts or {}).get(block, prompt)
         gone.append(line.pop(0))
-        line.append(draw_noise(block, 0))
+        line.append(sample_noise(block, 0))
         seen, line = gone[-(f // 2) :] + line, []
         for start in range(0, n, f // 2):
             levels = before[start : start + f]
@@ -167,7 +167,7 @@ def test_guidance_and_another_prompt() -> None:
     assert differing(outcome, plain(7, scale=3.0)) == list(range(7))
 
 
-def test_a_prompt_that_changes_within_the_first_film_holds_from_the_first_tick_on() -> None:
+def test_a_prompt_that_changes_within_the_first_video_holds_from_the_first_tick_on() -> None:
     other = Prompt(text=text(1))
     assert differing(spread(PLANS[1], script({2: (other,)})), plain(prompts={QUEUE.window: other})) == []
 
@@ -199,7 +199,7 @@ def test_rests_change_nothing() -> None:
     assert differing(spread(PLANS[1], script(rests={0: 2, 2: 1})), plain()) == []
 
 
-def test_an_interrupted_stream_begins_with_another_film() -> None:
+def test_an_interrupted_stream_begins_with_another_video() -> None:
     """From its first frame on it is a stream of its own, with the noise of its own frames."""
     outcome: Outcome = []
     orders = Script({2: (START,)}, blocks=4, hears=False)
@@ -266,7 +266,7 @@ def test_only_neighbours_talk_and_say_little() -> None:
         assert last == {"context": context}
 
 
-def test_the_first_film_is_that_of_diffusers() -> None:
+def test_the_first_video_is_that_of_diffusers() -> None:
     """A level for each token is that level for all of them; diffusers' own scheduler and one timestep as the oracle."""
     net, schedule = transformer(), FlowSchedule.shifted(3, shift=3.0)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)

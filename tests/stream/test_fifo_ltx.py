@@ -122,7 +122,7 @@ def spread(pipe: LTXPipeline, ranks: int, blocks: int) -> Outcome:
 
 
 @torch.no_grad()
-def test_pictures_are_those_of_the_whole_film_on_any_ranks(pipe: LTXPipeline) -> None:
+def test_images_are_those_of_the_whole_video_on_any_ranks(pipe: LTXPipeline) -> None:
     blocks = latents_late(pipe.vae) + 3
     alone = spread(pipe, 1, blocks)
     assert [len(frames) for _, frames in alone] == [1, *[8] * (blocks - 1)]

@@ -25,7 +25,7 @@ from tests.tensors import noise
 from tests.unit.threads import on_threads
 
 TOKENS = ROWS * COLUMNS // 4  # of a frame
-DRAWING = threading.Lock()
+GENERATING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
 
@@ -57,7 +57,7 @@ def part(transport: Transport, ranks: Sequence[int], kind: type[StepGroup] = Ste
 
 def on_rank(transport: Transport, plan: StreamPlan, script: Script, kind: type[StepGroup], options: Any) -> Outcome:
     inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks, kind)
-    with DRAWING:
+    with GENERATING:
         model = stream(plan.steps, inner=inner, **options)
     return stage(transport, {transport.rank: model}, plan, script)[0]
 
@@ -112,7 +112,7 @@ def test_without_the_others_tokens_it_is_another_stream() -> None:
 
 def test_each_rank_keeps_its_heads_only() -> None:
     def held(transport: Transport) -> int:
-        with DRAWING:
+        with GENERATING:
             net = causal(inner=part(transport, range(2)))
         return net.memory(ROWS, COLUMNS).num_bytes
 
@@ -124,7 +124,7 @@ def sent(transport: Transport, window: int) -> dict[str, int]:
     """Bytes that this rank sends for the last of several blocks."""
     inner = part(transport, range(2))
     assert inner is not None
-    with DRAWING:
+    with GENERATING:
         net = causal(window=window, inner=inner, hears=False)
     memory, traffic = net.memory(ROWS, COLUMNS), inner._comm.traffic
     for block in range(4):
@@ -152,7 +152,7 @@ def test_whether_a_block_is_wanted_is_told_by_one_rank() -> None:
 
         around = StageIO(order=script.order, put=put, is_cancelled=lambda: transport.rank in (1, 3))
         inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
-        with DRAWING:
+        with GENERATING:
             model = stream(2, inner=inner)
         StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
         return outcome
@@ -172,7 +172,7 @@ def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
 
         around = StageIO(order=Script({}, blocks=1000).order, put=put, is_cancelled=cancelled.is_set)
         inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
-        with DRAWING:
+        with GENERATING:
             model = stream(2, inner=inner)
         return StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
 

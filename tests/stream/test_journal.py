@@ -69,8 +69,8 @@ def test_the_same_bits_again(which: str, taken_down: Any, request: pytest.Fixtur
 def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """From its block on and not before, and the comparison sees it."""
     path, target = taken_down[0], tmp_path / "a.jsonl"
-    wish = {"kind": "PromptUpdate", "text": "a cow", "transition": "blend", "over": 2}
-    assert differing(one, changed(path, 4, target, updates=[wish])) == [3, 4, 5]
+    update = {"kind": "PromptUpdate", "text": "a cow", "transition": "blend", "over": 2}
+    assert differing(one, changed(path, 4, target, updates=[update])) == [3, 4, 5]
     assert differing(one, changed(path, 5, target, updates=[])) == [4, 5]
     assert differing(one, changed(path, 0, target, seed=4)) == list(range(6))
     silent = StreamRecording.read(path).blocks[5].heard[0] * 0
@@ -118,20 +118,20 @@ def came(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "update",
     [
         PromptUpdate(text="a “fox”\n", transition="blend", over=3),
         ReferenceUpdate(image=FACE),
         Parameter(name="audio_scale", value=0.1),
         Reference(latents=noise(1, 4, 1, 2, 2).to(torch.bfloat16)),
     ],
-    ids=lambda wish: type(wish).__name__,
+    ids=lambda update: type(update).__name__,
 )
-def test_every_change_survives(wish: Any) -> None:
-    found = as_update(json.loads(json.dumps(as_words(wish))))
-    assert type(found) is type(wish)
-    for name in wish.__dataclass_fields__:
-        a, b = getattr(found, name), getattr(wish, name)
+def test_every_change_survives(update: Any) -> None:
+    found = as_update(json.loads(json.dumps(as_words(update))))
+    assert type(found) is type(update)
+    for name in update.__dataclass_fields__:
+        a, b = getattr(found, name), getattr(update, name)
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 

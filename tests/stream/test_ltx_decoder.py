@@ -66,7 +66,7 @@ def whole(net: AutoencoderKLLTXVideo, latents: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[1], [1] * 9, [2, 1, 4, 1]], ids=str)
 @torch.no_grad()
-def test_pictures_are_those_of_the_whole_film(kind: str, pieces: list[int]) -> None:
+def test_images_are_those_of_the_whole_video(kind: str, pieces: list[int]) -> None:
     net = vae(**KINDS[kind])
     latents = noise(1, 8, sum(pieces), 3, 2, seed=5)
     wanted = whole(net, latents)

@@ -47,7 +47,7 @@ def test_euler_steps_are_those_of_diffusers() -> None:
     assert torch.allclose(mine, theirs, atol=1e-6)
 
 
-def test_renoising_ends_in_the_clean_picture() -> None:
+def test_renoising_ends_in_the_clean_image() -> None:
     flow = FlowSchedule(sigmas=(1.0, 0.4, 0.0), sampler="renoise")
     clean, first, second = (noise(3, seed=seed) for seed in range(3))
     x = flow.advance(0, first, first - clean, second)

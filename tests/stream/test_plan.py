@@ -9,7 +9,7 @@ from patchpar.stream.plan import StreamPlan, plans
 
 
 @pytest.mark.parametrize(
-    ("steps", "ranks", "drawing"),
+    ("steps", "ranks", "diagram"),
     [
         (4, 1, "4 steps on 1 ranks (rank 0: steps 0-3, decode)"),
         (4, 2, "4 steps on 2 ranks (rank 0: steps 0-1; rank 1: steps 2-3, decode)"),
@@ -19,9 +19,9 @@ from patchpar.stream.plan import StreamPlan, plans
         (2, 5, "2 steps on 5 ranks (ranks 0-1: step 0; ranks 2-3: step 1; rank 4: decode)"),
     ],
 )
-def test_an_even_plan(steps: int, ranks: int, drawing: str) -> None:
+def test_an_even_plan(steps: int, ranks: int, diagram: str) -> None:
     plan = StreamPlan.even(steps, ranks)
-    assert str(plan) == drawing
+    assert str(plan) == diagram
     assert (plan.steps, plan.ranks) == (steps, ranks)
 
 

@@ -19,7 +19,7 @@ RED_ABOVE[:4, :, 0] = 200
 
 
 @pytest.mark.parametrize("kind", ["file", "text", "PIL", "array", "tensor", "read-only array"])
-def test_every_kind_is_the_same_picture(kind: str, tmp_path: Path) -> None:
+def test_every_kind_is_the_same_image(kind: str, tmp_path: Path) -> None:
     Image.fromarray(RED_ABOVE).save(tmp_path / "a.png")
     locked = RED_ABOVE.copy()
     locked.flags.writeable = False
@@ -43,7 +43,7 @@ def test_other_modes_and_sizes_are_converted(mode: str) -> None:
     assert (found.shape, found.dtype) == ((8, 12, 3), torch.uint8)
 
 
-def test_a_picture_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
+def test_an_image_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
     picture = Image.fromarray(RED_ABOVE).rotate(90, expand=True)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, clockwise
@@ -62,6 +62,6 @@ def test_a_picture_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
         (np.zeros((4, 4, 3), np.uint8), r"or \(8, 12, 3\) in uint8"),
     ],
 )
-def test_what_is_no_picture(given: Any, message: str) -> None:
+def test_what_is_no_image(given: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         load_reference_image(given, 8, 12)

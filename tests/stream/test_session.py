@@ -174,7 +174,7 @@ def test_a_pause_holds_the_next_block_and_changes_nothing() -> None:
     assert [first.block, *held, *rest] == list(range(8))
 
 
-def test_a_wish_holds_from_the_block_that_it_names() -> None:
+def test_an_update_holds_from_the_block_that_it_names() -> None:
     ranks = Ranks()
     with session(ranks, blocks=9, credit=1).begin(PromptUpdate(text="first")) as stream:
         next(stream)
@@ -388,7 +388,7 @@ def whole(samples: Tensor) -> AudioTrack:
     return track
 
 
-def test_a_stream_is_as_long_as_its_sound() -> None:
+def test_a_stream_is_as_long_as_its_audio() -> None:
     samples = noise(2000) * 0.3
     with session(Ranks(), blocks=None, track=whole(samples)).begin() as stream:
         chunks = list(stream)
@@ -399,7 +399,7 @@ def test_a_stream_is_as_long_as_its_sound() -> None:
     assert [len(chunk.audio) for chunk in chunks if chunk.audio is not None] == [len(c.frames) * 100 for c in chunks]
 
 
-def test_live_sound_is_heard_as_it_comes_and_as_if_it_had_been_there() -> None:
+def test_live_audio_is_heard_as_it_comes_and_as_if_it_had_been_there() -> None:
     samples = noise(2000) * 0.3
     together, piecewise = Ranks(), Ranks()
     with session(together, blocks=None, track=whole(samples)).begin() as stream:
@@ -417,7 +417,7 @@ def test_live_sound_is_heard_as_it_comes_and_as_if_it_had_been_there() -> None:
     assert torch.equal(heard(together), heard(piecewise))
 
 
-def test_no_block_begins_before_its_sound() -> None:
+def test_no_block_begins_before_its_audio() -> None:
     ranks = Ranks()
     with session(ranks, blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
         assert ranks.idle.wait(10)
@@ -433,7 +433,7 @@ def seconds_ahead(track: AudioTrack) -> float:
     return len(track._samples) / AUDIO.rate
 
 
-def test_sound_does_not_pile_up() -> None:
+def test_audio_does_not_pile_up() -> None:
     track = AudioTrack(AUDIO, FRAMES)
     with session(Ranks(), blocks=50, track=track).begin() as stream:
         for _ in range(50):
@@ -460,6 +460,6 @@ def test_other_rates_are_brought_to_the_model_s(rate: int) -> None:
         (torch.full((5,), float("nan")), 2000, "no numbers"),
     ],
 )
-def test_sound_that_cannot_be_is_refused(samples: Tensor, rate: int, message: str) -> None:
+def test_audio_that_cannot_be_is_refused(samples: Tensor, rate: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         AudioTrack(AUDIO, FRAMES).push(samples, rate)

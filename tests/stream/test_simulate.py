@@ -65,7 +65,7 @@ def test_credit_bounds_what_is_in_flight() -> None:
     assert [simulate(plan, slow, lead=lead).in_flight for lead in (0, 1, 4)] == [5, 6, 9]
 
 
-def test_live_sound_sets_the_pace() -> None:
+def test_live_audio_sets_the_pace() -> None:
     live = StreamCosts(step=0.1, decode=0.1, frames=12, source=0.48)
     forecast = simulate(StreamPlan.even(4, 5), live)
     assert forecast.fps == pytest.approx(25)
@@ -73,7 +73,7 @@ def test_live_sound_sets_the_pace() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_from_sound_to_picture(ranks: int) -> None:
+def test_from_audio_to_image(ranks: int) -> None:
     """The budget is what the simulator finds: a block of sound, and then the time to its first frame."""
     plan = StreamPlan.even(4, ranks)
     live = StreamCosts(step=0.1, decode=0.05, frames=12, link=0.01, source=0.48)

@@ -54,7 +54,7 @@ def test_every_kind_of_model(options: dict[str, Any]) -> None:
     assert differing(outcome, serial(make(), EVERYTHING)) == []
 
 
-def test_without_sound() -> None:
+def test_without_audio() -> None:
     make = partial(stream, 2, hears=False)
     outcome, _ = pipelined(make, StreamPlan.even(2, 3), Script({}, hears=False))
     assert differing(outcome, serial(make(), {}, hears=False)) == []

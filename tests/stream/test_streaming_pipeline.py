@@ -39,10 +39,10 @@ def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> li
     network = CausalWan(pipe.transformer.eval(), config.blocks, AudioConditioner.load(face_folder / "transformer"))
     decoder = WanDecoder(pipe.vae)
 
-    def change(wish: Any) -> Change:
-        if not isinstance(wish, str):
-            return wish
-        text, _ = pipe.encode_prompt(wish, do_classifier_free_guidance=False, max_sequence_length=TEXT)
+    def change(update: Any) -> Change:
+        if not isinstance(update, str):
+            return update
+        text, _ = pipe.encode_prompt(update, do_classifier_free_guidance=False, max_sequence_length=TEXT)
         return Prompt(text=text)
 
     text = torch.zeros(1, TEXT, pipe.transformer.config.text_dim)
@@ -53,7 +53,7 @@ def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> li
     levels = audio_levels(torch.cat([SOUND, torch.zeros(1000)]), AUDIO)
     memory, frames, first = model.new_decoder(), [], None
     for block in range(BLOCKS):
-        due = [change(wish) for wish in changes.get(block, [])]
+        due = [change(update) for update in changes.get(block, [])]
         if block == 0:
             due.append(Reference(latents=decoder.encode(from_pixels(FACE))))
         if block == config.steps:
@@ -88,7 +88,7 @@ def test_the_frames_of_one_loop(which: str, face_folder: Path, request: pytest.F
     assert [one.blocks for one in stream.figures] == [BLOCKS] * pipe.plan.ranks
 
 
-def test_live_sound_and_a_pause_change_nothing(three: StreamingPipeline, face_folder: Path) -> None:
+def test_live_audio_and_a_pause_change_nothing(three: StreamingPipeline, face_folder: Path) -> None:
     with three.stream("a fox", reference=Image.fromarray(FACE.numpy()), audio="live", seed=3) as stream:
         for piece in SOUND.split(300):
             stream.push_audio(piece, 2000)

@@ -28,25 +28,25 @@ class Change:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def drawn_between(
-    this: PoolRank, drawing: PipelineCase, changes: Sequence[Change], pipe: Any = None
+def generated_between(
+    this: PoolRank, case: PipelineCase, changes: Sequence[Change], pipe: Any = None
 ) -> list[tuple[Tensor, Tensor]]:
     """Latents of a picture after each change, split and plain. `pipe`: one that has come from the test's process.
 
     Needs all ranks of the pool.
     """
-    alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), PipelineRunner(this.context)
-    plan, pictures = Plan.parse(drawing.plan), []
-    verify: Path | bool = drawing.verifications / str(this.rank) if drawing.verifications else False
+    alone, found, engine = tiny.build(case.name), tiny.build(case.name), PipelineRunner(this.context)
+    plan, pictures = Plan.parse(case.plan), []
+    verify: Path | bool = case.verifications / str(this.rank) if case.verifications else False
     engine.adopt(found.pipe if pipe is None else pipe)
     try:
         for change in changes:
             engine.apply(change.method, change.args, change.kwargs)
             attrgetter(change.method)(alone.pipe)(*change.args, **change.kwargs)
             options = CallOptions(plan=plan, verify=verify, quiet=True)
-            output = getattr(engine.generate(arguments(drawing, found), options), "output", None)
+            output = getattr(engine.generate(arguments(case, found), options), "output", None)
             if output is not None:
-                pictures.append((latents_of(output), latents_of(alone.pipe(**arguments(drawing, alone)))))
+                pictures.append((latents_of(output), latents_of(alone.pipe(**arguments(case, alone)))))
     finally:
         engine.restore()
     return pictures

@@ -36,11 +36,11 @@ class PipelineCase:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def arguments(drawing: PipelineCase, found: tiny.Tiny, seed: int = 0) -> dict[str, Any]:
+def arguments(case: PipelineCase, found: tiny.Tiny, seed: int = 0) -> dict[str, Any]:
     """What the pipeline is called with."""
     generator = torch.Generator().manual_seed(seed)
-    steps = {"num_inference_steps": drawing.steps, "output_type": "latent"}
-    return found.call_kwargs | steps | {"generator": generator} | drawing.options
+    steps = {"num_inference_steps": case.steps, "output_type": "latent"}
+    return found.call_kwargs | steps | {"generator": generator} | case.options
 
 
 def latents_of(output: Any) -> Tensor:
@@ -48,27 +48,27 @@ def latents_of(output: Any) -> Tensor:
     return torch.as_tensor(output[0] if isinstance(output, tuple) else next(iter(output.values())))
 
 
-def generated(this: PoolRank, drawings: Sequence[PipelineCase]) -> list[Tensor | str | None]:
+def generated(this: PoolRank, cases: Sequence[PipelineCase]) -> list[Tensor | str | None]:
     """Final latents of each drawing on the first rank, or what it raised. Needs all ranks of the pool."""
     engine = PipelineRunner(this.context)
     try:
-        return [_drawn(engine, drawing) for drawing in drawings]
+        return [_generated(engine, case) for case in cases]
     finally:
         engine.restore()
 
 
-def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None:
-    found = tiny.build(drawing.name)
-    plan = Plan.parse(drawing.plan)
+def _generated(engine: PipelineRunner, case: PipelineCase) -> Tensor | str | None:
+    found = tiny.build(case.name)
+    plan = Plan.parse(case.plan)
     engine.adopt(found.pipe)
-    if drawing.cache is not None:
-        engine.apply("transformer.enable_cache", (drawing.cache,), {})
-    engine.install(plan, verify=drawing.verifications or False)
-    engine.control(exchange=drawing.exchange)
-    options = CallOptions(plan=plan, verify=drawing.verifications or False, quiet=True)
+    if case.cache is not None:
+        engine.apply("transformer.enable_cache", (case.cache,), {})
+    engine.install(plan, verify=case.verifications or False)
+    engine.control(exchange=case.exchange)
+    options = CallOptions(plan=plan, verify=case.verifications or False, quiet=True)
     try:
-        for seed in (1, 0) if drawing.twice else (0,):
-            output = getattr(engine.generate(arguments(drawing, found, seed), options), "output", None)
+        for seed in (1, 0) if case.twice else (0,):
+            output = getattr(engine.generate(arguments(case, found, seed), options), "output", None)
     except PatchparError as error:
         return f"{type(error).__name__}: {error}"
     return None if output is None else latents_of(output)
@@ -77,14 +77,14 @@ def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None
 def with_compiled_blocks(this: PoolRank, name: str, denoiser: str) -> tuple[Any, Tensor, int]:
     """Latents of a pipeline whose blocks were compiled through the engine, plain ones, and the number of graphs."""
     counter, found = CompileCounter(), tiny.build(name)
-    drawing, engine = PipelineCase(name=name, plan="patch=2"), PipelineRunner(this.context)
-    want = latents_of(found.pipe(**arguments(drawing, found)))
-    plan = Plan.parse(drawing.plan)
+    case, engine = PipelineCase(name=name, plan="patch=2"), PipelineRunner(this.context)
+    want = latents_of(found.pipe(**arguments(case, found)))
+    plan = Plan.parse(case.plan)
     engine.adopt(found.pipe)
     try:
         engine.apply(f"{denoiser}.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
         generated = [
-            engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"
+            engine.generate(arguments(case, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"
         ]
         got = getattr(generated[1], "output", None)
     finally:
@@ -122,8 +122,8 @@ def own_decisions(this: PoolRank, cache: Any, steps: int) -> list[bool]:
     try:
         engine.apply("transformer.enable_cache", (cache,), {})
         with patch.object(CacheVote, "_decide", noted):
-            drawing = PipelineCase(name="flux", plan="patch=2", steps=steps)
-            engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
+            case = PipelineCase(name="flux", plan="patch=2", steps=steps)
+            engine.generate(arguments(case, found), CallOptions(plan=plan, verify=False, quiet=True))
     finally:
         engine.restore()
     return decided
@@ -132,7 +132,7 @@ def own_decisions(this: PoolRank, cache: Any, steps: int) -> list[bool]:
 def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Latents of pictures with adapters of `folder` put on and taken off between them, split and plain."""
     found, alone, engine = tiny.build("flux"), tiny.build("flux"), PipelineRunner(this.context)
-    drawing, plan = PipelineCase(name="flux", plan="patch=3"), Plan.parse("patch=3")
+    case, plan = PipelineCase(name="flux", plan="patch=3"), Plan.parse("patch=3")
     engine.adopt(found.pipe)
 
     def load(do: Any) -> None:
@@ -150,10 +150,10 @@ def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
         for change in changes:
             change(lambda name, *args, **kwargs: engine.apply(name, args, kwargs))
             change(lambda name, *args, **kwargs: getattr(alone.pipe, name)(*args, **kwargs))
-            generated = engine.generate(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
+            generated = engine.generate(arguments(case, found), CallOptions(plan=plan, verify=False, quiet=True))
             got = getattr(generated, "output", None)
             if got is not None:
-                pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(drawing, alone)))))
+                pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(case, alone)))))
     finally:
         engine.restore()
     return pictures

@@ -121,7 +121,7 @@ class Case:
         return 0 if self.grid[0] >= self.grid[1] else 1
 
     @property
-    def shares(self) -> list[Tensor]:
+    def token_parts(self) -> list[Tensor]:
         """The numbers of the tokens of each rank."""
         return [block.flatten() for block in self.blocks]
 
@@ -222,12 +222,12 @@ def _joined(case: Case, whole: Tensor) -> Tensor:
     each = whole.chunk(case.ranks)
     if whole.ndim == 3:
         result = torch.empty_like(each[0])
-        for x, share in zip(each, case.shares, strict=True):
-            result[:, share] = x[:, share]
+        for x, indices in zip(each, case.token_parts, strict=True):
+            result[:, indices] = x[:, indices]
         return result
     result = torch.empty_like(each[0])
-    for x, share in zip(each, case.shares, strict=True):
-        owned = torch.isin(case.numbers, share).repeat_interleave(2, 1).repeat_interleave(2, 2)
+    for x, indices in zip(each, case.token_parts, strict=True):
+        owned = torch.isin(case.numbers, indices).repeat_interleave(2, 1).repeat_interleave(2, 2)
         owned = owned if whole.ndim == 5 else owned.squeeze(0)
         result[..., owned] = x[..., owned]
     return result
@@ -290,8 +290,8 @@ class _Replicas(TorchFunctionMode):
     def _corrected(self, now: Tensor, last: Tensor, old: Tensor, length: int) -> Tensor:
         """What is held of every replica's own tokens, moved by what it says of them."""
         found = last.clone()
-        for sender, share in enumerate(self.case.shares):
-            where = self._start(length) + share
+        for sender, indices in enumerate(self.case.token_parts):
+            where = self._start(length) + indices
             own = (x[sender][..., where, :] for x in (now, last, old))
             found[sender][..., where, :] = corrected_tokens(self.case.correction, *own)
         return found
@@ -301,7 +301,7 @@ class _Replicas(TorchFunctionMode):
         start = self._start(length)
         here = torch.ones(length, dtype=torch.bool)
         here[start : start + self.case.tokens] = False
-        here[start + self.case.shares[receiver]] = True
+        here[start + self.case.token_parts[receiver]] = True
         return here.nonzero().flatten()
 
     def _start(self, length: int) -> int:

@@ -54,12 +54,10 @@ def shared(
         )
         installed.control(exchange=exchange, vae="on")
         context: Any = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
-        drawing = PipelineCall(
-            pipe, context, clock, CallOptions(plan=wanted, quiet=True), installed.begin(tracing=False)
-        )
+        case = PipelineCall(pipe, context, clock, CallOptions(plan=wanted, quiet=True), installed.begin(tracing=False))
         try:
             with torch.no_grad():
-                output = drawing.run(arguments)
+                output = case.run(arguments)
             installed.finish()
         finally:
             installed.restore()

@@ -198,9 +198,15 @@ def _covers(one: BlockPlan, other: BlockPlan) -> bool:
         outputs=one.outputs,
         attentions=one.attentions,
         origin=one.origin if other.origin is None else other.origin,
+        text=one.text if other.text is None and _is_beside(one) else other.text,
     )
     counts = [len(each.inputs) + len(each.outputs) + len(each.attentions) for each in (one, other)]
     return counts[0] == counts[1] and same(one, alike) and all(covered(*each) for each in places)
+
+
+def _is_beside(block: BlockPlan) -> bool:
+    """Whether the text, or padding, is in one argument with the tokens, where there may be none of it."""
+    return block.text is not None and next(iter(block.text.inputs)) in block.inputs
 
 
 def _asks_for_ratio(block: BlockPlan) -> bool:

@@ -23,7 +23,7 @@ from tests.conftest import POOL_SIZE
 from tests.tensors import relative
 
 from .on_ranks import PipelineCase, arguments, latents_of
-from .test_pipelines import EXACT, draw
+from .test_pipelines import EXACT, generate
 
 STEPS = 6
 RATIOS = torch.linspace(1.02, 0.98, STEPS).tolist()
@@ -65,10 +65,10 @@ def test_as_in_one_process(ranks: Any, name: str, cache: Any, tmp_path: Path) ->
     if isinstance(cache, FirstBlockCacheConfig):
         assert {True, False} <= set(decided)  # some steps are computed, some are not
     assert relative(without, want) > 10 * EXACT
-    drawings = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=cache, verifications=tmp_path) for plan in plans]
-    for drawing, got in zip(drawings, draw(ranks, *drawings), strict=True):
+    cases = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=cache, verifications=tmp_path) for plan in plans]
+    for case, got in zip(cases, generate(ranks, *cases), strict=True):
         assert not isinstance(got, str), got
-        assert relative(got, want) <= EXACT, drawing.plan
+        assert relative(got, want) <= EXACT, case.plan
 
 
 def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
@@ -85,7 +85,7 @@ def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
     ],
 )
 def test_refused(ranks: Any, cache: Any, plan: str, words: str) -> None:
-    (said,) = draw(ranks, PipelineCase(name="flux", plan=plan, cache=cache))
+    (said,) = generate(ranks, PipelineCase(name="flux", plan=plan, cache=cache))
     assert said.startswith("UnsupportedModel: ")
     assert words.split(".*")[0] in said
     assert words.split(".*")[-1] in said

@@ -72,8 +72,8 @@ def test_where_tokens_come_from(name: str) -> None:
     plan = plan_for(name)
     assert {str(block.origin) for block in plan.blocks if "refiner" not in block.name} == {ORIGINS[name]}
     for variant in (0, 1):
-        ((got, shares),) = split(name, plan, 1, variant, mode=None, cut="rows")
-        assert {each.grid for list_name, each in shares.items() if "refiner" not in list_name} == {
+        ((got, token_ranges),) = split(name, plan, 1, variant, mode=None, cut="rows")
+        assert {each.grid for list_name, each in token_ranges.items() if "refiner" not in list_name} == {
             size_of(name, variant)
         }
         assert error([got], plain(name, variant)) == 0
@@ -143,8 +143,8 @@ def test_no_grid_where_cells_would_be_cut() -> None:
 
 def table(*axes: int, repeat: int = 1) -> Tensor:
     """Cosines and sines [S, 8 for each axis] of the places of a grid."""
-    places = torch.cartesian_prod(*(torch.arange(size) for size in axes)).view(math.prod(axes), -1).float()
-    turned = (places[:, :, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).flatten(1).repeat(repeat, 1)
+    num_ranks = torch.cartesian_prod(*(torch.arange(size) for size in axes)).view(math.prod(axes), -1).float()
+    turned = (num_ranks[:, :, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).flatten(1).repeat(repeat, 1)
     return torch.cat([turned.cos(), turned.sin()], 1)
 
 
@@ -192,19 +192,19 @@ CLIPS = [(TokenGrid(2, 4, 6), "rows"), (TokenGrid(2, 4, 6), "bands"), (TokenGrid
 
 
 @pytest.mark.parametrize(("grid", "cut"), CLIPS)
-@pytest.mark.parametrize("places", [1, 2, 3])
-def test_tokens_are_shared_and_joined(grid: TokenGrid | None, cut: Cut, places: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_tokens_are_shared_and_joined(grid: TokenGrid | None, cut: Cut, num_ranks: int) -> None:
     tokens = 48 if grid is None else grid.num_tokens
     x = torch.arange(tokens).view(1, tokens, 1)
-    shares = [spread(tokens, group_rank, places, grid=grid, cut=cut) for group_rank in range(places)]
-    parts = [each.own(x, 1) for each in shares]
-    assert [part.shape[1] for part in parts] == list(shares[0].sizes)
-    assert torch.equal(shares[0].joined(parts, 1), x)
-    assert torch.equal(shares[0].by_rank(x, -2), torch.cat(parts, 1))
+    token_ranges = [spread(tokens, group_rank, num_ranks, grid=grid, cut=cut) for group_rank in range(num_ranks)]
+    parts = [each.own(x, 1) for each in token_ranges]
+    assert [part.shape[1] for part in parts] == list(token_ranges[0].sizes)
+    assert torch.equal(token_ranges[0].joined(parts, 1), x)
+    assert all(torch.equal(*each) for each in zip(token_ranges[0].parts(x, -2), parts, strict=True))
     for number in range(tokens + 1):
-        assert [each.before(number) for each in shares] == [int((part < number).sum()) for part in parts]
-    most = shares[0].across.num_tokens  # of one row
-    assert max(shares[0].sizes) - min(shares[0].sizes) <= most
+        assert [each.before(number) for each in token_ranges] == [int((part < number).sum()) for part in parts]
+    most = token_ranges[0].across.num_tokens  # of one row
+    assert max(token_ranges[0].sizes) - min(token_ranges[0].sizes) <= most
 
 
 def test_bands_go_along_the_longer() -> None:
@@ -221,7 +221,7 @@ def test_bands_go_along_the_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shares", "text"),
+    ("token_ranges", "text"),
     [
         (
             spread(48, 0, 3, grid=TokenGrid(2, 4, 6), cut="rows"),
@@ -242,8 +242,8 @@ def test_bands_go_along_the_longer() -> None:
         (spread(7, 0, 2), "7 tokens; split in runs: 4, 3"),
     ],
 )
-def test_a_person_can_read_it(shares: TokenRanges, text: str) -> None:
-    assert str(shares) == text
+def test_a_person_can_read_it(token_ranges: TokenRanges, text: str) -> None:
+    assert str(token_ranges) == text
 
 
 def test_what_is_cut_by_what() -> None:
@@ -275,7 +275,13 @@ def test_rows_of_every_frame_are_exact(name: str, cut: Cut) -> None:
     for ranks in (2, 3):
         mode = partial(attend_together, AttentionMode())
         found = split(name, plan_for(name), ranks, 1, mode=mode, cut=cut)
-        assert {each.across.planes for _, shares in found for n, each in shares.items() if "refiner" not in n} == {2}
+        images = [
+            each
+            for _, token_ranges in found
+            for n, each in token_ranges.items()
+            if "refiner" not in n and "text" not in n
+        ]
+        assert {each.across.planes for each in images} == {2}
         assert error([got for got, _ in found], plain(name, 1)) <= LIMIT
     alone = split(name, plan_for(name), 2, 1, mode=None, cut=cut)
     assert error([got for got, _ in alone], plain(name, 1)) > 10 * LIMIT
@@ -296,12 +302,12 @@ def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: AttentionMode
 
     def attend(transport):
         axis = Axis("patch", transport.rank, 3, (0, 1, 2))
-        shares = spread(48, transport.rank, 3, grid=TokenGrid(2, 4, 6), cut="rows")
-        own = rows.cut(whole, shares)
+        token_ranges = spread(48, transport.rank, 3, grid=TokenGrid(2, 4, 6), cut="rows")
+        own = rows.cut(whole, token_ranges)
         split_ = TokenSplit(Communicator(transport), axis, partial(attend_together, keys))
         asked = AttentionCall(query=own, key=own, value=own, **options)
-        out = attend_split(split_, "here", AttentionTokens(rows, rows), shares, asked)
-        return (out - rows.cut(want, shares)).abs().max().item()
+        out = attend_split(split_, "here", [(AttentionTokens(rows, rows), token_ranges)], asked)
+        return (out - rows.cut(want, token_ranges)).abs().max().item()
 
     assert max(on_threads(3, attend)) <= LIMIT
 

@@ -23,7 +23,7 @@ LOAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", first_of(LOAD, "flux"))
-def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) -> None:
+def test_images_with_another_image(ranks: Any, name: str, tmp_path: Path) -> None:
     """Scales change from picture to picture, and with them how often a block of SD3 attends: not at all at none."""
     changes = [
         Change("load_ip_adapter", (weights(name),), LOAD[name]),
@@ -31,8 +31,8 @@ def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) ->
         Change("set_ip_adapter_scale", (0.8,)),
     ]
     for plan in ("patch=2", "cfg=2,patch=2"):
-        drawing = PipelineCase(name=name, plan=plan, verifications=tmp_path / plan, options=pictures(name))
-        found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes)[0]
+        case = PipelineCase(name=name, plan=plan, verifications=tmp_path / plan, options=pictures(name))
+        found = ranks.run("tests.tokens.changed:generated_between", POOL_SIZE, case, changes)[0]
         assert len(found) == len(changes)
         for got, want in found:
             assert relative(got, want) <= LIMIT
@@ -41,13 +41,13 @@ def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) ->
         assert relative(wanted[2], wanted[1]) > 100 * LIMIT
 
 
-def test_from_no_picture_to_one(ranks: Any, tmp_path: Path) -> None:
+def test_from_no_image_to_one(ranks: Any, tmp_path: Path) -> None:
     """The plan kept of a model that attends once is given up where it attends twice."""
     name, generated = "sd3", []
     for scale in (0.0, 0.8):
         changes = [Change("load_ip_adapter", (weights(name),), LOAD[name]), Change("set_ip_adapter_scale", (scale,))]
-        drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path, options=pictures(name))
-        found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes[:1] + changes[1:])
+        case = PipelineCase(name=name, plan="patch=2", verifications=tmp_path, options=pictures(name))
+        found = ranks.run("tests.tokens.changed:generated_between", POOL_SIZE, case, changes[:1] + changes[1:])
         generated += found[0][1:]
     for got, want in generated:
         assert relative(got, want) <= LIMIT

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
+from patchpar.shard.transformer.token_ranges import spread
 from tests.tensors import relative
 
 from .past import Case, on_ranks, plain, replicas
@@ -64,8 +65,10 @@ def test_the_kernel_is_called_on_everybodys_keys(calls: list[Any], strategy: str
     for got in found:
         assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= (LIMIT if strategy == "exact" else SAME)
     text = case.call(0)["encoder_hidden_states"].shape[1]
-    for part in case.shares:
-        assert (len(part) + text, case.tokens + text) in calls
+    ranks = len(case.token_parts)
+    texts = spread(text, 0, ranks).sizes if strategy == "exact" else (text,) * ranks  # others compute all of it
+    for part, of_text in zip(case.token_parts, texts, strict=True):
+        assert (len(part) + of_text, case.tokens + text) in calls
 
 
 def test_ways_that_merge_parts_take_torchs_kernel(calls: list[Any]) -> None:

@@ -71,8 +71,8 @@ NOTHING = Change("transformer.num_parameters")
 @pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
 def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """Between two pictures, and with the seams in."""
-    drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
-    found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, [NOTHING, CHANGES[what], NOTHING])[0]
+    case = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
+    found = ranks.run("tests.tokens.changed:generated_between", POOL_SIZE, case, [NOTHING, CHANGES[what], NOTHING])[0]
     assert len(found) == 3
     for got, want in found:
         assert relative(got, want) <= LIMIT
@@ -87,7 +87,7 @@ def test_before_it_is(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """The pipeline comes with its hooks from the process where they were set."""
     found, change = tiny.build(name), CHANGES[what]
     getattr(found.denoiser, change.method.rpartition(".")[2])(*change.args, **change.kwargs)
-    drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
-    generated = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, [NOTHING], found.pipe)[0]
-    want = latents_of(found.pipe(**arguments(drawing, found)))
+    case = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
+    generated = ranks.run("tests.tokens.changed:generated_between", POOL_SIZE, case, [NOTHING], found.pipe)[0]
+    want = latents_of(found.pipe(**arguments(case, found)))
     assert relative(generated[0][0], want) <= LIMIT

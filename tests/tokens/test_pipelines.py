@@ -23,16 +23,16 @@ NAMES = tuple(tiny.TRANSFORMERS_PIPED)
 STALE = "strategy=displaced:warmup_steps=1"
 
 
-def draw(ranks: Any, *drawings: PipelineCase) -> list[Any]:
-    found: list[Any] = ranks.run("tests.tokens.on_ranks:generated", POOL_SIZE, list(drawings))[0]
+def generate(ranks: Any, *cases: PipelineCase) -> list[Any]:
+    found: list[Any] = ranks.run("tests.tokens.on_ranks:generated", POOL_SIZE, list(cases))[0]
     return found
 
 
 @cache
 def plain(name: str, **options: Any) -> Tensor:
     found = tiny.build(name)
-    drawing = PipelineCase(name=name, plan="", options=dict(options))
-    return latents_of(found.pipe(**arguments(drawing, found)))
+    case = PipelineCase(name=name, plan="", options=dict(options))
+    return latents_of(found.pipe(**arguments(case, found)))
 
 
 @pytest.mark.parametrize("name", first_of(NAMES, "flux", "wan"))
@@ -49,7 +49,7 @@ def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
     stale = [
         PipelineCase(name=name, plan=f"patch=2,{STALE}", twice=twice, verifications=tmp_path) for twice in (False, True)
     ]
-    *generated, alone, once, again = draw(ranks, *exact, off, *stale)
+    *generated, alone, once, again = generate(ranks, *exact, off, *stale)
     want = plain(name)
     assert not [each for each in (*generated, alone, once) if isinstance(each, str)]
     assert max(relative(each, want) for each in generated) <= EXACT
@@ -59,7 +59,7 @@ def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("flux", 32), ("qwen", 32)])
-def test_as_many_tokens_of_text_as_of_picture(ranks: Any, name: str, text: int) -> None:
+def test_as_many_tokens_of_text_as_of_image(ranks: Any, name: str, text: int) -> None:
     """Lengths tell nothing: 64 tokens of picture on two ranks are 32 each."""
     found = tiny.build(name)
     seen = []
@@ -72,7 +72,7 @@ def test_as_many_tokens_of_text_as_of_picture(ranks: Any, name: str, text: int) 
     found.pipe(**arguments(PipelineCase(name=name, plan="", options=prompt), found))
     hook.remove()
     assert (64, text) in seen
-    (got,) = draw(ranks, PipelineCase(name=name, plan="patch=2", options=prompt))
+    (got,) = generate(ranks, PipelineCase(name=name, plan="patch=2", options=prompt))
     fresh = tiny.build(name)
     want = latents_of(fresh.pipe(**arguments(PipelineCase(name=name, plan="", options=prompt), fresh)))
     assert relative(got, want) <= EXACT
@@ -99,22 +99,22 @@ WAYS = ("ring", "two-way-ring", "token-ring", "gather:ulysses=2", "ring:ulysses=
 
 @pytest.mark.parametrize("way", first_of(WAYS, "token-ring", "ring:ulysses=2"))
 def test_every_way_of_exchanging_keys(ranks: Any, way: str) -> None:
-    drawings = [PipelineCase(name=name, plan=f"patch=4,strategy=exact:attention={way}") for name in ("flux", "pixart")]
-    for drawing, got in zip(drawings, draw(ranks, *drawings), strict=True):
-        assert relative(got, plain(drawing.name)) <= EXACT
+    cases = [PipelineCase(name=name, plan=f"patch=4,strategy=exact:attention={way}") for name in ("flux", "pixart")]
+    for case, got in zip(cases, generate(ranks, *cases), strict=True):
+        assert relative(got, plain(case.name)) <= EXACT
 
 
 def test_a_model_is_verified_once(ranks: Any, tmp_path: Path) -> None:
-    drawing = PipelineCase(name="sd3", plan="patch=2", verifications=tmp_path, steps=2)
-    first = draw(ranks, drawing)[0]
+    case = PipelineCase(name="sd3", plan="patch=2", verifications=tmp_path, steps=2)
+    first = generate(ranks, case)[0]
     kept = sorted(tmp_path.glob("*.json"))
     texts = [file.read_text() for file in kept]
     assert ["relative_error" in text for text in texts] == [True]
-    assert torch.equal(draw(ranks, drawing)[0], first)
+    assert torch.equal(generate(ranks, case)[0], first)
     assert sorted(tmp_path.glob("*.json")) == kept
 
 
 def test_more_ranks_than_tokens(ranks: Any) -> None:
     """48 x 16 pixels are three tokens."""
-    (got,) = draw(ranks, PipelineCase(name="pixart", plan="patch=4", options={"height": 48, "width": 16}))
+    (got,) = generate(ranks, PipelineCase(name="pixart", plan="patch=4", options={"height": 48, "width": 16}))
     assert got.startswith("PlanError: transformer_blocks.0 has 3 tokens, too few for 4 ranks: use a larger image")

@@ -27,13 +27,23 @@ transformer_blocks, 2 x FluxTransformerBlock
   image_rotary_emb[1]              tokens along dim 0, last
   attention 0                      keys exchanged, tokens along dim 2, last
   output 1                         tokens along dim 1
+  encoder_hidden_states            text along dim 1
+  image_rotary_emb[0]              text along dim 0, first
+  image_rotary_emb[1]              text along dim 0, first
+  attention 0                      text: keys exchanged, tokens along dim 2, first
+  output 0                         text along dim 1
 single_transformer_blocks, 3 x FluxSingleTransformerBlock
   tokens lie in                    the grid of image_rotary_emb[0]
   hidden_states                    tokens along dim 1
   image_rotary_emb[0]              tokens along dim 0, last
   image_rotary_emb[1]              tokens along dim 0, last
   attention 0                      keys exchanged, tokens along dim 2, last
-  output 1                         tokens along dim 1"""
+  output 1                         tokens along dim 1
+  encoder_hidden_states            text along dim 1
+  image_rotary_emb[0]              text along dim 0, first
+  image_rotary_emb[1]              text along dim 0, first
+  attention 0                      text: keys exchanged, tokens along dim 2, first
+  output 0                         text along dim 1"""
 
 
 def test_a_person_can_read_it() -> None:

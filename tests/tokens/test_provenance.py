@@ -95,7 +95,7 @@ class _Denoiser(nn.Module):
 
 
 @pytest.mark.parametrize(("shape", "latent"), [((1, 4, 4), "input_ids"), ((1, 16), "encoder_hidden_states")])
-def test_ids_of_a_picture_are_denoised_and_those_of_text_are_not(shape: tuple[int, ...], latent: str) -> None:
+def test_ids_of_an_image_are_denoised_and_those_of_text_are_not(shape: tuple[int, ...], latent: str) -> None:
     denoiser = _Denoiser()
     arguments = CallArguments.of(denoiser, (torch.zeros(shape, dtype=torch.long), torch.zeros(1, 8, 4)), {})
     assert name_of_latent(denoiser, arguments) == latent

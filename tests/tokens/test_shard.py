@@ -17,8 +17,10 @@ from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
 from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.split_tokens import SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
+from patchpar.shard.transformer.token_runs import TokenRun
 from patchpar.shard.transformer.verify import compared, refusal
 from patchpar.shard.verification import largest_error
 from tests.breadth import first_of
@@ -72,7 +74,7 @@ def plan() -> TokenPlan:
 
 
 def test_bytes(plan: TokenPlan) -> None:
-    """K and V of our image tokens to everyone in each block, text never; the prediction is gathered, once."""
+    """K and V of our image and text tokens to everyone in each block; of all that only the prediction is gathered."""
 
     def traffic(shard: TransformerSharder, model: Any) -> Any:
         shard.denoise(model.forward, **CALL(0))
@@ -80,8 +82,8 @@ def test_bytes(plan: TokenPlan) -> None:
         return dict(counted.bytes_sent), dict(counted.rounds)
 
     for rank, (sent, rounds) in enumerate(flux(plan, 3, traffic)):
-        tokens, hidden, predicted, blocks = (12, 12, 11)[rank], 36, 16, 5
-        assert sent["kv"] == blocks * 2 * 2 * (2 * tokens * hidden * 4)  # to 2 places, K and V, batch 2, fp32
+        tokens, texts, hidden, predicted, blocks = (12, 12, 11)[rank], 4, 36, 16, 5
+        assert sent["kv"] == blocks * 2 * 2 * (2 * (tokens + texts) * hidden * 4)  # to 2 places, K and V, batch 2, fp32
         assert sent["tokens"] == 2 * (2 * tokens * predicted * 4)
         assert rounds == {"kv": blocks, "tokens": 1}
 
@@ -174,7 +176,7 @@ def test_dropout_and_foreign_masks() -> None:
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         call = AttentionTokens(TokenRows(2), TokenRows(2))
         asked = AttentionCall(query=query, key=query, value=query, **options)
-        return attend_split(split_, "here", call, spread(10, transport.rank, 2), asked)
+        return attend_split(split_, "here", [(call, spread(10, transport.rank, 2))], asked)
 
     for found in on_threads(2, partial(attend, dropout_p=0.1)):
         assert isinstance(found, UnsupportedModel)
@@ -182,6 +184,12 @@ def test_dropout_and_foreign_masks() -> None:
     for found in on_threads(2, partial(attend, attn_mask=torch.ones(1, 1, 1, 7, dtype=torch.bool))):
         assert isinstance(found, UnsupportedModel)
         assert "a mask of 7 columns is neither for the 5 keys that are here nor for all 10" in str(found)
+
+
+def test_runs_that_overlap() -> None:
+    runs = [TokenRun(TokenRows(2, 0, None), spread(10, 0, 2)), TokenRun(TokenRows(2, 0, None), spread(4, 0, 2))]
+    with pytest.raises(UnsupportedModel, match="two runs of split tokens overlap in 7 rows"):
+        SplitTokens.of(7, runs)
 
 
 def test_causality() -> None:
@@ -193,9 +201,8 @@ def test_causality() -> None:
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         own = whole[:, :, 5 * transport.rank : 5 * transport.rank + 5]
         asked = AttentionCall(query=own, key=own, value=own, is_causal=True)
-        return attend_split(
-            split_, "here", AttentionTokens(TokenRows(2), TokenRows(2)), spread(10, transport.rank, 2), asked
-        )
+        tokens = AttentionTokens(TokenRows(2), TokenRows(2))
+        return attend_split(split_, "here", [(tokens, spread(10, transport.rank, 2))], asked)
 
     torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)
 
@@ -222,7 +229,8 @@ def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> N
         own = torch.cat([parts.own(image, 2), text], 2)
         mask = _blind_to_each_other(parts.count, 3, boolean=boolean)
         asked = AttentionCall(query=own, key=own, value=own, attn_mask=mask)
-        return attend_split(split_, "here", AttentionTokens(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4), parts, asked)
+        tokens = AttentionTokens(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4)
+        return attend_split(split_, "here", [(tokens, parts)], asked)
 
     first, second = on_threads(2, attend)
     torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])

@@ -82,16 +82,16 @@ def test_too_many_held_out_captions_are_refused():
 def test_renders_show_their_attributes_at_every_aspect(classifier, height, width):
     shown = [sample_render(f"test {seed}", height=height, width=width, held_out=True) for seed in range(12)]
     verifications = judge(classifier, torch.cat([to_tensor(one.pixels) for one in shown]))
-    for verdict, one in zip(verifications, shown, strict=True):
-        assert [verdict.on(side) for side in SIDES] == [look_of(one.scene.on(side)) for side in SIDES]
-        assert (verdict.terrain, verdict.time) == (one.scene.terrain, one.scene.time)
+    for judgement, one in zip(verifications, shown, strict=True):
+        assert [judgement.on(side) for side in SIDES] == [look_of(one.scene.on(side)) for side in SIDES]
+        assert (judgement.terrain, judgement.time) == (one.scene.terrain, one.scene.time)
 
 
 def test_the_classifier_sees_a_wrong_side(classifier):
     scene = Scene(time="at noon", terrain="desert dunes", items=(Item(kind="house", color="red", side="left"),))
     mirrored = render(flipped(scene), random.Random(0), height=128, width=128)
-    verdict = judge(classifier, to_tensor(mirrored.pixels))[0]
-    assert (verdict.left, verdict.right) == (None, ("house", "red"))
+    judgement = judge(classifier, to_tensor(mirrored.pixels))[0]
+    assert (judgement.left, judgement.right) == (None, ("house", "red"))
 
 
 def test_mirrored_training_images_have_mirrored_captions(classifier):

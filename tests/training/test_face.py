@@ -126,7 +126,7 @@ def test_speech_has_syllables_and_pauses():
     assert (opened > 0.5).float().mean() > 0.1
 
 
-def test_mouths_follow_their_own_sound():
+def test_mouths_follow_their_own_audio():
     clip = draw_clip("long", ClipShape(side=96, blocks=12, frames=3))
     assert correlation(mouth_opening(clip.frames), clip.openings.numpy()) > 0.95
     assert torch.allclose(openings(clip.audio[:, -1]), clip.openings)
@@ -165,8 +165,8 @@ def clip_and_stream(networks, stream_options):
     for block in range(4):
         part = slice(block * OPTIONS.frames, (block + 1) * OPTIONS.frames)
         timestep, words = 1000 * batch.level[0, block].item(), text[batch.moods[:, block]]
-        heard = BlockAudio(batch.audio[:, part])
-        streamed.append(causal.velocity(memory, noisy[:, :, part], timestep, words, block=block, heard=heard))
+        audio = BlockAudio(batch.audio[:, part])
+        streamed.append(causal.velocity(memory, noisy[:, :, part], timestep, words, block=block, audio=audio))
     causal.restore()
     training = ClipTraining(networks)
     trained = training.velocity(noisy, batch)
@@ -186,7 +186,7 @@ def test_training_sees_nothing_else(networks, change):
     assert not torch.allclose(trained, streamed, atol=2e-4)
 
 
-def test_a_flow_points_from_the_picture_to_the_noise():
+def test_a_flow_points_from_the_image_to_the_noise():
     batch = draw_batch("flow", SHAPE, 2)
 
     class Answer:

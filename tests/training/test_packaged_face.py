@@ -53,7 +53,7 @@ def test_there_is_speech_to_try_it_with() -> None:
     assert np.abs(samples).max() > 3000
 
 
-def test_the_mouth_follows_the_sound_and_no_other(avatar: Avatar, talk: Talk, frames: np.ndarray) -> None:
+def test_the_mouth_follows_the_audio_and_no_other(avatar: Avatar, talk: Talk, frames: np.ndarray) -> None:
     wanted = openings(talk.levels).numpy()[: len(frames)]
     by_lag = {lag: correlation(mouth_opening(frames), wanted, lag) for lag in LAGS}
     assert by_lag[0] >= 0.8

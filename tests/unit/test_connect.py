@@ -41,7 +41,7 @@ def made(world: int) -> list[OnThread]:
 
 
 @pytest.fixture
-def places() -> Iterator[list[OnThread]]:
+def endpoints() -> Iterator[list[OnThread]]:
     found = made(4)
     yield found
     for this in found:
@@ -61,7 +61,7 @@ def told(transport: Transport, world: int) -> list[float]:
     return [x.item() for (x,) in transport.send_recv([Outgoing(others, (own,))], incoming, "here").wait()]
 
 
-def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(places: list[OnThread]) -> None:
+def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(endpoints: list[OnThread]) -> None:
     def run(this: OnThread) -> list[list[float]]:
         lines = [connect(this) for _ in range(2)]
         found = [told(line, 4) for line in reversed(lines)]
@@ -70,41 +70,41 @@ def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(places: list[
         return found
 
     with ThreadPoolExecutor(4) as threads:
-        for rank, found in enumerate(threads.map(run, places)):
+        for rank, found in enumerate(threads.map(run, endpoints)):
             assert found == [[float(peer) for peer in range(4) if peer != rank]] * 2
 
 
-def test_no_line_without_rank_0(places: list[OnThread]) -> None:
-    leave(places[0])
+def test_no_line_without_rank_0(endpoints: list[OnThread]) -> None:
+    leave(endpoints[0])
     with pytest.raises(ExchangeError, match=r"rank 2 cannot connect to the others: rank 0 is gone"):
-        connect(places[2])
+        connect(endpoints[2])
 
 
-def test_a_late_rank_0_is_named_after_the_deadline(places: list[OnThread]) -> None:
-    places[2].wait_limit = 0.1
+def test_a_late_rank_0_is_named_after_the_deadline(endpoints: list[OnThread]) -> None:
+    endpoints[2].wait_limit = 0.1
     with pytest.raises(ExchangeError, match=r"rank 2 cannot connect.*rank 0 has not answered for 0.1 s"):
-        connect(places[2])
+        connect(endpoints[2])
 
 
-def test_rank_0_names_who_has_gone(places: list[OnThread]) -> None:
-    leave(places[3])
+def test_rank_0_names_who_has_gone(endpoints: list[OnThread]) -> None:
+    leave(endpoints[3])
     with pytest.raises(ExchangeError, match=r"rank 0 cannot connect the ranks: rank 3 is gone"):
-        connect(places[0])
+        connect(endpoints[0])
 
 
-def test_a_rank_that_does_not_connect_is_missed_at_once(places: list[OnThread]) -> None:
+def test_a_rank_that_does_not_connect_is_missed_at_once(endpoints: list[OnThread]) -> None:
     """Later it would take for its own what was meant for this connection, and hear nobody."""
-    for this in places:
+    for this in endpoints:
         this.wait_limit = 0.5
     with ThreadPoolExecutor(4) as threads:
-        tried = [threads.submit(connect, this) for this in places if this.rank != 2]
+        tried = [threads.submit(connect, this) for this in endpoints if this.rank != 2]
         said = [str(each.exception()) for each in tried]
     for rank, sentence in zip([0, 1, 3], said, strict=True):
         assert f"rank {rank} cannot connect to the others: rank 2 has not connected within 0.5 s" in sentence
 
 
 def test_more_descriptors_under_way_than_the_kernel_lets_wait(
-    places: list[OnThread], monkeypatch: pytest.MonkeyPatch
+    endpoints: list[OnThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts those of all processes of a user that nobody has taken yet."""
     send, refusals = socket.send_fds, iter([True, False, True, True])
@@ -116,7 +116,7 @@ def test_more_descriptors_under_way_than_the_kernel_lets_wait(
 
     monkeypatch.setattr(socket, "send_fds", send_sometimes)
     with ThreadPoolExecutor(4) as threads:
-        lines = list(threads.map(connect, places))
+        lines = list(threads.map(connect, endpoints))
         assert list(threads.map(told, lines, [4] * 4))[3] == [0.0, 1.0, 2.0]
     for line in lines:
         line.close()

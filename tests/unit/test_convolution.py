@@ -1,4 +1,4 @@
-"""A convolution over uneven shares with their halo is the convolution of the whole."""
+"""A convolution over uneven patches with their halo is the convolution of the whole."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def plain(conv: nn.Conv2d, x: Tensor, dim: int, halo: Halo) -> Tensor:
     return conv(x)
 
 
-def over_shares(way: Way, conv: nn.Conv2d, x: Tensor, starts: Sequence[int], dim: int) -> Tensor:
+def over_patches(way: Way, conv: nn.Conv2d, x: Tensor, starts: Sequence[int], dim: int) -> Tensor:
     stencil = stencil_of(conv, dim)
-    shares = with_halo(x, starts, dim, stencil.before, stencil.after)
-    return torch.cat([way(conv, part, dim, halo) for part, halo in shares], dim)
+    patches = with_halo(x, starts, dim, stencil.before, stencil.after)
+    return torch.cat([way(conv, part, dim, halo) for part, halo in patches], dim)
 
 
 def case(shape: str, dim: int, rows: int) -> tuple[nn.Conv2d, Tensor]:
@@ -55,11 +55,11 @@ def case(shape: str, dim: int, rows: int) -> tuple[nn.Conv2d, Tensor]:
 @pytest.mark.parametrize("starts", [(0, 20, 40), (0, 14, 40), (0, 14, 28, 44), (0, 20, 41), (0, 16, 30, 47)])
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shares_with_rows_to_themselves(shape: str, dim: int, starts: Sequence[int], way: Way) -> None:
+def test_patches_with_rows_to_themselves(shape: str, dim: int, starts: Sequence[int], way: Way) -> None:
     conv, x = case(shape, dim, starts[-1])
     if conv.kernel_size == conv.stride:  # nothing is read beyond the share
         way = mended
-    torch.testing.assert_close(over_shares(way, conv, x, starts, dim), conv(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(over_patches(way, conv, x, starts, dim), conv(x), atol=1e-5, rtol=1e-5)
 
 
 def test_weights_are_heavy_where_the_map_is_small() -> None:
@@ -71,21 +71,21 @@ def test_weights_are_heavy_where_the_map_is_small() -> None:
 @pytest.mark.parametrize("starts", [(0, 4, 8), (0, 2, 6, 12), (0, 4, 9), (0, 4, 12, 19)])
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] not in "27"])
-def test_thin_shares(shape: str, dim: int, starts: Sequence[int]) -> None:
+def test_thin_patches(shape: str, dim: int, starts: Sequence[int]) -> None:
     conv, x = case(shape, dim, starts[-1])
-    torch.testing.assert_close(over_shares(at_once, conv, x, starts, dim), conv(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(over_patches(at_once, conv, x, starts, dim), conv(x), atol=1e-5, rtol=1e-5)
 
 
-def test_shares_of_a_single_row() -> None:
+def test_patches_of_a_single_row() -> None:
     conv, x = case("3", -2, 4)
     assert is_thin(1, stencil_of(conv, -2))
-    torch.testing.assert_close(over_shares(at_once, conv, x, range(5), -2), conv(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(over_patches(at_once, conv, x, range(5), -2), conv(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["3", "3, stride 2", "3, dilation 2", "5"])
 def test_without_the_halo_only_the_border_rows_are_wrong(shape: str) -> None:
     conv, x = case(shape, -2, 40)
-    wrong = (over_shares(plain, conv, x, (0, 20, 40), -2) - conv(x)).abs().amax((0, 1, 3)) > 1e-4
+    wrong = (over_patches(plain, conv, x, (0, 20, 40), -2) - conv(x)).abs().amax((0, 1, 3)) > 1e-4
     stencil = stencil_of(conv, -2)
     border = 20 // conv.stride[0]
     rows = set(range(border - stencil.outputs_after(), border + stencil.outputs_before()))
@@ -98,14 +98,14 @@ def test_other_formats(dtype: torch.dtype) -> None:
     conv, x = case("3", -2, 40)
     conv, x = conv.to(dtype), x.to(dtype)
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-12
-    torch.testing.assert_close(over_shares(mended, conv, x, (0, 14, 40), -2), conv(x), atol=limit, rtol=limit)
+    torch.testing.assert_close(over_patches(mended, conv, x, (0, 14, 40), -2), conv(x), atol=limit, rtol=limit)
 
 
 def test_a_convolution_over_frames_and_pixels() -> None:
     torch.manual_seed(0)
     conv = nn.Conv3d(4, 6, (3, 3, 3), padding=1).requires_grad_(False)
     x = torch.randn(1, 4, 3, 20, 8)
-    torch.testing.assert_close(over_shares(mended, conv, x, (0, 8, 20), -2), conv(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(over_patches(mended, conv, x, (0, 8, 20), -2), conv(x), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_by_the_model_itself() -> None:

@@ -152,7 +152,7 @@ def test_the_owner_knows_what_others_make_of_its_past(extrapolated: bool) -> Non
         assert torch.allclose(got, want, atol=1e-5)
 
 
-def test_a_new_picture_has_no_line() -> None:
+def test_a_new_image_has_no_line() -> None:
     first, second, other = (noise(seed) for seed in range(3))
     past = OwnPast("affine", extrapolated=True)
     for step, continues in ((first, False), (second, True), (other, False)):

@@ -173,7 +173,7 @@ def test_the_link_may_change_between_exchanges() -> None:
     assert min(behind(0.0, math.inf, run)) >= 0.1, "ranks start within 100 ms of each other"
 
 
-def test_a_message_slower_than_the_deadline_names_the_seam_and_the_way_out() -> None:
+def test_a_message_slower_than_the_deadline_names_the_exchange_point_and_the_way_out() -> None:
     def run(line: DelayedTransport) -> float:
         start = time.monotonic()
         with pytest.raises(ExchangeError, match=r"rank . at here: the link of 1e\+06 bytes/s and 60 s .*rank . .*4,"):

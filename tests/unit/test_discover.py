@@ -90,7 +90,7 @@ class Beside(nn.Module):
         return self.mix(sample) + self.read(picture if self.size is None else picture.reshape(*self.size)) + text.sum()
 
 
-def test_another_argument_as_large_as_the_picture_goes_with_it() -> None:
+def test_another_argument_as_large_as_the_image_goes_with_it() -> None:
     call = (torch.zeros(1, 4, 8, 8), torch.zeros(1, 3, 7, 16), torch.zeros(1, 4, 16, 16))
     model = Beside()
     sites = discover(model, model.forward, call, {})
@@ -126,7 +126,7 @@ def test_residuals_are_cut_at_their_own_level(height: int, width: int, stride: i
     assert (level.of(height), level.of(width)) == residual.shape[-2:]
 
 
-def test_what_is_no_picture_stays_whole() -> None:
+def test_what_is_no_image_stays_whole() -> None:
     sample = torch.zeros(1, 4, 32, 32)
     assert level_of((Key("sample"),), sample, sample) == MapScale()
     assert level_of((Key("encoder_hidden_states"),), torch.zeros(1, 32, 32), sample) is None

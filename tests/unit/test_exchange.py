@@ -36,7 +36,7 @@ def part(group_rank: int, rows: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_gather_gives_every_share_in_order(world: int) -> None:
+def test_gather_gives_every_part_in_order(world: int) -> None:
     def run(comm: Communicator, axis: Axis) -> tuple[list[Tensor], int]:
         return AllGather(comm, axis, "kv", "here").same(part(axis.rank)), comm.traffic.total_bytes
 
@@ -46,7 +46,7 @@ def test_gather_gives_every_share_in_order(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_equal_shares_come_stacked(world: int) -> None:
+def test_equal_parts_come_stacked(world: int) -> None:
     def run(comm: Communicator, axis: Axis) -> tuple[Tensor, int, int]:
         found = comm.all_gather(axis, "kv", "here", part(axis.rank).transpose(1, 2)).wait()
         return found, comm.traffic.bytes_sent["kv"], comm.traffic.bytes_received["kv"]
@@ -58,7 +58,7 @@ def test_equal_shares_come_stacked(world: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-def test_shares_of_different_size(dim: int) -> None:
+def test_parts_of_different_size(dim: int) -> None:
     def run(comm: Communicator, axis: Axis) -> list[Tensor]:
         return AllGather(comm, axis, "prediction", "here").parts(part(axis.rank, SIZES[axis.rank]), dim, SIZES)
 
@@ -66,7 +66,7 @@ def test_shares_of_different_size(dim: int) -> None:
         assert all(torch.equal(x, part(group_rank, SIZES[group_rank])) for group_rank, x in enumerate(received))
 
 
-def test_the_nearest_share_comes_first() -> None:
+def test_the_nearest_part_comes_first() -> None:
     def run(comm: Communicator, axis: Axis) -> list[int]:
         own = [part(axis.rank), part(axis.rank)]
         gathering = AllGather(comm, axis, "kv", "here").start(own, lambda _: [TensorSpec.of(x) for x in own])
@@ -119,7 +119,7 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
         assert num_bytes == (1 if group_rank in (0, 3) else 2) * 20
 
 
-def test_one_rank_to_another_and_what_the_door_counts() -> None:
+def test_one_rank_to_another_and_what_the_communicator_counts() -> None:
     def run(comm: Communicator, axis: Axis) -> Any:
         x = part(0)
         if axis.rank == 0:
@@ -137,7 +137,7 @@ def test_one_rank_to_another_and_what_the_door_counts() -> None:
     assert receivers == [({"branch": 0}, {"branch": 1}, {"branch"})] * 2
 
 
-def test_the_door_says_where_it_is() -> None:
+def test_the_communicator_says_where_it_is() -> None:
     def run(transport: Any) -> list[str]:
         seen: list[str] = []
         axis = Mesh(transport.rank, range(2), patch=2)["patch"]

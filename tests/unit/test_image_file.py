@@ -44,7 +44,7 @@ def never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("never_decoded")
-def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+def test_a_small_file_of_a_huge_image_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     path = huge_png(tmp_path / "huge.png")
     assert path.stat().st_size < 20_000
     request = VideoFlags(model="m", image=path)
@@ -76,7 +76,7 @@ def test_upscale_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "at most 80 million are taken" in capsys.readouterr().err
 
 
-def test_frames_of_a_film_are_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_of_a_video_are_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=4)
@@ -91,7 +91,7 @@ def test_frames_of_a_film_are_as_well(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("keep", [0, 20, 40, 200])
-def test_a_broken_picture_is_a_sentence(tmp_path: Path, keep: int) -> None:
+def test_a_broken_image_is_a_sentence(tmp_path: Path, keep: int) -> None:
     whole = tmp_path / "whole.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(whole)
     (tmp_path / "a.png").write_bytes(whole.read_bytes()[:keep])

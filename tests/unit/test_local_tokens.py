@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, all_whole, local_tokens
 from patchpar.shard.transformer.token_plan import TokenRows
 from patchpar.shard.transformer.token_ranges import spread
+from patchpar.shard.transformer.token_runs import TokenRun
 
 TOKENS, TEXT, WIDTH = 7, 2, 6
 RANGES = [spread(TOKENS, rank, 2) for rank in range(2)]
@@ -33,7 +34,8 @@ def split(x: Tensor, rank: int = 0) -> tuple[LocalTokens, list[Tensor]]:
         gathered.append(own)
         return x.clone()
 
-    return local_tokens(ROWS.cut(x, RANGES[rank]), TokenSource(ROWS, RANGES[rank], "a block", gather)), gathered
+    source = TokenSource((TokenRun(ROWS, RANGES[rank]),), "a block", gather)
+    return local_tokens(ROWS.cut(x, RANGES[rank]), source), gathered
 
 
 PER_TOKEN: dict[str, Callable[[Any], Any]] = {
@@ -99,6 +101,6 @@ def test_other_tokens_are_not_mixed_with_these() -> None:
     """Another block may split other tokens otherwise."""
     x = torch.randn(2, TEXT + TOKENS, WIDTH)
     local, gathered = split(x)
-    other = local_tokens(local.own, TokenSource(ROWS, RANGES[1], "another", lambda own, source: x + 1))
+    other = local_tokens(local.own, TokenSource((TokenRun(ROWS, RANGES[1]),), "another", lambda own, source: x + 1))
     torch.testing.assert_close(local + other, x + x + 1)
     assert len(gathered) == 1

@@ -10,8 +10,10 @@ import pytest
 from patchpar.plan.mesh import AXES, Axis, Mesh, rank_sets
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 4, 1), (1, 2, 2, 1), (2, 2, 3, 1), (3, 1, 2, 2), (1, 1, 1, 1)])
-def test_every_rank_has_a_place_of_its_own(degrees: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "degrees", [(1, 1, 1, 4, 1), (1, 2, 1, 2, 1), (2, 2, 3, 1, 1), (3, 1, 2, 1, 2), (1, 1, 1, 1, 1)]
+)
+def test_every_rank_has_a_group_rank_of_its_own(degrees: tuple[int, ...]) -> None:
     sizes = dict(zip(AXES, degrees, strict=True))
     ranks = range(math.prod(degrees))
     places = {me: tuple(Mesh(me, ranks, **sizes)[name].rank for name in AXES) for me in ranks}
@@ -24,7 +26,7 @@ def test_every_rank_has_a_place_of_its_own(degrees: tuple[int, ...]) -> None:
                 assert Mesh(other, ranks, **sizes)[name].ranks == axis.ranks
 
 
-def test_neighbours_in_the_picture_are_neighbours_in_rank() -> None:
+def test_neighbours_in_the_image_are_neighbours_in_rank() -> None:
     mesh = Mesh(5, range(8), cfg=2, patch=4)
     assert mesh["cfg"] == Axis("cfg", 1, 2, (1, 5))
     assert mesh["patch"] == Axis("patch", 1, 4, (4, 5, 6, 7))
@@ -38,7 +40,7 @@ def test_the_ends_of_an_axis() -> None:
     assert (last.before, last.after) == (1, None)
 
 
-def test_others_are_places_and_the_nearest_comes_first() -> None:
+def test_others_are_group_ranks_and_the_nearest_comes_first() -> None:
     assert Mesh(0, range(4), patch=4)["patch"].others == (1, 2, 3)
     assert Mesh(2, range(4), patch=4)["patch"].others == (1, 3, 0)
     assert Mesh(6, [4, 5, 6, 7], patch=4)["patch"].others == (1, 3, 0)
@@ -47,11 +49,13 @@ def test_others_are_places_and_the_nearest_comes_first() -> None:
 def test_what_does_not_fit_is_refused_with_the_figures() -> None:
     with pytest.raises(ValueError, match="cfg=2 x patch=3 = 6 ranks, but the mesh has 4"):
         Mesh(0, range(4), cfg=2, patch=3)
-    with pytest.raises(ValueError, match=r"unknown mesh axes .*ring.*use data, cfg, patch"):
+    with pytest.raises(ValueError, match=r"unknown mesh axes .*ring.*use data, cfg, stage, patch"):
         Mesh(0, range(2), ring=2)
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 4, 1), (1, 2, 2, 1), (2, 2, 3, 2), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "degrees", [(1, 1, 1, 4, 1), (1, 2, 1, 2, 1), (2, 2, 3, 1, 1), (1, 1, 1, 1, 2), (1, 1, 1, 1, 1)]
+)
 def test_the_sets_of_ranks_are_those_of_all_axes_and_images(degrees: tuple[int, ...]) -> None:
     sizes, num_ranks = dict(zip(AXES, degrees, strict=True)), math.prod(degrees)
     found = rank_sets(num_ranks, **sizes)

@@ -14,6 +14,7 @@ from patchpar.plan.plan import Plan
         ("cfg=2,patch=2", Plan(cfg=2, patch=2), "cfg=2,patch=2,strategy=exact"),
         (" patch = 3 , split=columns ", Plan(patch=3, split="columns"), "patch=3,split=columns,strategy=exact"),
         ("data=4", Plan(data=4), "data=4"),
+        ("cfg=2,stage=2", Plan(cfg=2, stage=2), "cfg=2,stage=2"),
         ("", Plan(), "single"),
     ],
 )
@@ -33,12 +34,14 @@ def test_degrees_multiply_to_the_devices() -> None:
     plan.check_devices(12)
     with pytest.raises(PlanError, match=r"data=2 x cfg=2 x patch=3 takes 12 devices, but there are 8.*devices=12"):
         plan.check_devices(8)
+    with pytest.raises(PlanError, match=r"plan single takes 1 device, but there are 2: .*devices=1"):
+        Plan().check_devices(2)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("patches=2", "unknown axis 'patches'.*data, cfg, patch"),
+        ("patches=2", "unknown axis 'patches'.*data, cfg, stage, patch"),
         ("cfg", "'cfg'.*axis=degree"),
         ("cfg=two", "cfg=two: .*whole number"),
         ("patch=0", "patch=0: .*at least 1"),
@@ -46,6 +49,10 @@ def test_degrees_multiply_to_the_devices() -> None:
         ("patch=2,split=diagonal", "split='diagonal': use one of auto, rows, columns"),
         ("patch=2,weights=hosted", "weights='hosted': use one of whole, sharded"),
         ("data=2,weights=sharded", "ranks of one image .*which is 1 rank: use patch=2 or cfg=2 or more"),
+        ("stage=0", "stage=0: .*at least 1"),
+        ("stage=2,patch=3", r"stage=2 divides the blocks.*patch=3 the image: use one of them, stage=6 or patch=6"),
+        ("stage=2,tensor=3", "stage=2 divides the blocks.*tensor=3 their features: .*stage=6 or tensor=6"),
+        ("cfg=2,stage=2,weights=sharded", "use weights=whole, or patch=2 instead of stage"),
         ("patch=2,resident=1", "resident=1 is for weights=sharded"),
         ("patch=2,weights=sharded,resident=-1", "resident=-1: it is a number of blocks"),
         ("patch=2,weights=sharded,resident=few", "resident=few: the number of resident blocks is a whole number"),

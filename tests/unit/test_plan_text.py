@@ -23,7 +23,7 @@ from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.structure.options import StructureGuidance
 
-DRAWS = 400
+GENERATES = 400
 NAMED = {
     "attention": tuple(WAYS),
     "bits": BITS,
@@ -64,13 +64,14 @@ def strategies_at_random(kind: type[Any], chance: random.Random) -> Iterator[Any
 def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
     chance, kind, seen = random.Random(name), known()[name], Counter[str]()
     generated = strategies_at_random(kind, chance)
-    for _ in range(DRAWS):
+    for _ in range(GENERATES):
         strategy = next(generated)
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
-        weights = (
-            {"weights": "sharded", "resident": chance.choice((0, 3))} if degrees["cfg"] * degrees["patch"] > 1 else {}
-        )
+        kept = chance.choice(("stage", "patch", "tensor"))
+        degrees.update(dict.fromkeys({"stage", "patch", "tensor"} - {kept}, 1) if degrees["stage"] > 1 else {})
+        shards = degrees["cfg"] * degrees["patch"] > 1 and degrees["tensor"] == degrees["stage"] == 1
+        weights = {"weights": "sharded", "resident": chance.choice((0, 3))} if shards else {}
         options = chance.choice(({}, weights, {"encoders": chance.choice(ENCODERS)}))
         plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS), **options)
         assert Plan.parse(str(plan)) == plan

@@ -115,7 +115,7 @@ class Watched(nn.Module):
         return 2 * x
 
 
-def test_what_attention_processors_keep_of_a_share_is_refused() -> None:
+def test_what_attention_processors_keep_of_a_part_is_refused() -> None:
     """Self-attention guidance reads the weights of the whole batch and of all tokens there."""
     with pytest.raises(UnsupportedModel, match=r"processor of attn in Watched keeps probabilities .*Use one device"):
         called([], torch.ones(2), Watched(keeps=True), patch=2)

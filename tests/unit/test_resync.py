@@ -75,11 +75,11 @@ def test_a_budget_goes_where_the_drift_is() -> None:
         (None, "all", "budget='all'"),
     ],
 )
-def test_refuses_what_is_no_wish(quality: object, budget: object, said: str) -> None:
+def test_refuses_what_is_no_rule(quality: object, budget: object, said: str) -> None:
     with pytest.raises(PlanError, match=f"here: {said}"):
         check_resync("here", quality, budget)
 
 
 @pytest.mark.parametrize(("quality", "budget"), [(None, None), (35, None), (42.5, None), (None, 0.5)])
-def test_one_wish_or_none(quality: object, budget: object) -> None:
+def test_one_rule_or_none(quality: object, budget: object) -> None:
     check_resync("here", quality, budget)

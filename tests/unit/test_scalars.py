@@ -91,7 +91,7 @@ def test_plans_and_options(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor])
-def test_shares_and_aims(kind: Any) -> None:
+def test_fractions_and_aims(kind: Any) -> None:
     assert repr(PartiallyConditioned(fraction=kind(0.25))) == repr(PartiallyConditioned(fraction=0.25))
     assert repr(FreshEdges(quality=kind(40.0))) == repr(FreshEdges(quality=40.0))
     assert check_deadline("deadline", kind(2.5)) == 2.5

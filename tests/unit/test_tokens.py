@@ -100,7 +100,7 @@ def test_logarithms_of_weights() -> None:
     assert not log_weights([PooledRows(0, 5)], TokensAcross(4)).any()
 
 
-def test_a_grid_knows_the_tokens_of_every_place() -> None:
+def test_a_grid_knows_the_tokens_of_every_position() -> None:
     grid = grid_of(-1)
     assert [grid.rows(place) for place in (0, 1)] == [5, 3]
     assert [grid.num_tokens(place) for place in (0, 1)] == [35, 21]

@@ -46,7 +46,7 @@ def test_every_event_is_there_with_its_time_in_microseconds(tmp_path: Path) -> N
     assert (call["tid"], call["name"], call["ts"]) == (0, "step 0, call 0 (exact)", 0.0)
 
 
-def test_what_no_seam_takes_of_a_call_is_computing(tmp_path: Path) -> None:
+def test_what_no_exchange_point_takes_of_a_call_is_computing(tmp_path: Path) -> None:
     entries = written(tmp_path, RankTrace(0, "cpu", 0.0, EVENTS))
     computing = [(entry["ts"] / 1e6, entry["dur"] / 1e6) for entry in entries if entry["cat"] == "compute"]
     assert computing == [pytest.approx(pair) for pair in ((0.0, 1.0), (1.5, 0.5), (4.0, 1.0))]

@@ -89,7 +89,7 @@ def send_recv(transport: SharedMemoryTransport, rows: int, expected: int) -> Any
     return transport.send_recv([message], [Incoming(peer, (spec,))], "conv_in").wait()
 
 
-def test_a_message_of_another_size_names_rank_peer_seam_and_shapes() -> None:
+def test_a_message_of_another_size_names_rank_peer_exchange_point_and_shapes() -> None:
     first, second = on_threads(2, lambda transport: send_recv(transport, 4 + transport.rank, 4))
     assert isinstance(first, ExchangeError)
     assert re.match(

@@ -51,7 +51,7 @@ def test_any_number_of_ranks_and_rows(method: str, size: tuple[int, int], world:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_flat_picture_is_encoded_as_in_double_precision(layout: torch.memory_format) -> None:
+def test_a_flat_image_is_encoded_as_in_double_precision(layout: torch.memory_format) -> None:
     """Whatever its layout in memory: one process itself is off by far more where channels are last (see accuracy)."""
     picture = -torch.ones(1, 3, 64, 48).to(memory_format=layout)
     want = plain(build("AutoencoderKL").double(), "encode", picture.double(), {})
@@ -66,7 +66,7 @@ def test_the_edge_of_a_band_of_one_row(exchanging: bool) -> None:
     assert (psnr_db(found[0].x, want) >= 100) == exchanging
 
 
-def test_only_the_first_rank_gets_the_picture() -> None:
+def test_only_the_first_rank_gets_the_image() -> None:
     want = plain(build("AutoencoderKL"), "decode", *given("AutoencoderKL", "decode", *UNEVEN))
     first, *others = in_bands("AutoencoderKL", "decode", UNEVEN, 3, everywhere=False)
     assert psnr_db(first.x, want) >= 100

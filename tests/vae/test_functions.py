@@ -40,8 +40,8 @@ def on_bands(function: Callable[[VaeBand], Any], *, rows: int = ROWS, world: int
 
 
 def rows_of(band: VaeBand, x: Tensor, scale: int = 1) -> Tensor:
-    bands, place = band.patch.bands, band.patch.group_rank
-    return x.narrow(-2, scale * bands.starts[place], scale * bands.size(place)).contiguous()
+    bands, group_rank = band.patch.bands, band.patch.group_rank
+    return x.narrow(-2, scale * bands.starts[group_rank], scale * bands.size(group_rank)).contiguous()
 
 
 def close(got: list[Tensor], want: Tensor) -> bool:
@@ -104,7 +104,7 @@ def test_norms_of_half_precision_are_taken_in_slices(dtype: torch.dtype) -> None
     assert (got.float() - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
 
 
-def test_noise_is_that_of_the_whole_picture() -> None:
+def test_noise_is_that_of_the_whole_image() -> None:
     def noise(rows: int) -> Tensor:
         return torch.randn((rows, 5), generator=torch.Generator().manual_seed(3))
 
@@ -140,7 +140,7 @@ def test_attention_is_over_the_tokens_of_all(heads: tuple[int, ...]) -> None:
 def test_attention_in_chunks_is_the_same(most: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many on every rank, whether it has 3 or 4 rows, and a mark for each: a rank must show that it gets on."""
     monkeypatch.setitem(attention.MOST_PRODUCTS, "cpu", most)
-    marks: dict[int, list[str]] = {place: [] for place in range(WORLD)}
+    marks: dict[int, list[str]] = {group_rank: [] for group_rank in range(WORLD)}
     q, k, v = (structured(2, 2, ROWS, 8, seed=seed) for seed in range(3))
 
     def attended(band: VaeBand) -> Tensor:

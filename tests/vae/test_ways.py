@@ -149,14 +149,14 @@ def test_slices_of_a_batch() -> None:
     assert psnr_db(on_ranks("exact", sliced)[0], plain(build(NAME), "decode", z, {})) >= 100
 
 
-def test_a_picture_of_fewer_rows_than_ranks_is_decoded_whole() -> None:
+def test_an_image_of_fewer_rows_than_ranks_is_decoded_whole() -> None:
     z = given(NAME, "decode", 1, 1)[0]
     for found in on_ranks("exact", lambda vaes, vae: vae.decode(z).sample):
         assert torch.equal(found, plain(build(NAME), "decode", z, {}))
 
 
 @pytest.mark.parametrize("way", ["exact", "rank0"])
-def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None:
+def test_a_pipeline_that_goes_on_gets_the_image_on_all_ranks(way: str) -> None:
     def goes_on(vaes: ParallelVaes, vae: Any) -> tuple[bool, Tensor]:
         decode(vaes, vae)
         decode(vaes, vae)  # one picture after the other is no sign of it
@@ -175,7 +175,7 @@ def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None
 
 
 def test_the_denoiser_is_watched() -> None:
-    def draws_again(vaes: ParallelVaes, vae: Any) -> None:
+    def generates_again(vaes: ParallelVaes, vae: Any) -> None:
         denoiser = nn.Identity()
         watching = ParallelVaes({}, [denoiser], "exact", (vaes.comm, vaes.vaes[0].split["decode"].axis))
         with watching.state.open():
@@ -186,7 +186,7 @@ def test_the_denoiser_is_watched() -> None:
         denoiser(torch.ones(1))  # the next picture
         watching.restore()
 
-    on_ranks("exact", draws_again)
+    on_ranks("exact", generates_again)
 
 
 def test_outside_a_call_every_rank_has_its_own_vae() -> None:
@@ -241,7 +241,7 @@ def test_or_runs_whole_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "one rank runs Squeezing whole, because it cannot be split" in record.message
 
 
-def test_a_verdict_is_kept(tmp_path: Path) -> None:
+def test_a_verification_is_kept(tmp_path: Path) -> None:
     def error(vaes: ParallelVaes, vae: Any) -> float | None:
         decode(vaes, vae)
         return vaes.vaes[0].split["decode"].error
@@ -259,7 +259,7 @@ class Fixed(Squeezing):
         return self.vae.encode(x + torch.zeros(8 * SIZE[0], 8 * SIZE[1]))
 
 
-def test_one_that_takes_no_small_picture_runs_whole(tmp_path: Path) -> None:
+def test_one_that_takes_no_small_image_runs_whole(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"Fixed\.encode does not .* small .* use vae='rank0'"):
         on_ranks("exact", encode, vae=lambda: Fixed(build(NAME)), folder=tmp_path)
     for found in on_ranks("auto", encode, vae=lambda: Fixed(build(NAME)), folder=tmp_path):
@@ -295,7 +295,7 @@ def test_the_command_line_names_what_is_valid() -> None:
     assert "vae='all': use auto, exact, tiled, rank0" in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_the_ranks_of_one_picture_decode_it() -> None:
+def test_the_ranks_of_one_image_decode_it() -> None:
     """With several pictures at once, each is of other ranks."""
     axis = Mesh(5, range(8), data=2, cfg=2, patch=2).of_one_image()
     assert (axis.rank, axis.size, axis.ranks) == (1, 4, (4, 5, 6, 7))

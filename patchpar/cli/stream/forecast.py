@@ -29,7 +29,7 @@ def forecast(request: StreamFlags) -> None:
     if request.json:
         print_json(found)
     else:
-        _tell(found)
+        _print(found)
 
 
 def number_of(devices: str) -> int:
@@ -71,7 +71,7 @@ def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[
     return found
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any]) -> None:
     typer.echo(found["plan"])
     due, fps = found["seconds_per_block"], found["model_fps"]
     typer.echo(

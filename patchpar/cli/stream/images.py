@@ -69,7 +69,7 @@ def stream_images(request: StreamFlags) -> None:
     RequestedTask(verb="stream", has_image=None).check_model(request.weights, request.for_loading())
     with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
         report = _run(request, frames, stack, ranks)
-    report.tell(request.json)
+    report.write(request.json)
     report.finish(is_endless=False)
 
 
@@ -79,7 +79,7 @@ def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: Exi
 
     silence_libraries()
     screens = FrameOutputs.opened(request, frames.fps, None, stack)
-    say = screens.heard_by(stack.enter_context(living_line("starting")))
+    print_line = screens.status_line(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
     pipe = ranks.enter_context(ImageStreamingPipeline.from_pretrained(request.weights, **opened))
     arguments = given(
@@ -93,7 +93,7 @@ def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: Exi
     session = pipe.stream(seed=request.seed, **arguments)
     results = session.map({"image": _sized(frame, request)} for frame in frames)
     parts = _parts(results, frames.fps)
-    ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, say, frames.fps)
+    ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, print_line, frames.fps)
     written = [] if request.output is None else [request.output]
     return StreamReport(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 

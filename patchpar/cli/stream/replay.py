@@ -47,7 +47,7 @@ def replay(request: ReplayFlags) -> None:
         model = _model(request, recording.origin.model)
         with stdout_kept_clean(request.json), ExitStack() as stack:
             report = _run(request, model, recording, differing, stack)
-        report.tell(request.json, differing=differing)
+        report.write(request.json, differing=differing)
         report.finish(is_endless=False)
         if differing:
             made_with = (f"it was recorded with {name} {number}" for name, number in recording.origin.versions.items())
@@ -82,14 +82,14 @@ def _run(
     from patchpar import StreamingPipeline
 
     origin = recording.origin
-    say = stack.enter_context(living_line("starting"))
+    print_line = stack.enter_context(living_line("starting"))
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
     pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
     meter, plan = ProgressMeter(), str(pipe.plan)
     session = pipe.replay(recording)
     screens = [] if request.output is None else [stack.enter_context(video_at(request.output, origin.fps, pipe.rate))]
     parts = parts_of(_compared(session, recording, differing), session)
-    ending = show_all(parts, session, screens, meter, say, origin.fps)
+    ending = show_all(parts, session, screens, meter, print_line, origin.fps)
     written = [] if request.output is None else [request.output]
     return StreamReport(plan=plan, meter=meter, ending=ending, dropped=0, outputs=written)
 

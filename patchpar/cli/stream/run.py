@@ -131,7 +131,7 @@ def show_all(
     session: BaseSession[Any, Any, Any],
     screens: Sequence[FrameOutput],
     meter: ProgressMeter,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     fps: float,
 ) -> StreamEnding:
     """Send all parts to all `screens`, until the stream ends by itself, by a signal or by an error."""
@@ -143,7 +143,7 @@ def show_all(
                     screen.show(part.frames, part.pts, part.audio)
                 seconds = part.pts + len(part.frames) / fps
                 meter.add(len(part.frames), session.in_flight)
-            say(meter.line(part.status, session.in_flight, seconds))
+            print_line(meter.line(part.status, session.in_flight, seconds))
     except KeyboardInterrupt:
         return StreamEnding(seconds=seconds, code=INTERRUPTED)
     except SystemExit as ending:
@@ -176,7 +176,7 @@ class StreamReport:
     dropped: int
     outputs: Sequence[Path]
 
-    def tell(self, as_json: bool, **more: Any) -> None:
+    def write(self, as_json: bool, **more: Any) -> None:
         """Print the report on stdout. `more`: further fields of the JSON."""
         if as_json:
             print_json({**self._as_dict(), **more})
@@ -223,15 +223,15 @@ class FrameOutputs:
         """All outputs. Each gets every frame."""
         return [*self.live, *self.videos]
 
-    def heard_by(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """Return a function that reports a status line to `say` and to the pages."""
+    def status_line(self, print_line: Callable[[str], None]) -> Callable[[str], None]:
+        """Return a function that reports a status line to `print_line` and to the pages."""
 
-        def tell(line: str) -> None:
-            say(line)
+        def show(line: str) -> None:
+            print_line(line)
             for screen in self.live:
                 screen.page.status = line
 
-        return tell
+        return show
 
 
 def _live(

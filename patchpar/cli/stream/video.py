@@ -33,7 +33,7 @@ def stream_video(request: StreamFlags) -> None:
     given = {"reference": reference, "audio": _audio(request, folder)}
     with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
         report = _run(request, folder, given, stack, ranks)
-    report.tell(request.json)
+    report.write(request.json)
     report.finish(is_endless=request.audio is None and request.seconds is None)
 
 
@@ -59,14 +59,14 @@ def _run(
     silence_libraries()
     fps = request.fps or folder.config.fps
     screens = FrameOutputs.opened(request, fps, folder.rate, stack)
-    say = screens.heard_by(stack.enter_context(living_line("starting")))
+    print_line = screens.status_line(stack.enter_context(living_line("starting")))
     pipe = ranks.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
     pace: Pacing = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     session = pipe.stream(request.prompt, **arguments)
-    ending = show_all(parts_of(session, session), session, screens.all, meter, say, fps)
+    ending = show_all(parts_of(session, session), session, screens.all, meter, print_line, fps)
     written = [path for path in (request.output, request.record) if path is not None]
     return StreamReport(plan=plan, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 

@@ -31,11 +31,11 @@ class TorchTransport(Poisonable):
         self.staged = backend in HOST_BACKENDS and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
         self.waits = None if backend in HOST_BACKENDS else StreamWaits(device.type, lambda: self.deadline, self.poison)
-        everyone = tuple(range(dist.get_world_size()))
+        all_ranks = tuple(range(dist.get_world_size()))
         self._groups = ProcessGroups(backend, self._wire, deadline)
         collective = collective or self.waits is not None
-        self._groups.form([everyone], with_bulk=collective)
-        self._group = self._groups.of(everyone, bulk=False)
+        self._groups.form([all_ranks], with_bulk=collective)
+        self._group = self._groups.of(all_ranks, bulk=False)
         self.collectives = TorchCollectives(self._groups, self._wire, self._start) if collective else None
         if self.waits is not None:  # NCCL's first operation must include all ranks, and an exchange need not
             dist.barrier(self._group, device_ids=[current_index(device)])

@@ -2,7 +2,7 @@
 
 Where queries and keys are the same tokens, as nearly always, or the queries are our tokens alone, any exact mode of
 `shard.attention` computes it. Other calls (common tokens attend to split ones, or a mask is not whole) gather the keys
-first. Common tokens are those that every rank holds, such as text in joint attention.
+first. Common tokens are those that every rank holds, such as text that is not split.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.split_tokens import SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges
+from patchpar.shard.transformer.token_runs import Runs, runs_of
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
@@ -35,7 +36,7 @@ class TokenSplit:
 
     `mode` None exchanges nothing, wrong on purpose. `patch`: holds the stale keys and values of strategies that use
     them. `kernel`: the user's own, called with own queries and the keys of all ranks at once. `cut`: the unit of the
-    split.
+    split. `text`: whether a second run of tokens is split too, such as text; else every rank computes all of it.
     """
 
     comm: Communicator
@@ -44,31 +45,29 @@ class TokenSplit:
     patch: LocalPatch | None = None
     kernel: BackendKernel | None = None
     cut: Cut = "runs"
+    text: bool = True
 
-    def gather(self, x: Tensor, dim: int, start: int, ranges: TokenRanges, where: str) -> Tensor:
-        """Return x, of any shape, with the tokens of all ranks along `dim`; ours start at `start`.
+    def gather(self, x: Tensor, dim: int, placed: SplitTokens, where: str) -> Tensor:
+        """Return x, of any shape, with the tokens of all ranks along `dim`; ours are where `placed` says.
 
-        Everything before and after our tokens is kept. Raises ExchangeError.
+        Everything around our tokens is kept. Raises ExchangeError.
         """
-        return self.gather_together([x], dim, start, ranges, where)[0]
+        return self.gather_together([x], dim, placed, where)[0]
 
-    def gather_together(
-        self, tensors: Sequence[Tensor], dim: int, start: int, ranges: TokenRanges, where: str
-    ) -> list[Tensor]:
+    def gather_together(self, tensors: Sequence[Tensor], dim: int, placed: SplitTokens, where: str) -> list[Tensor]:
         """Return each tensor as `gather` does, all of them in one message."""
-        if self.axis.size == 1:
+        if self.axis.size == 1 or not placed.runs:
             return list(tensors)
-        cut = [x.split_with_sizes((start, ranges.count, x.shape[dim] - start - ranges.count), dim) for x in tensors]
+        parted = [placed.parted(x, dim) for x in tensors]
+        ranges = [run.ranges for run in placed.runs]
 
         def specs(group_rank: int) -> list[TensorSpec]:
-            return [_resized(own, dim, ranges.sizes[group_rank]) for _, own, _ in cut]
+            sizes = [each.sizes[group_rank] for each in ranges]
+            return [_resized(own, dim, size) for _, tokens in parted for own, size in zip(tokens, sizes, strict=True)]
 
-        started = AllGather(self.comm, self.axis, "tokens", where).start([own.contiguous() for _, own, _ in cut], specs)
-        by_tensor = zip(*started.wait(), strict=True)
-        return [
-            torch.cat([before, ranges.joined(parts, dim), after], dim)
-            for (before, _, after), parts in zip(cut, by_tensor, strict=True)
-        ]
+        own = [x.contiguous() for _, tokens in parted for x in tokens]
+        by_run = iter(zip(*AllGather(self.comm, self.axis, "tokens", where).start(own, specs).wait(), strict=True))
+        return [placed.joined(common, [each.joined(next(by_run), dim) for each in ranges], dim) for common, _ in parted]
 
 
 def _resized(x: Tensor, dim: int, size: int) -> TensorSpec:
@@ -90,66 +89,75 @@ def cut_for(policy: ExchangePolicy) -> Cut:
 
 
 def attend_split(
-    split: TokenSplit, where: str, tokens: AttentionTokens, ranges: TokenRanges, call: AttentionCall
+    split: TokenSplit, where: str, runs: Sequence[tuple[AttentionTokens, TokenRanges]], call: AttentionCall
 ) -> Tensor:
     """Return the attention output [B, N, q, E] of this rank's queries, or [B, q, E] of a call without heads.
 
-    `call` has the tensors of this rank: common tokens and its own, [B, N, q, D], [B, M, k, D] and [B, M, k, E], or
-    without the dim of heads. Raises UnsupportedModel, ExchangeError.
+    `call` has the tensors of this rank: common tokens and its own of each run, [B, N, q, D], [B, M, k, D] and
+    [B, M, k, E], or without the dim of heads. Raises UnsupportedModel, ExchangeError.
     """
     if call.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.query.ndim == 3:
-        return attend_split(split, where, tokens, ranges, call.with_heads()).squeeze(1)
-    if tokens.mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
+        return attend_split(split, where, runs, call.with_heads()).squeeze(1)
+    if runs[0][0].mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = replace(call, attn_mask=call.attn_mask[:, None, None])
-    queries = SplitTokens.of(tokens.queries, call.query, ranges)
-    if tokens.keys is None:
+    queries = SplitTokens.of(call.query.shape[-2], runs_of((tokens.queries, ranges) for tokens, ranges in runs))
+    key_runs = runs_of((tokens.keys, ranges) for tokens, ranges in runs)
+    if not key_runs:
         return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
-    keys = SplitTokens.of(tokens.keys, call.key, ranges)
-    call = _with_whole_mask(split, where, call, queries, keys)
+    keys = SplitTokens.of(call.key.shape[-2], key_runs)
+    call = _with_whole_mask(split, where, call, queries, keys, key_runs[:1])
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return replace(call, attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
     entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
     if split.patch is not None and entry is not None:
         stale = _common_first(where, call, queries, keys)
-        return queries.in_order(attend_with_past(split.patch, where, ranges.rows, stale, entry), 2)
+        return queries.in_order(attend_with_past(split.patch, where, runs[0][1].rows, stale, entry), 2)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
-    key, value = split.gather_together((call.key, call.value), -2, keys.start, ranges, where)
+    key, value = split.gather_together((call.key, call.value), -2, keys, where)
     return replace(call, key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
 
 def _with_whole_mask(
-    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
+    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens, first: Runs
 ) -> AttentionCall:
     """Return the call with causality as a mask, and a mask with a column for every key of the whole."""
     if call.attn_mask is None and not call.is_causal:
         return call
-    return replace(call, attn_mask=_whole_mask(split, where, call, queries, keys), is_causal=False)
+    return replace(call, attn_mask=_whole_mask(split, where, call, queries, keys, first), is_causal=False)
 
 
 def _whole_mask(
-    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
+    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens, first: Runs
 ) -> Tensor | None:
-    """Return the mask with a column for every key of the whole, in their order; causality as a mask."""
+    """Return the mask with a column for every key of the whole, in their order; causality as a mask.
+
+    `first`: the first run of keys, which alone may be cut in a mask: that of the text is an argument of the model.
+    """
     mask = call.attn_mask
     if call.is_causal:
         size = (queries.whole, keys.whole)
         return torch.ones(size, dtype=torch.bool, device=call.query.device).tril()
     if mask is None or mask.shape[-1] in (1, keys.whole):
         return mask
-    if mask.shape[-1] == keys.whole + keys.local:  # diffusers pads a mask of more columns than keys by their number
+    columns = mask.shape[-1]
+    if columns == keys.whole + keys.local:  # diffusers pads a mask of more columns than keys by their number
         return mask[..., : keys.whole]
-    if mask.shape[-1] != keys.local:
+    lacking = sum(ranges.num_tokens - ranges.count for _, ranges in first)
+    if columns not in (keys.local, keys.whole - lacking):
         raise UnsupportedModel(
-            f"{where}: a mask of {mask.shape[-1]} columns is neither for the {keys.local} keys that are here nor for "
-            f"all {keys.whole}"
+            f"{where}: a mask of {columns} columns is neither for the {keys.local} keys that are here nor for all "
+            f"{keys.whole}"
         )
+    placed = keys if columns == keys.local else SplitTokens.of(columns, first)
     if mask.ndim < 2 or mask.shape[-2] == 1:
-        return split.gather(mask, -1, keys.start, keys.ranges, where)
+        return split.gather(mask, -1, placed, where)
+    if len(keys.runs) > 1:
+        raise UnsupportedModel(f"{where}: a mask of queries and keys is made from the tokens that are here")
     if queries == keys and _sees_itself_alone(mask, keys):
         return _with_blind_columns(as_bias(mask, call.query.dtype), keys)
     return _outer_product(split, where, mask, queries, keys)
@@ -160,25 +168,27 @@ def _sees_itself_alone(mask: Tensor, keys: SplitTokens) -> bool:
 
     Common tokens must attend to all of them alike. A single token would not show this.
     """
-    columns = as_bias(mask, torch.float32).narrow(-1, keys.start, keys.own)
-    first, own, last = columns.split_with_sizes((keys.start, keys.own, keys.after), -2)
-    around = torch.cat([first, last], -2)
-    itself = torch.eye(keys.own, dtype=torch.bool, device=mask.device)
+    ((start, ranges),) = keys.runs
+    columns = as_bias(mask, torch.float32).narrow(-1, start, ranges.count)
+    around, (own,) = keys.parted(columns, -2)
+    common = torch.cat(around, -2)
+    itself = torch.eye(ranges.count, dtype=torch.bool, device=mask.device)
     return (
-        keys.own > 1
-        and torch.equal(around, around[..., :1].expand(around.shape))
+        ranges.count > 1
+        and torch.equal(common, common[..., :1].expand(common.shape))
         and bool((own.isneginf() != itself).all())
     )
 
 
 def _with_blind_columns(bias: Tensor, keys: SplitTokens) -> Tensor:
     """Add columns for other ranks' tokens to such a mask: hidden from our tokens, and to common ones as ours are."""
-    before, own, after = bias.split_with_sizes((keys.start, keys.own, keys.after), -1)
+    ((start, ranges),) = keys.runs
+    common, (own,) = keys.parted(bias, -1)
     foreign = own[..., :1].clone()
-    foreign.narrow(-2, keys.start, keys.own).fill_(-torch.inf)
-    columns = [foreign.expand(*own.shape[:-1], size) for size in keys.ranges.sizes]
-    columns[keys.ranges.group_rank] = own
-    return torch.cat([before, keys.ranges.joined(columns, -1), after], -1)
+    foreign.narrow(-2, start, ranges.count).fill_(-torch.inf)
+    columns = [foreign.expand(*own.shape[:-1], size) for size in ranges.sizes]
+    columns[ranges.group_rank] = own
+    return keys.joined(common, [ranges.joined(columns, -1)], -1)
 
 
 def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: SplitTokens, keys: SplitTokens) -> Tensor:
@@ -190,7 +200,7 @@ def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: SplitTo
     rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
     if not torch.equal(rows & columns, mask):
         raise UnsupportedModel(f"{where}: a mask is made from the tokens that are here, and differs by query and key")
-    columns = split.gather(columns, -1, keys.start, keys.ranges, where)
+    columns = split.gather(columns, -1, keys, where)
     return rows & columns
 
 
@@ -234,9 +244,9 @@ def _by_mode(
         q_BNlD=query,
         k_BMlD=key,
         v_BMlD=value,
-        sizes=keys.ranges.sizes,
+        sizes=keys.sizes,
         group_rank=split.axis.rank,
-        common=keys.local - keys.own,
+        common=keys.common,
         common_asks=queries == keys,
         mask=mask,
         scale=call.scale,

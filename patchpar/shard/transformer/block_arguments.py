@@ -13,14 +13,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from patchpar.shard.transformer.local_tokens import LocalTokens
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.token_mixing import TokenMixing
-from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan, TokenRows
+from patchpar.shard.transformer.token_plan import BlockPlan, TextPlan, TokenPlan, TokenRows
 
+NO_TEXT = TextPlan(inputs={}, attentions=(), outputs={})
 _LEAVES = (Tensor, int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRule:
-    """What to do with the leaves of a call. `plan` None: every rank computes the whole block."""
+    """What to do with the leaves of a call. `plan` None: every rank computes the whole block.
+
+    `text` and `text_counts`: those of a second run of tokens.
+    """
 
     plan: BlockPlan | None
     inputs: tuple[tuple[int, TokenRows], ...] = ()
@@ -28,6 +32,8 @@ class ArgumentRule:
     row_counts: tuple[int, ...] = ()
     frame_counts: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
+    text: tuple[tuple[int, TokenRows], ...] = ()
+    text_counts: tuple[int, ...] = ()
 
 
 class ArgumentRules:
@@ -49,10 +55,21 @@ class ArgumentRules:
         if plan is None:
             return ArgumentRule(None)
         numbers = {name: number for number, name in enumerate(arguments.leaves())}
-        inputs = tuple((numbers[name], rows) for name, rows in plan.inputs.items())
-        mixing = plan.mixing or TokenMixing()
-        counts = (plan.counts, mixing.row_counts, mixing.frame_counts, plan.bounds)
-        return ArgumentRule(plan, inputs, *(tuple(numbers[name] for name in each) for each in counts))
+        mixing, text = plan.mixing or TokenMixing(), plan.text or NO_TEXT
+
+        def listed(names: tuple[str, ...]) -> tuple[int, ...]:
+            return tuple(numbers[name] for name in names)
+
+        return ArgumentRule(
+            plan,
+            inputs=tuple((numbers[name], rows) for name, rows in plan.inputs.items()),
+            counts=listed(plan.counts),
+            row_counts=listed(mixing.row_counts),
+            frame_counts=listed(mixing.frame_counts),
+            bounds=listed(plan.bounds),
+            text=tuple((numbers[name], rows) for name, rows in text.inputs.items()),
+            text_counts=listed(text.counts),
+        )
 
 
 def leaves_and_form(tree: Any) -> tuple[list[Any], Any]:

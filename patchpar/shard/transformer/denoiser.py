@@ -75,7 +75,7 @@ class TokenDenoiser(SharedDenoiser):
         before = self.watched.now() if self._shard is None else None
         output = self._denoised(forward, *args, **kwargs)
         if before is not None:
-            self.watched.know(before)
+            self.watched.record(before)
         return output
 
     def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -227,8 +227,8 @@ class TokenDenoiser(SharedDenoiser):
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, patch.policy.keys)
         gathers = patch.policy.keys.way == "gather"
-        cut = cut_for(patch.policy)
-        return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut)
+        cut, text = cut_for(patch.policy), not patch.policy.remembers
+        return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut, text)
 
     def _this_step(self) -> None:
         self.patch.fresh, self.patch.cache = True, None

@@ -8,7 +8,7 @@ So the last layers of a model run on our tokens, and the prediction is gathered 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.comm.pytree import map_leaves
-from patchpar.shard.transformer.token_plan import TokenRows
-from patchpar.shard.transformer.token_ranges import TokenRanges
+from patchpar.shard.transformer.token_runs import Runs, TokenRun, cut_runs
 
 Function = Callable[..., Any]
 Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -25,12 +24,19 @@ Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """The block `where` that made local tokens: the rows they are, and the function that gathers those of all ranks."""
+    """The block `where` that made local tokens: the runs they are of, and the function that gathers those of all ranks.
 
-    rows: TokenRows
-    ranges: TokenRanges
+    All runs are along one dim, `dim`.
+    """
+
+    runs: Runs
     where: str
     gather: Callable[[Tensor, "TokenSource"], Tensor]
+
+    @property
+    def dim(self) -> int:
+        """The dim of the tokens."""
+        return self.runs[0].rows.dim
 
 
 class LocalTokens(Tensor):
@@ -85,8 +91,9 @@ def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x = args[0]
     if not _is_local(x):
         return NotImplemented
-    shape, ranges = list(x.own.shape), x.source.ranges
-    shape[x.source.rows.dim] += ranges.num_tokens - ranges.count
+    shape = list(x.own.shape)
+    for rows, ranges in x.source.runs:
+        shape[rows.dim] += ranges.num_tokens - ranges.count
     return torch.Size(shape) if func == SHAPE else func(torch.empty(shape, device="meta"), *args[1:], **kwargs)
 
 
@@ -117,7 +124,7 @@ def _of_each_row(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         dims = 1 if isinstance(shape, int) else len(shape)
     rest = (*args[1:], *kwargs.values())
-    if not 0 < dims < x.own.ndim - x.source.rows.dim or any(isinstance(each, LocalTokens) for each in rest):
+    if not 0 < dims < x.own.ndim - x.source.dim or any(isinstance(each, LocalTokens) for each in rest):
         return NotImplemented
     return x.with_own(func(x.own, *args[1:], **kwargs))
 
@@ -140,18 +147,17 @@ def _beside(local: LocalTokens, x: Any) -> Any:
         return x
     if isinstance(x, LocalTokens):
         alike = x.gathered is None and x.own.ndim == dims and _size(x) == _size(local)
-        return x.own if alike and (x.source.rows, x.source.ranges) == (source.rows, source.ranges) else None
+        return x.own if alike and x.source.runs == source.runs else None
     if x.ndim > dims:
         return None
-    dim = source.rows.dim - dims + x.ndim
+    dim = source.dim - dims + x.ndim
     if dim < 0 or x.shape[dim] == 1:
         return x
-    rows = TokenRows(dim, source.rows.before, source.rows.after)
-    return rows.cut(x, source.ranges)
+    return cut_runs(x, tuple(TokenRun(replace(rows, dim=dim), ranges) for rows, ranges in source.runs))
 
 
 def _size(x: LocalTokens) -> int:
-    return x.own.shape[x.source.rows.dim]
+    return x.own.shape[x.source.dim]
 
 
 _METHODS = (

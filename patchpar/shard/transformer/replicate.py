@@ -14,8 +14,10 @@ from patchpar.comm.collectives import AllGather
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.split_tokens import SplitTokens
 from patchpar.shard.transformer.token_plan import Replicated
 from patchpar.shard.transformer.token_ranges import TokenRanges, spread
+from patchpar.shard.transformer.token_runs import TokenRun
 
 HEADS = -3  # the dim of heads in queries, keys, values and masks
 
@@ -32,17 +34,15 @@ def with_all_tokens(
         rows = part.inputs.get(name)
         if rows is None or not isinstance(leaf, Tensor):
             return leaf
-        start = rows.start(leaf.shape[rows.dim], ranges.count)
+        placed = SplitTokens.of(leaf.shape[rows.dim], [TokenRun(rows, ranges)])
         if split.mode is not None:
-            return split.gather(leaf, rows.dim, start, ranges, where)
-        before, own, after = leaf.split_with_sizes(
-            (start, ranges.count, leaf.shape[rows.dim] - start - ranges.count), rows.dim
-        )
+            return split.gather(leaf, rows.dim, placed, where)
+        common, (own,) = placed.parted(leaf, rows.dim)
         parts = [
             own if group_rank == ranges.group_rank else _zeros(own, rows.dim, size)
             for group_rank, size in enumerate(ranges.sizes)
         ]
-        return torch.cat([before, ranges.joined(parts, rows.dim), after], rows.dim)
+        return placed.joined(common, [ranges.joined(parts, rows.dim)], rows.dim)
 
     return arguments.map(fetch)
 

@@ -1,42 +1,64 @@
-"""Where the split tokens are among the queries or keys of an attention call, and masks cut and reordered to match."""
+"""Where the split tokens are among the queries or keys of an attention call, and masks cut and reordered to match.
 
+local, [common] own [common] own [common]       own tokens of each run, such as text and an image
+whole, [common] all [common] all [common]       in this order, of which masks are
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from patchpar.shard.transformer.token_plan import TokenRows
+from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.token_ranges import TokenRanges
+from patchpar.shard.transformer.token_runs import TokenRun
+
+T = TypeVar("T")
+
+
+class PlacedRun(NamedTuple):
+    """A run of split tokens of which ours begin at index `start` among the local ones."""
+
+    start: int
+    ranges: TokenRanges
 
 
 @dataclass(frozen=True, slots=True)
 class SplitTokens:
-    """Queries or keys of a call: `local` on this rank, `own` of them its tokens, from `start` on; `whole` in all.
+    """Queries or keys of a call: `local` on this rank, among them its tokens of each run, in the order of their starts.
 
     The others are common tokens, which every rank has.
     """
 
-    start: int
     local: int
-    ranges: TokenRanges
+    runs: tuple[PlacedRun, ...] = ()
 
     @classmethod
-    def of(cls, rows: TokenRows | None, x: Tensor, ranges: TokenRanges) -> "SplitTokens":
-        """Return them for x [..., local, D] of this rank; `rows` None: all of them are common."""
-        size = x.shape[-2]
-        if rows is None:
-            return cls(size, size, TokenRanges(group_rank=0, starts=(0, 0)))
-        return cls(rows.start(size, ranges.count), size, ranges)
+    def of(cls, size: int, runs: Iterable[TokenRun]) -> "SplitTokens":
+        """Return them for a dim of `size` rows of this rank. Raises UnsupportedModel."""
+        placed = [PlacedRun(rows.start(size, ranges.count), ranges) for rows, ranges in runs]
+        found = cls(size, tuple(sorted(placed, key=lambda run: run.start)))
+        if min(found._gaps) < 0:
+            raise UnsupportedModel(f"two runs of split tokens overlap in {size} rows, which they did not in the search")
+        return found
 
     @property
     def own(self) -> int:
         """Split tokens of this rank."""
-        return self.ranges.count
+        return sum(ranges.count for _, ranges in self.runs)
 
     @property
     def tokens(self) -> int:
         """Split tokens of all ranks."""
-        return self.ranges.num_tokens
+        return sum(ranges.num_tokens for _, ranges in self.runs)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Split tokens of each rank."""
+        return tuple(map(sum, zip(*(ranges.sizes for _, ranges in self.runs), strict=True)))
 
     @property
     def whole(self) -> int:
@@ -44,38 +66,70 @@ class SplitTokens:
         return self.local - self.own + self.tokens
 
     @property
-    def after(self) -> int:
-        """Common tokens after the split ones."""
-        return self.local - self.own - self.start
+    def common(self) -> int:
+        """Tokens that every rank has."""
+        return self.local - self.own
+
+    @property
+    def _gaps(self) -> list[int]:
+        """Common tokens before each run, and after the last."""
+        ends = [0, *(start + ranges.count for start, ranges in self.runs)]
+        return [start - end for start, end in zip([*(start for start, _ in self.runs), self.local], ends, strict=True)]
+
+    def parted(self, x: Tensor, dim: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the common tokens around the runs and our own of each, of x with the local tokens along `dim`."""
+        return self._parted(x, dim, [ranges.count for _, ranges in self.runs])
+
+    def _parted(self, x: Tensor, dim: int, counts: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        pieces = x.split_with_sizes(_interleaved(self._gaps, counts), dim)
+        return list(pieces[::2]), list(pieces[1::2])
+
+    def _whole_parted(self, x: Tensor, dim: int) -> tuple[list[Tensor], list[Tensor]]:
+        return self._parted(x, dim, [ranges.num_tokens for _, ranges in self.runs])
+
+    def joined(self, common: Sequence[Tensor], tokens: Sequence[Tensor], dim: int) -> Tensor:
+        """Return common tokens and those of each run, tensors of any shape, in their order along `dim`."""
+        return torch.cat(_interleaved(common, tokens), dim)
 
     def cut(self, mask: Tensor, dim: int) -> Tensor:
         """Cut a mask, of any shape that is whole along `dim`, to the tokens of this rank."""
         if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
             return mask
-        before, tokens, after = mask.split_with_sizes((self.start, self.tokens, self.after), dim)
-        return torch.cat([before, self.ranges.own(tokens, dim), after], dim)
+        common, tokens = self._whole_parted(mask, dim)
+        return self.joined(common, [run.ranges.own(x, dim) for run, x in zip(self.runs, tokens, strict=True)], dim)
 
     def rows(self, mask: Tensor | None) -> Tensor | None:
         """Cut a mask, of any shape, to the rows of these queries."""
         return None if mask is None else self.cut(mask, -2)
 
+    @property
+    def _is_common_first(self) -> bool:
+        return not any(self._gaps[1:])
+
     def common_first(self, x: Tensor, dim: int) -> Tensor:
         """Reorder x, of any shape with the local tokens along `dim`: common tokens first, then our own."""
-        if not self.after:
+        if self._is_common_first:
             return x
-        before, own, after = x.split_with_sizes([self.start, self.own, self.after], dim)
-        return torch.cat([before, after, own], dim)
+        common, own = self.parted(x, dim)
+        return torch.cat([*common, *own], dim)
 
     def by_rank(self, mask: Tensor, dim: int) -> Tensor:
         """Reorder a mask of any shape that is whole along `dim`: common tokens first, then each rank's tokens."""
-        if not self.after and self.ranges.across.planes == 1:
+        if self._is_common_first and (not self.runs or (len(self.runs) == 1 and self.runs[0].ranges.in_order)):
             return mask
-        before, tokens, after = mask.split_with_sizes([self.start, self.tokens, self.after], dim)
-        return torch.cat([before, after, self.ranges.by_rank(tokens, dim)], dim)
+        common, tokens = self._whole_parted(mask, dim)
+        parts = [run.ranges.parts(x, dim) for run, x in zip(self.runs, tokens, strict=True)]
+        return torch.cat([*common, *chain.from_iterable(zip(*parts, strict=True))], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """Undo `common_first` for `x` of any shape."""
-        if not self.after:
+        if self._is_common_first:
             return x
-        before, after, own = x.split_with_sizes([self.start, self.after, self.own], dim)
-        return torch.cat([before, own, after], dim)
+        gaps, counts = self._gaps, [ranges.count for _, ranges in self.runs]
+        pieces = x.split_with_sizes([*gaps, *counts], dim)
+        return self.joined(pieces[: len(gaps)], pieces[len(gaps) :], dim)
+
+
+def _interleaved(common: Sequence[T], tokens: Sequence[T]) -> list[T]:
+    """Return the common parts, of which there is one more, with those of runs between them."""
+    return [common[0], *chain.from_iterable(zip(tokens, common[1:], strict=True))]

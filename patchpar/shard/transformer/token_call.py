@@ -21,11 +21,12 @@ from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_
 from patchpar.shard.transformer.block_call import BlockCall
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.replicate import attend_by_heads
+from patchpar.shard.transformer.split_tokens import SplitTokens
 from patchpar.shard.transformer.token_layout import TokenLayout
 from patchpar.shard.transformer.token_mixing import ConvolutionCall, TokenMixing, is_sum
 from patchpar.shard.transformer.token_mixing_ops import convolve_rows, sum_over_ranks
-from patchpar.shard.transformer.token_plan import TokenRows
 from patchpar.shard.transformer.token_ranges import TokenRanges
+from patchpar.shard.transformer.token_runs import Runs, cut_runs
 
 
 class TokenCall:
@@ -59,7 +60,7 @@ class TokenCall:
                 f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.ranges, call))
+        return as_torch_lays(attend_split(self.split, where, block.attention_runs(number), call))
 
     def mix(self, block: BlockCall, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run another function than attention in a module of the block that is watched."""
@@ -80,13 +81,18 @@ class TokenCall:
     def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
         """Return the arguments of the block for our tokens. Raises PlanError, UnsupportedModel."""
         block.ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
-        rows = dict(rule.inputs)
+        block.text = self.layout.text_ranges(rule, leaves, block.ranges.num_tokens)
+        runs = block.input_runs(rule)
         own: list[Any] = [
-            self._own(block.ranges, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
+            self._own(leaf, runs.get(number, ())) if isinstance(leaf, Tensor) else leaf
             for number, leaf in enumerate(leaves)
         ]
         for number in rule.counts:
             own[number] += block.ranges.count - block.ranges.num_tokens
+        if block.text is not None:
+            self.ranges[f"{block.plan.name}, text"] = block.text
+            for number in rule.text_counts:
+                own[number] += block.text.count - block.text.num_tokens
         for number in rule.row_counts if block.ranges.across.rows is None else rule.frame_counts:
             own[number] = block.ranges.num_rows
         for number in rule.bounds:
@@ -102,9 +108,8 @@ class TokenCall:
         finally:
             self.block = None
         leaves, form = leaves_and_form(output)
-        for number, rows in block.plan.outputs.items():
-            source = TokenSource(rows, block.ranges, block.path, self._gathered)
-            leaves[number] = local_tokens(leaves[number], source)
+        for number, runs in block.output_runs().items():
+            leaves[number] = local_tokens(leaves[number], TokenSource(runs, block.path, self._gathered))
         return with_leaves(form, leaves)
 
     def _around(self, block: BlockCall, *, traced: bool) -> AbstractContextManager[Any]:
@@ -119,26 +124,26 @@ class TokenCall:
 
     def _ranges(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> TokenRanges:
         """Return the ranges of an argument that is cut already, else new ones. Raises PlanError, UnsupportedModel."""
-        for number, _ in rule.inputs:
-            if isinstance(leaves[number], LocalTokens):
-                return leaves[number].source.ranges
+        for number, rows in rule.inputs:
+            if isinstance(leaves[number], LocalTokens) and leaves[number].source.runs[0].rows == rows:
+                return leaves[number].source.runs[0].ranges
         return self.layout.ranges(block.path, block.plan, rule, leaves)
 
-    def _own(self, ranges: TokenRanges, x: Tensor, rows: TokenRows | None) -> Tensor:
-        """Return an argument with our tokens only, if it has `rows` of tokens."""
+    def _own(self, x: Tensor, runs: Runs) -> Tensor:
+        """Return an argument with our tokens only of the `runs` in it."""
         if isinstance(x, LocalTokens):
-            if x.gathered is None and (x.source.rows, x.source.ranges) == (rows, ranges):
+            if x.gathered is None and x.source.runs == runs:
                 return x.own
             x = x.whole()
-        return x if rows is None else self._cut(x, rows, ranges)
+        return self._cut(x, runs) if runs else x
 
-    def _cut(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> Tensor:
+    def _cut(self, x: Tensor, runs: Runs) -> Tensor:
         """Return a whole argument with our tokens only, and everything around the tokens."""
         if x.is_inference():  # it has no version counter that would show a change in place
-            return rows.cut(x, ranges)
+            return cut_runs(x, runs)
         known = self._cuts.get(id(x))
-        if known is None or not known.is_of(x, rows, ranges):
-            known = self._cuts[id(x)] = _CutArgument(x, rows, ranges)
+        if known is None or not known.is_of(x, runs):
+            known = self._cuts[id(x)] = _CutArgument(x, runs)
         return known.own
 
     def _gathered(self, own: Tensor, source: TokenSource) -> Tensor:
@@ -148,21 +153,20 @@ class TokenCall:
                 f"an output of {source.where} was kept beyond the denoiser's call, and has this rank's tokens only: "
                 "use plan cfg=2 or data=N, which do not split the tokens"
             )
-        rows, ranges = source.rows, source.ranges
-        start = rows.start(own.shape[rows.dim], ranges.count)
-        return self.split.gather(own, rows.dim, start, ranges, f"after {source.where}")
+        placed = SplitTokens.of(own.shape[source.dim], source.runs)
+        return self.split.gather(own, source.dim, placed, f"after {source.where}")
 
 
 class _CutArgument:
     """Our tokens `own` of a whole argument of several blocks, while it is the same and unchanged."""
 
-    def __init__(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> None:
-        self._whole, self._facts = weakref.ref(x), (x._version, rows, ranges)
-        self.own = rows.cut(x, ranges)
+    def __init__(self, x: Tensor, runs: Runs) -> None:
+        self._whole, self._facts = weakref.ref(x), (x._version, runs)
+        self.own = cut_runs(x, runs)
 
-    def is_of(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> bool:
+    def is_of(self, x: Tensor, runs: Runs) -> bool:
         """Whether it was cut from x as it is now, in this way."""
-        return self._whole() is x and self._facts == (x._version, rows, ranges)
+        return self._whole() is x and self._facts == (x._version, runs)
 
 
 class _WatchedFunctions(TorchFunctionMode):

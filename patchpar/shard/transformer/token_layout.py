@@ -41,6 +41,15 @@ class TokenLayout:
             _refuse_without_rows(path, grid, tokens, axis.size, of_video=mixing.of_video)
         return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut)
 
+    def text_ranges(self, rule: ArgumentRule, leaves: Sequence[Any], first: int) -> TokenRanges | None:
+        """Return the ranges of a second run of tokens beside the `first`; None where every rank computes all of it."""
+        axis = self._split.axis
+        if not rule.text or not self._split.text:
+            return None
+        number, rows = rule.text[0]
+        tokens = int(leaves[number].shape[rows.dim]) - (first if number in dict(rule.inputs) else 0)
+        return spread(tokens, axis.rank, axis.size) if 1 < axis.size <= tokens else None
+
     def _num_tokens(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: Sequence[Any]) -> int:
         """Count an argument that consists of tokens alone, or else compute it from the size of the latent."""
         for number, rows in rule.inputs:

@@ -28,8 +28,8 @@ def sum_over_ranks(split: TokenSplit, where: str, own: Tensor) -> Tensor:
     """
     if split.mode is None or split.axis.size == 1:
         return own
-    everyone = AllGather(split.comm, split.axis, "tokens", where).same(own.contiguous())
-    return torch.stack([wide(each) for each in everyone]).sum(0).to(own.dtype)
+    gathered = AllGather(split.comm, split.axis, "tokens", where).same(own.contiguous())
+    return torch.stack([wide(each) for each in gathered]).sum(0).to(own.dtype)
 
 
 def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolution: ConvolutionCall) -> Tensor:

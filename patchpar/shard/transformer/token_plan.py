@@ -146,6 +146,27 @@ class GridSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextPlan:
+    """A second run of tokens of the joint attention in a block, such as text, split between the ranks like the first.
+
+    Entries as in BlockPlan, of these tokens, with one of `attentions` for each of the block's. The first of `inputs`
+    gives their number: all its rows but those of the first run. `counts` may be among those of the block too.
+    """
+
+    inputs: Mapping[str, TokenRows]
+    attentions: tuple[AttentionTokens, ...]
+    outputs: Mapping[int, TokenRows]
+    counts: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return its entries as text."""
+        lines = [f"  {path:<32} text {rows}" for path, rows in self.inputs.items()]
+        lines += [f"  {path:<32} the number of text tokens" for path in self.counts]
+        lines += [f"  attention {number:<22} text: {call}" for number, call in enumerate(self.attentions)]
+        return lines + [f"  output {number:<25} text {rows}" for number, rows in self.outputs.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
     """The plan of the blocks at `paths`, which are of one list, one structure and one signature.
 
@@ -156,7 +177,7 @@ class BlockPlan:
     grid; None where it is not known. `mixing`: where tokens meet outside attention; None where they do not.
     `replicated`: parts that are not split. `watched`: paths in the block of modules whose functions are intercepted,
     since they sum or convolve tokens (`mixing` counts calls in these modules), or have imported attention under another
-    name than torch.nn.functional's; "" is the block itself.
+    name than torch.nn.functional's; "" is the block itself. `text`: a second run of tokens that is split too.
     """
 
     name: str
@@ -173,6 +194,7 @@ class BlockPlan:
     bounds: tuple[str, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     watched: tuple[str, ...] = ()
+    text: TextPlan | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where sums or convolutions would not be intercepted."""
@@ -195,6 +217,7 @@ class BlockPlan:
         lines += [f"  {path or 'the block':<32} its functions are intercepted" for path in self.watched]
         lines += [f"  {part.path:<32} {part}" for part in self.replicated]
         lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
+        lines += [] if self.text is None else self.text.lines()
         return "\n".join(lines)
 
 

@@ -12,8 +12,9 @@ def to_json(plan: TokenPlan) -> str:
     """Return the plan as text, the same for equal plans."""
     raw = asdict(plan)
     for block in raw["blocks"]:
-        if block["mixing"] is None:  # in most plans only attention mixes tokens
-            del block["mixing"]
+        for name in ("mixing", "text"):
+            if block[name] is None:  # in most plans only attention mixes tokens
+                del block[name]
         for name in ("bounds", "replicated", "watched"):
             if not block[name]:
                 del block[name]

@@ -91,11 +91,12 @@ class TokenRanges:
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Return our tokens of x, a tensor of any shape with all tokens along `dim`, in their order."""
-        return self._parts(x, dim)[self.group_rank]
+        return self.parts(x, dim)[self.group_rank]
 
-    def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """Return x, of any shape, with all tokens along `dim` reordered rank by rank."""
-        return x if self.across.planes == 1 else torch.cat(self._parts(x, dim), dim)
+    @property
+    def in_order(self) -> bool:
+        """Whether the tokens rank by rank are those of the whole in their order."""
+        return self.across.planes == 1
 
     def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Return all tokens along `dim` in their order, from the parts of all ranks, of any shape."""
@@ -105,7 +106,8 @@ class TokenRanges:
         planes = [torch.unflatten(part, dim, (self.across.planes, -1)) for part in parts]
         return torch.cat(planes, dim + 1).flatten(dim, dim + 1)
 
-    def _parts(self, x: Tensor, dim: int) -> list[Tensor]:
+    def parts(self, x: Tensor, dim: int) -> list[Tensor]:
+        """Return the tokens of each rank of x, a tensor of any shape with all tokens along `dim`."""
         dim %= x.ndim
         if self.across.planes == 1:
             return list(x.split_with_sizes(self.sizes, dim))

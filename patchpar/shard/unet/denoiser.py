@@ -88,7 +88,7 @@ class PatchedDenoiser(SharedDenoiser):
             self.error = self._checked(compare, forward, self._facts(self.sites, call), "This model")
         self._sizes.clear()
         self._foreign = before.foreign
-        self.watched.know(before)
+        self.watched.record(before)
 
     def _check_here(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> None:
         """Verify at the size of the call too where other libraries' code is present: it may work at some sizes only."""

@@ -158,7 +158,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         edges = patch.edges(own, stencil.before, stencil.after)
         halo = halo_of(patch.axis, edges, entry.wait())
         if patch.policy.published:
-            edges = _edges_to_everyone(patch, own, max(stencil.before, stencil.after))
+            edges = _edges_to_all(patch, own, max(stencil.before, stencil.after))
         sends = patch.cache is not None and not patch.frozen
         if not _joins(module, own, dim, stencil, has_halo=True):
             if sends:
@@ -200,7 +200,7 @@ def _ready(halo: Halo | RawHalo | Callable[[], Halo]) -> Halo:
     return halo() if callable(halo) else halo
 
 
-def _edges_to_everyone(patch: LocalPatch, x: Tensor, rows: int) -> ExchangePart:
+def _edges_to_all(patch: LocalPatch, x: Tensor, rows: int) -> ExchangePart:
     """Return the exchange of both edges with all ranks, as DistriFusion has it (arXiv:2402.19481)."""
     axis, dim = patch.axis, patch.dim
     ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)

@@ -40,10 +40,10 @@ def group_norm(
     sends_edges = input.ndim >= 4 and band.feeds.get(band.where, True)
     own = _moments(input, num_groups)
     received, halo = band.start([own], band.patch.edges(input, 1, 1) if sends_edges else None)()
-    everyone = [
+    moments = [
         received[group_rank][0] if group_rank in received else own for group_rank in range(len(band.patch.bands))
     ]
-    y, terms = _normalised(norm, input, torch.stack(everyone if received else [own]))
+    y, terms = _normalised(norm, input, torch.stack(moments if received else [own]))
     if sends_edges:
         rows = RawHalo(halo, terms, band.dim)
         band.leave(NeighbourRows(weakref.ref(y), rows.ready, norm=band.where))

@@ -94,7 +94,7 @@ def packed_blocks(network: nn.Module, device: torch.device) -> list[PackedBlock]
 
     Raises UnsupportedModel for a network without blocks, with compiled modules, or with weights not on `device`.
     """
-    blocks, kind = _blocks_of(network), type(network).__name__
+    blocks, kind = blocks_of(network), type(network).__name__
     if compiled_in(network):
         raise UnsupportedModel(
             f"{kind} has compiled modules ({compiled_in(network)[0] or kind}), whose graphs would contain the gathers "
@@ -140,7 +140,7 @@ def _is_on(found: torch.device, device: torch.device) -> bool:
     return found.type == device.type and device.index in (None, found.index)
 
 
-def _blocks_of(network: nn.Module) -> dict[str, nn.Module]:
+def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
     """Return the items of the outermost lists by path, each once."""
     found: dict[str, nn.Module] = {}
     for path, module in network.named_modules():

@@ -35,7 +35,7 @@ class GuidanceCheck:
     """Verification of one denoiser whose guidance branches are on the ranks of `axis`.
 
     `unsure`: the denoiser may have changed since the last call. `by_branch`: its layers that treat branches
-    differently, see `shard.guidance_branches`.
+    differently, see `shard.guidance_branches`. `together`: all ranks that a plain forward takes, if it takes more.
     """
 
     def __init__(
@@ -45,11 +45,14 @@ class GuidanceCheck:
         clock: StepClock,
         verifications: VerificationCache,
         by_branch: Layers = tuple,
+        *,
+        together: Axis | None = None,
     ) -> None:
         self.denoiser, self.clock, self.verifications = denoiser, clock, verifications
         self.comm, self.axis = mesh
+        self._together = together or self.axis
         self._seen: list[Any] = []
-        self.carriers = carriers_of(denoiser, mesh, verifications, by_branch)
+        self.carriers = carriers_of(denoiser, mesh, verifications, by_branch, together=together)
         self._watched, self.unsure = WatchedNetwork(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
@@ -77,9 +80,9 @@ class GuidanceCheck:
         before = self._watched.now()
         with caches_set_aside(self.denoiser):
             compare = partial(self._compared, plain, call, joined)
-            verify_once(self.verifications, facts, (self.comm, self.axis), compare, what, way_out)
+            verify_once(self.verifications, facts, (self.comm, self._together), compare, what, way_out)
         self._seen.append(form)
-        self._watched.know(before)
+        self._watched.record(before)
 
     def _compared(self, plain: Callable[..., Any], call: Call, joined: Any) -> Iterator[list[Comparison]]:
         args, kwargs = call

@@ -33,7 +33,7 @@ class AttentionMap:
         self.layers = _cross_attentions(denoiser) or _joint_attentions(denoiser)
 
     @contextmanager
-    def listening(self, recording: "AttentionRecorder") -> Iterator[None]:
+    def recorded_by(self, recording: "AttentionRecorder") -> Iterator[None]:
         """Record calls of the denoiser while open."""
         with HookSet() as hooks, recording:
             for layer, text_first in self.layers:

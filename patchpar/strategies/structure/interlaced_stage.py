@@ -147,7 +147,7 @@ class _AnchorRecorder:
         if self.unit.branch not in evaluation.branches:
             return nullcontext()
         self._recording = AttentionRecorder(self._weights_BT)
-        return self._attention.listening(self._recording)
+        return self._attention.recorded_by(self._recording)
 
     def mask(self, like: Tensor, size: tuple[int, int]) -> Tensor:
         """Return the mask [B, 1, h, w], 1 everywhere if no attention was recorded."""

@@ -122,7 +122,7 @@ class WindowContext:
             return
         with _ContextAttention(self, evaluation) as mode, HookSet() as hooks:
             for path, layer in self._layers.items():
-                mode.listen(hooks, path, layer)
+                mode.track(hooks, path, layer)
             yield
         unused = [path for path in self._layers if path not in mode.passed]
         if unused:
@@ -222,7 +222,7 @@ class _ContextAttention(SdpaMode):
         self._path: str | None = None
         self.passed: set[str] = set()
 
-    def listen(self, hooks: HookSet, path: str, layer: nn.Module) -> None:
+    def track(self, hooks: HookSet, path: str, layer: nn.Module) -> None:
         """Track when this layer runs."""
         hooks.before(layer, partial(self._turn_to, path))
         hooks.after(layer, partial(self._turn_to, None))

@@ -111,7 +111,7 @@ def _bands(width: int, config: AudioConfig) -> Tensor:
     return (band[:, None] == torch.arange(config.bands)).float()
 
 
-def last_heard(latent: int, per_latent: int) -> int:
+def last_image_frame(latent: int, per_latent: int) -> int:
     """Return the last image frame that latent frame `latent` represents."""
     return latent * per_latent
 
@@ -121,16 +121,16 @@ def latent_tokens(levels_PC: Tensor, latents: range, config: AudioConfig, *, fir
 
     Before image frame 0 there is silence. Raises PlanError if the levels of a frame are missing.
     """
-    last = torch.tensor([last_heard(latent, config.per_latent) for latent in latents])
-    heard = last[:, None] + torch.arange(1 - config.tokens, 1)
-    missing = (heard >= first + len(levels_PC)) | ((heard >= 0) & (heard < first))
+    last = torch.tensor([last_image_frame(latent, config.per_latent) for latent in latents])
+    frames = last[:, None] + torch.arange(1 - config.tokens, 1)
+    missing = (frames >= first + len(levels_PC)) | ((frames >= 0) & (frames < first))
     if missing.any():
         raise PlanError(
             f"latent frames {latents.start} to {latents.stop - 1} need audio of image frames up to {int(last[-1])}, "
             f"but there is audio for frames {first} to {first + len(levels_PC) - 1} only"
         )
     silence = levels_PC.new_full((1, levels_PC.shape[1]), SILENCE)
-    rows = torch.where(heard < 0, 0, heard - first + 1)
+    rows = torch.where(frames < 0, 0, frames - first + 1)
     return torch.cat([silence, levels_PC])[rows]
 
 
@@ -150,10 +150,10 @@ class AudioAttention(nn.Module):
         batch, length, dim = hidden_BLD.shape
         frames = audio_BFnD.shape[1]
         rows = self.norm(hidden_BLD).reshape(batch * frames, length // frames, dim)
-        heard = audio_BFnD.flatten(0, 1)
+        tokens = audio_BFnD.flatten(0, 1)
         q, k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x in (self.to_q(rows), self.to_k(heard), self.to_v(heard))
+            for x in (self.to_q(rows), self.to_k(tokens), self.to_v(tokens))
         )
         out = functional.scaled_dot_product_attention(q, k, v)
         return self.to_out(out.transpose(1, 2).flatten(2)).reshape(batch, length, dim)

@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, last_heard, latent_tokens
+from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, last_image_frame, latent_tokens
 from patchpar.stream.audio.resample import Resampler
 
 
 def first_frame_number(latent: int, per_latent: int) -> int:
     """Return the first image frame that latent frame `latent` decodes to. Latent frame 0 decodes to one image."""
-    return 0 if latent == 0 else last_heard(latent - 1, per_latent) + 1
+    return 0 if latent == 0 else last_image_frame(latent - 1, per_latent) + 1
 
 
 class AudioTrack:
@@ -64,12 +64,12 @@ class AudioTrack:
     def take(self, block: int) -> tuple[Tensor, Tensor]:
         """Return (audio tokens [1, F, n, C], samples [N]) of a block. Missing samples are silence."""
         first, end = self._images(block)
-        heard = max(0, first - self._config.tokens + 1)
+        first_needed = max(0, first - self._config.tokens + 1)
         missing = self._last_sample(end) - self._start - len(self._samples)
         self._samples = functional.pad(self._samples, (0, max(0, missing)))
-        levels = audio_levels(self._between(self._sample(heard), self._last_sample(end)), self._config)
+        levels = audio_levels(self._between(self._sample(first_needed), self._last_sample(end)), self._config)
         latents = range(block * self._frames, (block + 1) * self._frames)
-        tokens = latent_tokens(levels[: end - heard], latents, self._config, first=heard)
+        tokens = latent_tokens(levels[: end - first_needed], latents, self._config, first=first_needed)
         samples = self._between(self._sample(first), self._sample(end)).clone()
         self._drop(self._sample(max(0, end - self._config.tokens + 1)))
         return tokens[None], samples

@@ -98,16 +98,16 @@ class CausalWan:
         text_BTD: Tensor,
         *,
         block: int,
-        heard: BlockAudio | None = None,
+        audio: BlockAudio | None = None,
     ) -> Tensor:
         """Return the transformer's prediction for block number `block`, [1, C, F, H, W].
 
         Stores the block's keys and values in `memory`; blocks have to be called in order. `timestep`: 0 to 1000.
-        `heard`: the block's audio. Raises PlanError.
+        `audio`: the block's audio. Raises PlanError.
         """
         memory.advance()
         now = BlockPass(memory, self._at(x_BCFHW), self.options, block)
-        with self._during(now, heard, frames=self._shared(x_BCFHW)):
+        with self._during(now, audio, frames=self._shared(x_BCFHW)):
             return self._forward(x_BCFHW, torch.full((1,), timestep, device=x_BCFHW.device), text_BTD)
 
     def _forward(self, x_BCFHW: Tensor, timestep: Tensor, text_BTD: Tensor) -> Tensor:
@@ -115,12 +115,12 @@ class CausalWan:
 
     @contextmanager
     def _during(
-        self, now: SinkPass | BlockPass, heard: BlockAudio | None = None, *, frames: ShardedFrames | None = None
+        self, now: SinkPass | BlockPass, audio: BlockAudio | None = None, *, frames: ShardedFrames | None = None
     ) -> Iterator[None]:
         passing = self._passing
         passing.now, passing.frames = now, frames
-        if self.audio is not None and heard is not None:
-            passing.audio, passing.audio_scale = self.audio.encode(heard.tokens_BFnC), heard.scale
+        if self.audio is not None and audio is not None:
+            passing.audio, passing.audio_scale = self.audio.encode(audio.tokens_BFnC), audio.scale
         try:
             yield
         finally:
@@ -130,8 +130,8 @@ class CausalWan:
         self, audio: AudioConditioner, layer: int, module: nn.Module, args: Any, hidden_BLD: Tensor
     ) -> Tensor | None:
         """Add the audio attention to the tokens after one block, as a forward hook; None leaves them unchanged."""
-        heard = self._passing.audio
-        return None if heard is None else hidden_BLD + self._passing.audio_scale * audio(layer, hidden_BLD, heard)
+        tokens = self._passing.audio
+        return None if tokens is None else hidden_BLD + self._passing.audio_scale * audio(layer, hidden_BLD, tokens)
 
     def _shared(self, x_BCFHW: Tensor) -> ShardedFrames | None:
         """The sharding of a forward pass over these latents; None on a single rank."""

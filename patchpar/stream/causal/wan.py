@@ -112,8 +112,8 @@ class WanStream(CausalModel):
         audio = self._network.audio
         if audio is None:
             return (self._latents,)
-        heard = (1, self._network.options.frames, audio.config.tokens, audio.config.levels)
-        return self._latents, TensorSpec(heard, torch.float32)
+        tokens = (1, self._network.options.frames, audio.config.tokens, audio.config.levels)
+        return self._latents, TensorSpec(tokens, torch.float32)
 
     @torch.no_grad()
     def new_state(self, step: int) -> StepState:
@@ -188,10 +188,10 @@ class WanStream(CausalModel):
 
     def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
         timestep = self._schedule.timestep(state.step)
-        heard = BlockAudio(payload[1], state.audio_scale) if len(payload) > 1 else None
+        audio = BlockAudio(payload[1], state.audio_scale) if len(payload) > 1 else None
         network = self._of(state.step)
         x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
-        return network.velocity(state.memory, x_BCFHW, timestep, state.text, block=block, heard=heard)
+        return network.velocity(state.memory, x_BCFHW, timestep, state.text, block=block, audio=audio)
 
     def _fill_sink(self, state: StepState) -> None:
         if state.sink is not None:

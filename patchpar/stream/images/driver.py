@@ -128,14 +128,14 @@ class ImageDriver(RankDriver):
     def _order(self) -> None:
         """Request images as far as there is credit, and end the ranks when there are no more."""
         may_begin = not self._is_paused or self._is_stopping
-        while may_begin and self._tell is not None and self._waiting and self._take_credit():
+        while may_begin and self._send is not None and self._waiting and self._take_credit():
             number, arguments = self._waiting.popleft()
             self._due.append(number)
-            self._tell_all(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
+            self._send_to_all(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
             self.changed.notify_all()
-        if self._is_stopping and not self._waiting and self._tell is not None:
-            self._tell_all(EndStream())
-            self._tell = None
+        if self._is_stopping and not self._waiting and self._send is not None:
+            self._send_to_all(EndStream())
+            self._send = None
 
     def _order_cancel(self) -> None:
         self._is_stopping = True

@@ -31,9 +31,9 @@ class ImageRunner(RankRunner):
         return stage.run(self._take, self._put)
 
     def _take(self, patience: float) -> ImageRequest | EndStream | None:
-        heard = self._context.receive(min(patience, self._context.deadline / 4))
+        message = self._context.receive(min(patience, self._context.deadline / 4))
         self._context.beat("stream")
-        return heard if isinstance(heard, ImageRequest | EndStream) else None
+        return message if isinstance(message, ImageRequest | EndStream) else None
 
     def _put(self, number: int, result: Any) -> None:
         self._context.emit(GeneratedImage(number=number, image=result.images[0]))

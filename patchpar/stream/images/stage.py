@@ -72,14 +72,14 @@ class ImageStage:
         """
         generated = 0
         with shared_steps(self._pipe, self._beat) as assignment:
-            heard: ImageRequest | EndStream | None = None
-            while not isinstance(heard, EndStream):
+            order: ImageRequest | EndStream | None = None
+            while not isinstance(order, EndStream):
                 if self._tails and self._is_due(self._tails[0]):
                     self._end(assignment, put)
                     continue
-                heard = take(LOOK_SECONDS if self._tails else REST_SECONDS)
-                if isinstance(heard, ImageRequest):
-                    self._generate(assignment, heard, generated, put)
+                order = take(LOOK_SECONDS if self._tails else REST_SECONDS)
+                if isinstance(order, ImageRequest):
+                    self._generate(assignment, order, generated, put)
                     generated += 1
             while self._tails:
                 self._end(assignment, put)

@@ -85,7 +85,7 @@ class VideoEncoder:
         if form.rate is not None:
             self._audio = container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
             self._resampler: Any = av.AudioResampler(format="fltp", layout="mono", rate=AUDIO_RATE)
-        self._heard = self._written = 0
+        self._received = self._written = 0
         self._last_key: int | None = None
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> Iterator[Any]:
@@ -131,11 +131,11 @@ class VideoEncoder:
         """Packets of audio. Dropped frames become silence, since an encoder takes no gaps."""
         import av
 
-        lost = at - self._heard if at - self._heard > self._rate * TOLERANCE else 0
+        lost = at - self._received if at - self._received > self._rate * TOLERANCE else 0
         samples = np.concatenate([np.zeros(lost, np.float32), audio_N.numpy().astype(np.float32)])
         frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
         frame.sample_rate = self._rate
-        self._heard += len(samples)
+        self._received += len(samples)
         for made in self._resampler.resample(frame):
             yield from self._audio_packets(made.to_ndarray())
 

@@ -59,10 +59,7 @@ class BlockProbe:
         return frozenset().union(*(anchor.sums() for anchor in anchors))
 
     def _plan_for(self, anchor: "TokenArgument") -> BlockPlan:
-        inputs = {anchor.name: anchor.rows}
-        for name in self.tensors:
-            if name != anchor.name and (rows := self._rows_of(name, anchor)) is not None:
-                inputs[name] = rows
+        inputs = self.inputs_beside(anchor)
         attentions = tuple(anchor.attention(number) for number in range(anchor.num_attentions))
         outputs = anchor.outputs()
         everywhere = [*inputs.values(), *(call.keys for call in attentions), *outputs.values()]
@@ -96,6 +93,22 @@ class BlockProbe:
     def _severance_for(self, anchor: "TokenArgument") -> Severance:
         """Return the severance with the number of sequences in the anchor's tensor."""
         return replace(self._severance, sequences=math.prod(self.tensors[anchor.name].shape[: anchor.dim]))
+
+    def argument(self, name: str, dim: int, run: tuple[int, int]) -> TokenArgument | None:
+        """Return the argument `name` with the `run` (first, count) of its rows along `dim` as tokens.
+
+        None if none of its rows is the only source of anything.
+        """
+        traced = self._trace(name, dim, self._severance)
+        return TokenArgument(name, dim, self.tensors[name].shape[dim], run, traced) if traced else None
+
+    def inputs_beside(self, anchor: TokenArgument) -> dict[str, TokenRows]:
+        """Return the rows of the anchor's tokens in each argument, the anchor's own first."""
+        inputs = {anchor.name: anchor.rows}
+        for name in self.tensors:
+            if name != anchor.name and (rows := self._rows_of(name, anchor)) is not None:
+                inputs[name] = rows
+        return inputs
 
     def _trace(self, name: str, dim: int, severance: Severance) -> dict[str, RowSources]:
         x = self.tensors[name]

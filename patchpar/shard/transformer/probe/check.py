@@ -15,7 +15,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.kv_selection import TokensAcross
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock
-from patchpar.shard.transformer.probe.observe_block import Severance, observe_block, part_argument
+from patchpar.shard.transformer.probe.observe_block import WHOLE, Severance, observe_block, part_argument
 from patchpar.shard.transformer.probe.row_trace import TOLERANCE, Observed
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
@@ -88,16 +88,27 @@ def _middle(lines: int, across: TokensAcross) -> TokenRanges:
 def _try(plan: BlockPlan, block: CapturedBlock, severance: Severance, whole: Observed, ranges: TokenRanges) -> None:
     """Run the block on the tokens of `ranges` and compare. Raises UnsupportedModel, or what the block raises."""
     arguments = block.arguments.map(lambda name, leaf: _shared(plan, ranges, name, leaf))
-    own = observe_block(block.module, arguments, severance)
-    rounding = rounding_of(block.arguments)
-    for name, rows in _rows_observed(plan, whole):
-        want = whole[name] if rows is None else rows.cut(whole[name], ranges)
+    found = _rows_observed(plan, whole)
+    wanted = {name: whole[name] if rows is None else rows.cut(whole[name], ranges) for name, rows in found}
+    own = observed_alike(block, arguments, wanted, severance)
+    if plan.mixing is not None:
+        _same_grid(plan.mixing, own, whole, ranges)
+
+
+def observed_alike(
+    block: CapturedBlock, arguments: CallArguments, wanted: Observed, severance: Severance = WHOLE
+) -> Observed:
+    """Return what is observed in the block called with some of its tokens, which must include `wanted`.
+
+    Raises UnsupportedModel where it does not, or what the block raises.
+    """
+    own, rounding = observe_block(block.module, arguments, severance), rounding_of(block.arguments)
+    for name, want in wanted.items():
         if name not in own or own[name].shape != want.shape:
             raise UnsupportedModel(f"its {name} has another shape than expected")
         if not is_close(own[name], want, rounding):
             raise UnsupportedModel(f"its {name} is another one then")
-    if plan.mixing is not None:
-        _same_grid(plan.mixing, own, whole, ranges)
+    return own
 
 
 def _shared(plan: BlockPlan, ranges: TokenRanges, name: str, leaf: object) -> object:

@@ -3,7 +3,8 @@
     1. perturb the latent         the rows of a block's arguments that change are its tokens
     2. perturb each argument      a row that changes a token's query, key, value or output belongs to that token
     3. examine attention          which keys are tokens, and which every rank has anyway
-    4. perturb the latent's rows  in which grid the tokens lie, see `grid`
+    4. perturb other rows         a second run of tokens in the same attention, as of text, see `text`
+    5. perturb the latent's rows  in which grid the tokens lie, see `grid`
 
 Attention is severed meanwhile (see `capture`). A block in which a token affects another one nevertheless is searched
 again with sums over tokens and convolutions severed as well (see `shard.transformer.token_mixing`); if that fails too,
@@ -25,6 +26,7 @@ from patchpar.shard.transformer.probe.latent import WAY_OUT, latent_size, name_o
 from patchpar.shard.transformer.probe.observe_block import Severance, observe_block
 from patchpar.shard.transformer.probe.reduced_model import shortened
 from patchpar.shard.transformer.probe.replication import replicated_plan
+from patchpar.shard.transformer.probe.text import with_text
 from patchpar.shard.transformer.probe.watched import with_watched_modules
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
@@ -98,7 +100,9 @@ def _plan_of(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> Bl
     None where there is nothing to split. Raises UnsupportedModel.
     """
     try:
-        return BlockProbe(block, moved, latent_size).plan()
+        probe = BlockProbe(block, moved, latent_size)
+        plan = probe.plan()
+        return None if plan is None else with_text(plan, probe)
     except UnsupportedModel:
         for otherwise in (_mixing_plan, replicated_plan):
             try:

@@ -33,6 +33,10 @@ class TokenArgument:
             if name.endswith(("query", "key")) or name.startswith("part")
         )
 
+    def is_joined(self, number: int) -> bool:
+        """Whether each row of the queries and of the keys of the attention call `number` is one token at most."""
+        return all(self._has_rows(f"attention {number} {what}", -2) for what in ("query", "key"))
+
     @property
     def reaches_output(self) -> bool:
         """Whether an output of the block has these rows; the rows of positions do not reach it."""

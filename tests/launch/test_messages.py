@@ -11,7 +11,7 @@ import pytest
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 
-LISTENER = "tests.launch.test_tell:Listener"
+LISTENER = "tests.launch.test_messages:Listener"
 
 
 class Listener:

@@ -21,7 +21,7 @@ from patchpar.stream.images.pipeline import ImageStreamingPipeline
 from patchpar.stream.images.session import ImageSession
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.stream.on_pool import PoolExecutor
-from tests.stream.test_pictures import quiet, same
+from tests.stream.test_images import quiet, same
 from tests.stream.test_session import refused_to_a_child
 from tests.tiny import image_pipelines
 
@@ -62,8 +62,8 @@ def session(ranks: Ranks, **manner: Any) -> ImageSession:
 def test_all_come_out_in_order() -> None:
     ranks = Ranks()
     with session(ranks) as stream:
-        shots = list(stream.map({"image": n} for n in range(20)))
-    assert [(shot.number, shot.image["image"]) for shot in shots] == [(n, n) for n in range(20)]
+        results = list(stream.map({"image": n} for n in range(20)))
+    assert [(result.number, result.image["image"]) for result in results] == [(n, n) for n in range(20)]
     assert ranks.stops == [0, 1]
     assert {order.seed for order in ranks.orders} == {1}
 
@@ -73,7 +73,7 @@ def test_a_forked_child_is_told_and_does_not_wait() -> None:
         assert "was forked from it and cannot use them" in refused_to_a_child(stream)
 
 
-def test_pictures_that_end_on_several_ranks_come_out_in_order() -> None:
+def test_images_that_end_on_several_ranks_come_out_in_order() -> None:
     """Of every two, the second ends first."""
 
     def run(on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
@@ -85,16 +85,16 @@ def test_pictures_that_end_on_several_ranks_come_out_in_order() -> None:
         return []
 
     with ImageSession(run, ImageStreamOptions(ranks=2, seed=1), {}) as stream:
-        assert [shot.number for shot in stream.map([{}] * 6)] == list(range(6))
+        assert [result.number for result in stream.map([{}] * 6)] == list(range(6))
 
 
-def test_arguments_hold_from_the_next_picture() -> None:
+def test_arguments_hold_from_the_next_image() -> None:
     with session(Ranks()) as stream:
         stream.push()
         assert stream.set(prompt="b") == 1
         stream.push()
         stream.stop()
-        assert [shot.image["prompt"] for shot in stream] == ["a", "b"]
+        assert [result.image["prompt"] for result in stream] == ["a", "b"]
         with pytest.raises(PlanError, match="takes no more"):
             stream.push()
 
@@ -118,12 +118,12 @@ def test_only_the_latest_frame_waits() -> None:
             stream.push_frame(number)
         ranks.go.set()
         stream.stop()
-        assert [shot.image["image"] for shot in stream] == [0, 1, 2, 9]
+        assert [result.image["image"] for result in stream] == [0, 1, 2, 9]
         assert stream.dropped == 6
 
 
 @pytest.mark.parametrize(("output", "seen"), [("drop_oldest", [19]), ("skip_to_live", [19])])
-def test_a_slow_watcher_loses_pictures_instead(output: str, seen: list[int]) -> None:
+def test_a_slow_watcher_loses_images_instead(output: str, seen: list[int]) -> None:
     ranks = Ranks()
     with session(ranks, output=output) as stream:
         for number in range(20):
@@ -131,7 +131,7 @@ def test_a_slow_watcher_loses_pictures_instead(output: str, seen: list[int]) -> 
         stream.stop()
         while not stream.is_over:
             pass
-        assert [shot.number for shot in stream] == seen
+        assert [result.number for result in stream] == seen
         assert stream.dropped == 19
 
 
@@ -157,7 +157,7 @@ def test_async() -> None:
             stream.push_frame(0)
             stream.push_frame(1)
             stream.stop()
-            return [shot.number async for shot in stream]
+            return [result.number async for result in stream]
 
     assert asyncio.run(numbers()) == [0, 1]
 
@@ -207,13 +207,13 @@ def test_frames_are_those_of_the_plain_pipeline(pipe: ImageStreamingPipeline, fo
     _, arguments = image_pipelines.sd_img2img()
     frames = [arguments["image"].rotate(90 * turn) for turn in range(3)]
     with pipe.stream(seed=5, prompt="a fox", **ARGUMENTS) as stream:
-        shots = list(stream.map({"image": frame} for frame in frames))
+        results = list(stream.map({"image": frame} for frame in frames))
     oracle = quiet(DiffusionPipeline.from_pretrained(folder, safety_checker=None, feature_extractor=None))
-    for shot, frame in zip(shots, frames, strict=True):
+    for result, frame in zip(results, frames, strict=True):
         generator = torch.Generator().manual_seed(5)
         wanted = oracle(prompt="a fox", image=frame, generator=generator, **ARGUMENTS).images[0]
-        assert same(shot.image, wanted)
-    assert not same(shots[0].image, shots[1].image)
+        assert same(result.image, wanted)
+    assert not same(results[0].image, results[1].image)
 
 
 def test_a_mistake_is_told_and_the_next_stream_is_well(pipe: ImageStreamingPipeline) -> None:

@@ -54,8 +54,8 @@ def cannot_start_the_first(on_event: Any, on_start: Any) -> list[Any]:
     raise LaunchError("no memory") from WorkerError("rank 0 raised", rank=0)
 
 
-def run(crew: WorkerGroup) -> Any:
-    return crew.run(COURSE, lambda rank, event: None, lambda tell: None)
+def run(group: WorkerGroup) -> Any:
+    return group.run(COURSE, lambda rank, event: None, lambda tell: None)
 
 
 class Starting:
@@ -75,14 +75,14 @@ class Starting:
         return found, None
 
 
-def crew(first: Ranks, *others: Any, devices: str = "abc") -> tuple[WorkerGroup, Starting]:
+def group(first: Ranks, *others: Any, devices: str = "abc") -> tuple[WorkerGroup, Starting]:
     starting = Starting(devices, *others)
     return WorkerGroup(first, StreamPlan.even(2, 3), starting), starting  # type: ignore[arg-type]
 
 
 def test_the_same_ranks_while_they_get_on() -> None:
     """However often one dies, as long as blocks come out in between."""
-    one, asked = crew(Ranks(dies_later, dies_later, dies_later, works))
+    one, asked = group(Ranks(dies_later, dies_later, dies_later, works))
     for _ in range(3):
         with pytest.raises(WorkerDied):
             run(one)
@@ -93,7 +93,7 @@ def test_the_same_ranks_while_they_get_on() -> None:
 def test_without_the_device_whose_rank_dies_without_a_block(caplog: pytest.LogCaptureFixture) -> None:
     """Not without the last one: that is as good as the others."""
     first = Ranks(dies, dies)
-    one, asked = crew(first, Ranks(works))
+    one, asked = group(first, Ranks(works))
     for _ in range(2):
         with pytest.raises(WorkerDied):
             run(one)
@@ -106,7 +106,7 @@ def test_without_the_device_whose_rank_dies_without_a_block(caplog: pytest.LogCa
 
 
 def test_a_device_to_spare_takes_the_place_of_a_dead_one() -> None:
-    one, asked = crew(Ranks(cannot_start_the_first), Ranks(works), devices="abcd")
+    one, asked = group(Ranks(cannot_start_the_first), Ranks(works), devices="abcd")
     assert run(one) == ["done"]
     assert (asked.plans, asked.used) == ([StreamPlan.even(2, 3)], ["bcd"])
 
@@ -115,14 +115,14 @@ def test_fewer_and_fewer_when_they_cannot_be_started() -> None:
     """Without those that are accused; where nobody is, without the last."""
     accused = LaunchError("still none")
     accused.__cause__ = WorkerError("rank 0 raised", rank=0)
-    one, asked = crew(Ranks(cannot_start), accused, Ranks(works))
+    one, asked = group(Ranks(cannot_start), accused, Ranks(works))
     assert run(one) == ["done"]
     assert asked.used == ["ab", "b"]
     assert one.plan.ranks == 1
 
 
 def test_the_end_of_the_way() -> None:
-    one, asked = crew(Ranks(cannot_start), LaunchError("a"), LaunchError("the last"))
+    one, asked = group(Ranks(cannot_start), LaunchError("a"), LaunchError("the last"))
     with pytest.raises(LaunchError, match="the last"):
         run(one)
     assert asked.used == ["ab", "a"]
@@ -131,7 +131,7 @@ def test_the_end_of_the_way() -> None:
 
 
 def test_after_the_pipeline_is_closed_nothing_starts() -> None:
-    one, asked = crew(Ranks(cannot_start), Ranks(works))
+    one, asked = group(Ranks(cannot_start), Ranks(works))
     one.close()
     with pytest.raises(LaunchError, match="no memory"):
         run(one)
@@ -145,7 +145,7 @@ def test_ranks_that_are_gone_are_not_spoken_to() -> None:
         on_start(lambda rank, value: told.append(rank))
         return []
 
-    one, _ = crew(Ranks(cannot_start), Ranks(tells))
+    one, _ = group(Ranks(cannot_start), Ranks(tells))
 
     def begun(tell: Any) -> None:
         for rank in range(COURSE.ranks):

@@ -37,7 +37,7 @@ def decoded(data: bytes) -> tuple[list[float], list[float], np.ndarray]:
 
 
 @pytest.mark.parametrize(("container", "sounds"), [("mp4", "aac"), ("matroska", "aac"), ("webm", "libopus")])
-def test_frames_and_sound_at_their_times(container: str, sounds: str, tmp_path: Path) -> None:
+def test_frames_and_audio_at_their_times(container: str, sounds: str, tmp_path: Path) -> None:
     video = "libvpx-vp9" if container == "webm" else "libx264"
     form = VideoFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, audio=sounds)
     writer = VideoWriter(str(tmp_path / "film"), form)
@@ -66,7 +66,7 @@ def test_odd_sides_are_refused() -> None:
         VideoFormat(fps=20, height=7, width=8)
 
 
-def test_a_live_film_begins_anew_with_a_block_and_not_too_often() -> None:
+def test_a_live_video_begins_anew_with_a_block_and_not_too_often() -> None:
     """Blocks of a frame each: one that can be begun with every 0.4 s. Without it: the first one only."""
     for is_live, wanted in ((True, [0.0, 0.4, 0.8]), (False, [0.0])):
         data = io.BytesIO()

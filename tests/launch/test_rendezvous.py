@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patchpar.errors import LaunchError
-from patchpar.launch import rendezvous as meeting
+from patchpar.launch import rendezvous as rendezvous
 from patchpar.launch.rendezvous import CONFIG, meet, name_of_job, user_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets with a name that is no file")
@@ -77,7 +77,7 @@ def test_two_of_one_rank(name):
     close(found)
 
 
-def test_another_user_gets_nothing_and_takes_no_place(name, monkeypatch):
+def test_another_user_gets_nothing_and_takes_no_rank(name, monkeypatch):
     """Without the right to change the user, it is this process that takes itself for another one."""
     answered = []
 
@@ -91,7 +91,7 @@ def test_another_user_gets_nothing_and_takes_no_place(name, monkeypatch):
 
     if os.geteuid() != 0:
         real = user_of
-        monkeypatch.setattr(meeting, "user_of", lambda link: real(link) if answered else OTHER_USER)
+        monkeypatch.setattr(rendezvous, "user_of", lambda link: real(link) if answered else OTHER_USER)
     with ThreadPoolExecutor(1) as thread:
         rank_0 = thread.submit(meet, name, 0, 2, 60.0)
         intrude()
@@ -100,11 +100,11 @@ def test_another_user_gets_nothing_and_takes_no_place(name, monkeypatch):
         close([links, rank_0.result()])
 
 
-def test_another_users_door_is_not_entered(name, monkeypatch):
+def test_another_users_socket_is_not_connected_to(name, monkeypatch):
     with socket.socket(socket.AF_UNIX) as comm:
         comm.bind("\0" + name)
         comm.listen()
-        monkeypatch.setattr(meeting, "user_of", lambda link: OTHER_USER)
+        monkeypatch.setattr(rendezvous, "user_of", lambda link: OTHER_USER)
         with pytest.raises(LaunchError, match=f"a process of user {OTHER_USER} listens instead of rank 0"):
             meet(name, 1, 2, 5.0)
         with pytest.raises(LaunchError, match=r"rank 0 cannot connect to the others .*: Address already in use"):

@@ -45,7 +45,7 @@ def run(pipe: Pipe, clock: StepClock) -> Any:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_picture_and_sound_step_in_turn(kind: Any) -> None:
+def test_image_and_audio_step_in_turn(kind: Any) -> None:
     """The sound's scheduler is a copy: each has the steps it would have without us, one tick for both."""
 
     def loop(scheduler: Any) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ def test_any_rate_and_channels(rate: int, channels: int, tmp_path: Path) -> None
     assert found.facts == f"pcm_s16le, {rate} samples/s, {channels} channel{plural}, {len(found.samples) / 16000:.1f} s"
 
 
-def test_files_without_sound(tmp_path: Path) -> None:
+def test_files_without_audio(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"none.wav: there is no such audio file"):
         read_audio(tmp_path / "none.wav", 16000)
     (tmp_path / "text.wav").write_text("no sound at all")

@@ -33,7 +33,7 @@ def test_unknown_times_are_taken_as_even() -> None:
     assert paces([None] * 4) == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_gap_and_a_new_picture_begin_anew() -> None:
+def test_a_gap_and_a_new_image_begin_anew() -> None:
     pace = StepExtrapolator()
     for evaluation in range(3):
         pace.step_ratio(evaluation, 1000.0 - 100 * evaluation)

@@ -9,15 +9,15 @@ from patchpar.plan.bands import Bands, Stencil, split_bands
 SPLITS = [(t, p, u) for t in (8, 16, 33, 40, 61, 128, 135) for p in range(1, 6) for u in (1, 2, 8) if t // u >= p]
 
 
-@pytest.mark.parametrize(("total", "places", "unit"), SPLITS)
-def test_every_row_belongs_to_one_place(total: int, places: int, unit: int) -> None:
-    bands = split_bands(total, places, unit)
-    assert len(bands) == places
+@pytest.mark.parametrize(("total", "ranks", "unit"), SPLITS)
+def test_every_row_belongs_to_one_rank(total: int, ranks: int, unit: int) -> None:
+    bands = split_bands(total, ranks, unit)
+    assert len(bands) == ranks
     assert bands.starts[0] == 0
     assert bands.total == total
-    assert sum(bands.size(group_rank) for group_rank in range(places)) == total
+    assert sum(bands.size(group_rank) for group_rank in range(ranks)) == total
     assert all(start % unit == 0 for start in bands.starts[:-1])
-    assert min(bands.size(group_rank) for group_rank in range(places)) >= unit
+    assert min(bands.size(group_rank) for group_rank in range(ranks)) >= unit
 
 
 def test_bands_differ_by_one_unit_at_most_and_the_last_takes_the_remainder() -> None:

@@ -118,7 +118,7 @@ def prepared(case: Case) -> Tiny:
     return tiny
 
 
-def draw(transport: Any, case: Case, tinies: list[Tiny]) -> HighResOutput:
+def generate(transport: Any, case: Case, tinies: list[Tiny]) -> HighResOutput:
     """On one rank; `transport` is None for a rank that is alone."""
     rank, by_step, missing = 0 if transport is None else transport.rank, list[dict[str, int]](), list[float]()
     comm = None if transport is None else Communicator(transport)
@@ -132,13 +132,13 @@ def draw(transport: Any, case: Case, tinies: list[Tiny]) -> HighResOutput:
 
 def alone(case: Case) -> Tensor:
     """Final latents of one rank."""
-    return draw(None, case, [prepared(case)]).latents
+    return generate(None, case, [prepared(case)]).latents
 
 
 def together(case: Case, world: int) -> list[HighResOutput]:
     """What each of `world` ranks drew."""
     tinies = [prepared(case) for _ in range(world)]
-    found = on_threads(world, draw, case, tinies, deadline=60.0)
+    found = on_threads(world, generate, case, tinies, deadline=60.0)
     errors = [each for each in found if isinstance(each, Exception)]
     for each in sorted(errors, key=lambda error: isinstance(error, ExchangeError)):
         raise each  # others wait in vain for the rank that failed first

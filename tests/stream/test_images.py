@@ -64,7 +64,7 @@ BUILT = {
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("sd img2img", 3), ("sd controlnet", 2), ("flux", 1), ("flux", 4)])
-def test_pictures_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None:
+def test_images_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None:
     oracle, arguments = BUILT[name]()
     quiet(oracle)
     arguments |= {"num_inference_steps": 4, "output_type": "latent"}
@@ -90,21 +90,21 @@ def test_each_rank_computes_its_own_calls_only() -> None:
     computed: list[int] = []
     handle = quiet(pipe).unet.register_forward_pre_hook(lambda *_: computed.append(1))
     pipe.unet.conv_in.register_forward_hook(lambda *_: computed.append(2))
-    with shared_steps(pipe, str) as share:
-        whole = share.record(lambda: plain(pipe, orders(arguments)[0]))
-        assert (share.calls, computed.count(2)) == (4, 4)
+    with shared_steps(pipe, str) as recorded:
+        whole = recorded.record(lambda: plain(pipe, orders(arguments)[0]))
+        assert (recorded.calls, computed.count(2)) == (4, 4)
         computed.clear()
-        assert share.run(lambda: plain(pipe, orders(arguments)[0]), range(2), [], ends=False) is None
-        first = share.made
+        assert recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2), [], ends=False) is None
+        first = recorded.made
         assert computed.count(2) == 2
         computed.clear()
-        again = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=True)
+        again = recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=True)
         assert computed.count(2) == 2
-        wrong = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), [-x for x in first], ends=True)
-        assert share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=False) is None
-        given = [*first, *share.made]
+        wrong = recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), [-x for x in first], ends=True)
+        assert recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=False) is None
+        given = [*first, *recorded.made]
         computed.clear()
-        elsewhere = share.run(lambda: plain(pipe, orders(arguments)[0]), range(4, 4), given, ends=True)
+        elsewhere = recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(4, 4), given, ends=True)
         assert computed.count(2) == 0
     handle.remove()
     assert same(again, whole)
@@ -117,7 +117,7 @@ def test_calls_are_shared_evenly_and_each_once() -> None:
     for calls in range(1, 9):
         for ranks in range(1, calls + 1):
             parts = [calls_of(rank, ranks, calls) for rank in range(ranks)]
-            assert [call for share in parts for call in share] == list(range(calls))
+            assert [call for recorded in parts for call in recorded] == list(range(calls))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
     with pytest.raises(PlanError, match="at most 4 ranks"):
         calls_of(0, 5, 4)
@@ -143,13 +143,13 @@ def test_another_number_of_steps_is_refused(own: range, steps: int) -> None:
     def run(count: int) -> Any:
         return pipe(**arguments | {"num_inference_steps": count, "output_type": "latent"})
 
-    with shared_steps(pipe, str) as share:
-        share.record(lambda: run(4))
-        share.run(lambda: run(4), range(own.start), [], ends=False) if own.start else None
-        given = share.made if own.start else []
+    with shared_steps(pipe, str) as recorded:
+        recorded.record(lambda: run(4))
+        recorded.run(lambda: run(4), range(own.start), [], ends=False) if own.start else None
+        given = recorded.made if own.start else []
         if own.start or steps < 2:
             with pytest.raises(PlanError, match="the first one 4"):
-                share.run(lambda: run(steps), own, given, ends=own.stop == 4)
+                recorded.run(lambda: run(steps), own, given, ends=own.stop == 4)
 
 
 def test_what_has_no_steps_is_refused() -> None:

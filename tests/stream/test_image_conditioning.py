@@ -90,11 +90,11 @@ def test_steps_on_ranks_are_one_process() -> None:
     assert differing(outcome, serial(stream(), other, hears=False)) == list(range(6))
 
 
-def test_its_picture_stays_its_sink() -> None:
+def test_its_image_stays_its_sink() -> None:
     assert not stream().adapts_sink
 
 
-def test_without_a_picture_it_is_refused() -> None:
+def test_without_an_image_it_is_refused() -> None:
     with pytest.raises(PlanError, match="begin the stream with reference="):
         serial(stream(), {}, hears=False)
     model, only_sink = stream(), Reference(latents=reference().latents)
@@ -103,7 +103,7 @@ def test_without_a_picture_it_is_refused() -> None:
         model.apply(state, only_sink)
 
 
-def test_a_pipeline_goes_on_from_its_picture(tmp_path: Path) -> None:
+def test_a_pipeline_goes_on_from_its_image(tmp_path: Path) -> None:
     encoder = encoders.umt5()
     WanPipeline(
         tokenizer=tokenizers.t5(),

@@ -87,7 +87,7 @@ def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
         (outcome(failed={0: ODD, 1: ODD}, returned=[2]), WorkerError, r"^rank 0 raised ValueError: odd"),
         (outcome(failed={0: ODD, 1: ODD}, returned=[2], bystanders=[2]), ValueError, r"^odd$"),
         (outcome(failed={0: ODD}, aborted=KeyError("mine"), returned=[1, 2]), KeyError, "mine"),
-        (outcome(deaf=[2]), WorkerHung, r"^rank 2 has not read its messages for 10 s"),
+        (outcome(not_reading=[2]), WorkerHung, r"^rank 2 has not read its messages for 10 s"),
     ],
 )
 def test_the_cause_is_told(how, kind, says):

@@ -56,11 +56,11 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
         memory = memory_of(transport, bucket=3)
         memory.begin(0, 0, FORM)
         parts = [part(transport, transport.rank + 10.0 * number, size=number + 1) for number in range(5)]
-        coming = [memory.send(each, f"seam {number}") for number, each in enumerate(parts)]
+        waiting = [memory.send(each, f"seam {number}") for number, each in enumerate(parts)]
         rounds = [memory.comm.traffic.rounds["bucket"]]
         memory.end()
         rounds.append(memory.comm.traffic.rounds["bucket"])
-        found = [coming[number]() for number in (4, 0, 2, 1, 3)]
+        found = [waiting[number]() for number in (4, 0, 2, 1, 3)]
         shapes = [len(x) for received in found for tensors in received.values() for x in tensors]
         return rounds, shapes, [values(received)[0] for received in found], memory.comm.traffic.bytes_sent["moments"]
 
@@ -69,7 +69,7 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
         assert found == ([1, 2], [5, 1, 3, 2, 4], [peer + 10.0 * number for number in (4, 0, 2, 1, 3)], 4 * 15)
 
 
-def test_a_late_value_names_the_seam_that_waits_and_the_shapes() -> None:
+def test_a_late_value_names_the_exchange_point_that_waits_and_the_shapes() -> None:
     def run(transport: Any) -> str:
         memory = memory_of(transport)
         if transport.rank == 1:
@@ -114,7 +114,7 @@ def test_calls_of_a_step_have_pasts_of_their_own() -> None:
     assert memory.entry("conv").own is not None
 
 
-def test_a_seam_that_is_passed_twice_has_two_slots() -> None:
+def test_an_exchange_point_that_is_passed_twice_has_two_slots() -> None:
     memory = alone()
     memory.begin(0, 0, FORM)
     first, second = memory.entry("conv"), memory.entry("conv")
@@ -132,7 +132,7 @@ def test_another_form_begins_anew() -> None:
     assert memory.begin(0, 2, ("another", "shape"))
 
 
-def test_another_picture_keeps_buffers_and_nothing_else() -> None:
+def test_another_image_keeps_buffers_and_nothing_else() -> None:
     memory = alone()
     memory.begin(0, 0, FORM)
     slot = memory.entry("attention")

@@ -26,7 +26,7 @@ class Source:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.fetched = 0
         self.delivery = AsyncMessage([((2, 3, 4), dtype)], torch.device("cpu"), self.fetch)
-        self.promise = self.delivery.tensors[0]
+        self.pending = self.delivery.tensors[0]
 
     def fetch(self) -> list[Tensor]:
         self.fetched += 1
@@ -49,7 +49,7 @@ class Source:
 )
 def test_questions_that_need_no_values(ask: Callable[[Tensor], bool]) -> None:
     source = Source()
-    assert ask(source.promise)
+    assert ask(source.pending)
     assert source.fetched == 0
 
 
@@ -79,7 +79,7 @@ def test_questions_that_need_no_values(ask: Callable[[Tensor], bool]) -> None:
 )
 def test_parts_and_copies_are_promised_as_well(part: Callable[[Tensor], Tensor]) -> None:
     source = Source()
-    result = part(source.promise)
+    result = part(source.pending)
     assert source.fetched == 0
     assert torch.equal(result + 0, part(VALUES) + 0)
     assert result.dtype == part(VALUES).dtype
@@ -117,22 +117,22 @@ def test_parts_and_copies_are_promised_as_well(part: Callable[[Tensor], Tensor])
 )
 def test_every_use_waits(use: Callable[[Tensor], Tensor]) -> None:
     source = Source()
-    result = use(source.promise)
+    result = use(source.pending)
     assert torch.equal(result, use(VALUES))
     assert source.fetched == 1
-    assert torch.equal(source.promise, VALUES)
+    assert torch.equal(source.pending, VALUES)
 
 
 def test_a_change_in_place_is_seen_by_all_who_hold_it() -> None:
     source = Source()
-    part, copied = source.promise[0], source.promise.clone()
-    source.promise.mul_(2)
-    assert torch.equal(source.promise, VALUES * 2)
+    part, copied = source.pending[0], source.pending.clone()
+    source.pending.mul_(2)
+    assert torch.equal(source.pending, VALUES * 2)
     assert torch.equal(part, VALUES[0] * 2)
     assert torch.equal(copied, VALUES)
 
 
-def test_a_share_at_hand_is_good_until_the_rest_is_needed() -> None:
+def test_a_part_at_hand_is_good_until_the_rest_is_needed() -> None:
     delivery = AsyncMessage([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES], [VALUES[:1]])
     whole = delivery.tensors[0]
     assert torch.equal(Batch(2).part([whole], 0, 2)[0], VALUES[:1])
@@ -142,11 +142,11 @@ def test_a_share_at_hand_is_good_until_the_rest_is_needed() -> None:
 
 
 def test_printing_waits() -> None:
-    assert "23." in repr(Source().promise)
+    assert "23." in repr(Source().pending)
 
 
 def test_results_are_plain_tensors() -> None:
-    assert type(Source().promise + 1) is Tensor
+    assert type(Source().pending + 1) is Tensor
 
 
 def test_a_failure_is_raised_at_every_use() -> None:

@@ -103,7 +103,7 @@ def test_what_is_no_strategy(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_treatments(strategy: Any) -> None:
+def test_policies(strategy: Any) -> None:
     policy = strategy.policy
     assert policy.name == strategy.name
     assert policy.remembers == (strategy != ExactPatch())

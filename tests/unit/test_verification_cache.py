@@ -21,7 +21,7 @@ from .threads import on_threads
 FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2, "dtype": "torch.float32"}
 
 
-def test_a_verdict_is_found_again(tmp_path: Path) -> None:
+def test_a_verification_is_found_again(tmp_path: Path) -> None:
     verifications = VerificationCache(tmp_path / "not" / "yet")
     key = verifications.key(FACTS)
     assert verifications.find(key, "relative_error", float) is None
@@ -32,13 +32,13 @@ def test_a_verdict_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"bands": 3}, {"config": {"layers": 2}}, {"dtype": "torch.float16"}, {"dim": -1}])
-def test_other_facts_are_another_verdict(tmp_path: Path, change: dict[str, object]) -> None:
+def test_other_facts_are_another_verification(tmp_path: Path, change: dict[str, object]) -> None:
     verifications = VerificationCache(tmp_path)
     assert verifications.key(FACTS | change) != verifications.key(FACTS)
     assert verifications.key(dict(reversed(FACTS.items()))) == verifications.key(FACTS)
 
 
-def test_other_versions_are_another_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_another_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = VerificationCache(tmp_path).key(FACTS)
     monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "99")
     assert VerificationCache(tmp_path).key(FACTS) != before
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert verifications.find(verifications.key(FACTS), "relative_error", float) is None
 
 
-def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_keeps_no_verifications(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

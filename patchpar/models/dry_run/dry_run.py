@@ -1,0 +1,120 @@
+"""A call of a pipeline without weights: the pipeline's own code runs, its networks compute nothing.
+
+    pipe = empty_pipeline(folder, options)             # networks from their configurations, on the meta device
+    found = dry_run(pipe, prompt="a fox", height=2048, width=2048)
+    found.peak_bytes                                    # of activations; weights come on top
+
+It holds for any pipeline at any size, whether the model fits this machine or not, since nothing is written per model.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.meta_mode import META, MetaMode
+from patchpar.models.info import denoisers_of
+from patchpar.shard.hooks import HookSet
+from patchpar.shard.sdpa import AttentionReplaced
+
+ENCODE, DENOISE, DECODE = "encode", "denoise", "decode"
+STEPS = 2  # enough for what the scheduler keeps of a step for the next one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a call does on one device. `weight_bytes` of each network, by its name.
+
+    `peak_bytes`: the most that tensors take beside the weights, in each phase: before the first call of a denoiser,
+    until the end of its last call, and after it. `calls` of denoisers, and the FLOPs of one of them.
+    """
+
+    weight_bytes: Mapping[str, int]
+    peaks: Mapping[str, int]
+    calls: int
+    flops_per_call: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of tensors beside the weights."""
+        return max(self.peaks.values())
+
+
+def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
+    """Call a pipeline with `kwargs` without computing. Its networks are on the meta device afterwards.
+
+    It takes at most STEPS steps, also where `kwargs` do not say how many. Raises UnsupportedModel if the pipeline's
+    code needs values that only a real run has, and the pipeline's own exceptions for arguments that it refuses.
+    """
+    networks = {name: each for name, each in pipe.components.items() if isinstance(each, nn.Module)}
+    for network in networks.values():
+        network.to(META)
+    memory = LiveBytes(ENCODE)
+    mode, hooks, counted = MetaMode(memory), HookSet(), _DenoiserCalls()
+    for denoiser in denoisers_of(pipe).values():
+        hooks.before(denoiser, lambda *_: counted.begin(mode))
+        hooks.after(denoiser, lambda *_: counted.end(mode))
+    few_steps = _with_few_steps(pipe, kwargs)
+    try:
+        with _on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(mode.attend), mode:
+            pipe(**few_steps)
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedModel(
+            f"{type(pipe).__name__} needs values that only a real call has, so that its memory cannot be found "
+            f"without one: {error}"
+        ) from error
+    finally:
+        hooks.close()
+    return DryRun(
+        weight_bytes={name: weight_bytes(network) for name, network in networks.items()},
+        peaks=dict(memory.peaks),
+        calls=counted.calls,
+        flops_per_call=counted.flops / max(1, counted.calls),
+    )
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers; tied ones count once."""
+    tensors = {id(x): x for x in (*network.parameters(), *network.buffers())}
+    return sum(x.numel() * x.element_size() for x in tensors.values())
+
+
+def _with_few_steps(pipe: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if "num_inference_steps" not in inspect.signature(type(pipe).__call__).parameters:
+        return dict(kwargs)
+    return {**kwargs, "num_inference_steps": min(STEPS, kwargs.get("num_inference_steps") or STEPS)}
+
+
+class _DenoiserCalls:
+    """Counts calls and FLOPs of all denoisers, and says where the phases begin."""
+
+    def __init__(self) -> None:
+        self.calls, self.flops, self._before = 0, 0, 0
+
+    def begin(self, mode: MetaMode) -> None:
+        mode.memory.enter(DENOISE)
+        mode.memory.merge(DECODE, into=DENOISE)  # what followed the last call was a part of its step
+        self.calls, self._before = self.calls + 1, mode.flops
+
+    def end(self, mode: MetaMode) -> None:
+        self.flops += mode.flops - self._before
+        mode.memory.enter(DECODE)
+
+
+@contextmanager
+def _on_the_cpu(pipe: Any) -> Iterator[None]:
+    """Context in which the pipeline takes the CPU for its device: the values of its own tensors are real."""
+    kind, cpu = type(pipe), property(lambda _: torch.device("cpu"))
+    pipe.__class__ = type(
+        kind.__name__, (kind,), {"device": cpu, "_execution_device": cpu, "__module__": kind.__module__}
+    )
+    try:
+        yield
+    finally:
+        pipe.__class__ = kind

@@ -1,0 +1,78 @@
+"""A pipeline without weights: its networks from their configurations on the meta device, the rest from its files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.dry_run.meta_mode import META
+from patchpar.models.loading import DTYPE_NAMES, MALFORMED, dtype_of, load_pipeline
+from patchpar.models.model_index import ComponentEntry, ModelIndex
+from patchpar.models.remote_code import refuse_code
+from patchpar.plan.json_files import read_object
+
+
+def empty_pipeline(folder: Path, options: Mapping[str, Any]) -> Any:
+    """Return the pipeline of a model folder as `from_pretrained` makes it with `options`, on the meta device.
+
+    No weight is read, and none needs to be there. Raises PlanError, and UnsupportedModel for quantised networks.
+    """
+    refuse_code(folder, options)
+    index = ModelIndex.read(folder)
+    others = {name: value for name, value in options.items() if name not in (*DTYPE_NAMES, "variant")}
+    dtype = dtype_of(options) or torch.float32  # that of diffusers
+    networks = {
+        part.name: empty_network(folder / part.name, part, dtype)
+        for part in index.parts
+        if others.get(part.name) is None
+    }
+    found = {name: network for name, network in networks.items() if network is not None}
+    return load_pipeline(str(folder), {**dict.fromkeys(index.absent), **others, **found})
+
+
+def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.Module | None:
+    """Return a network in eval mode without weights; None for a component that is no network.
+
+    Raises UnsupportedModel for a quantised one, whose weights are not those of its class.
+    """
+    _refuse_quantized(folder)
+    try:
+        kind = simple_get_class_obj(part.library, part.kind)
+        with torch.device(META):
+            if issubclass(kind, ModelMixin):
+                network: nn.Module = kind.from_config(kind.load_config(folder))
+            elif issubclass(kind, PreTrainedModel):
+                network = kind(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            else:
+                return None
+    except MALFORMED as error:
+        raise PlanError(f"{folder} cannot be read by {part.library}: {type(error).__name__}: {error}") from error
+    wide = _kept_in_float32(network, dtype)
+    for name, parameter in network.to(dtype).named_parameters():
+        if wide.intersection(name.split(".")):
+            parameter.data = parameter.data.to(torch.float32)
+    return network.eval()
+
+
+def _refuse_quantized(folder: Path) -> None:
+    config = folder / "config.json"
+    if config.is_file() and "quantization_config" in read_object(config):
+        raise UnsupportedModel(
+            f"{folder} holds quantised weights, whose memory is not known before they are loaded: that of the same "
+            "model without quantization_config is"
+        )
+
+
+def _kept_in_float32(network: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Return the names of modules and parameters that both libraries load in float32 whatever `dtype` was asked for."""
+    in_half = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    always = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
+    if isinstance(network, ModelMixin) or dtype == torch.float16:
+        return in_half | always
+    return always if dtype == torch.bfloat16 else set()

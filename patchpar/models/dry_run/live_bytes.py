@@ -1,0 +1,47 @@
+"""Bytes of the tensors that are alive: every storage from the operator that makes it until it is freed."""
+
+import weakref
+
+from torch import Tensor
+
+
+class LiveBytes:
+    """Counts storages made since the beginning. `alive`: now; `peaks`: the most in each phase, by its name."""
+
+    def __init__(self, phase: str) -> None:
+        self.alive = 0
+        self.peaks: dict[str, int] = {phase: 0}
+        self.phase = phase
+        self._known: set[int] = set()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive at a time."""
+        return max(self.peaks.values())
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, or go on with one; what is alive counts in it."""
+        self.phase = phase
+        self._note_peak()
+
+    def merge(self, phase: str, *, into: str) -> None:
+        """Let what was counted in `phase` be of another one."""
+        self.peaks[into] = max(self.peaks.get(into, 0), self.peaks.pop(phase, 0))
+
+    def see(self, x: Tensor) -> None:
+        """Count the storage of `x`, of any shape, if it is new."""
+        storage = x.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.alive += storage.nbytes()
+        self._note_peak()
+        weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def _note_peak(self) -> None:
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.alive)
+
+    def _freed(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.alive -= num_bytes

@@ -1,0 +1,111 @@
+"""Hooks on the blocks of a network: a pass numbers their calls in order, and may answer a call without running it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import Tensor, nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.hooks import HookSet
+from patchpar.shard.stages.answers import AnswerForm
+from patchpar.shard.stages.layout import RecordedCall
+from patchpar.shard.weights.packed import blocks_of
+
+HOOK = "patchpar_stage"
+Run = Callable[[], Any]
+OnCall = Callable[[int, str, Run], Any]
+"""What a block call returns, from its number, the path of the block, and a function that runs it."""
+
+
+class BlockHooks:
+    """Hooks on the blocks of `network`, until `close`. Outside a pass blocks run as without them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.paths = [path for path, block in blocks_of(network).items() if any(True for _ in block.parameters())]
+        self._on_call: OnCall | None = None
+        self._number, self._hooks = 0, HookSet()
+        for path in self.paths:
+            self._hooks.install(network.get_submodule(path), _StageHook(self, path), HOOK)
+
+    def pass_through(self, on_call: OnCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+        """Return the output of `forward(*args, **kwargs)` and how many block calls it made, each given to `on_call`."""
+        self._on_call, self._number = on_call, 0
+        try:
+            return forward(*args, **kwargs), self._number
+        finally:
+            self._on_call = None
+
+    def called(self, path: str, run: Run) -> Any:
+        """Return what a block answers. A block that another one calls is part of that."""
+        on_call = self._on_call
+        if on_call is None:
+            return run()
+        self._on_call = None
+        try:
+            answer = on_call(self._number, path, run)
+        finally:
+            self._on_call = on_call
+        self._number += 1
+        return answer
+
+    def close(self) -> None:
+        """Remove the hooks. Idempotent."""
+        self._hooks.close()
+
+
+class _StageHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """The hook of the block at `path`."""
+
+    def __init__(self, hooks: BlockHooks, path: str) -> None:
+        super().__init__()
+        self._blocks, self._path = hooks, path
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the block's forward."""
+        forward = self.fn_ref.original_forward
+        return self._blocks.called(self._path, lambda: forward(*args, **kwargs))
+
+
+class Recorder:
+    """Records the block calls of a pass in which all blocks run, with the work of each.
+
+    Work is counted as multiplications by the weights of Linears and convolutions, with hooks on these modules. A
+    dispatch mode such as torch's FlopCounterMode would also count attention, but fails in flex attention, and what
+    Dynamo keeps of the failure breaks later calls.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.calls: list[RecordedCall] = []
+        self._network = network
+
+    def __call__(self, number: int, path: str, run: Run) -> Any:
+        """Run a block. Raises UnsupportedModel for an answer that cannot be sent."""
+        with _multiplications(self._network.get_submodule(path)) as counts:
+            answer = run()
+        form = AnswerForm.of(answer)
+        if form is None:
+            raise UnsupportedModel(
+                f"{path} of {type(self._network).__name__} returns a {type(answer).__name__} with more than tensors "
+                "and numbers, which cannot be sent to another stage: use stage=1"
+            )
+        self.calls.append(RecordedCall(path, form, sum(counts)))
+        return answer
+
+
+@contextmanager
+def _multiplications(block: nn.Module) -> Iterator[list[int]]:
+    counts: list[int] = []
+
+    def count(module: nn.Module, _: Any, output: Any) -> None:
+        weight = module.weight
+        if isinstance(output, Tensor) and isinstance(weight, Tensor):
+            counts.append(output.numel() // weight.shape[0] * weight.numel())
+
+    with HookSet() as hooks:
+        for module in block.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                hooks.after(module, count)
+        yield counts

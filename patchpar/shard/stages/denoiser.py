@@ -1,0 +1,201 @@
+"""A denoiser whose blocks run on several ranks, one after the other: each stage runs a part of them.
+
+    stage 0    blocks 0 to 9         answers placeholders for 10 to 19, whose results it does not need
+    stage 1    placeholders for 0 to 8, what stage 0 sent for block 9, blocks 10 to 19
+
+The network's own code runs on every stage, from its first line to its last. What the last stage returns is sent to all.
+In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batch: what is divided is memory.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.pytree import tensors_in
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.stages.answers import AnswerForm, Placeholders
+from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
+from patchpar.shard.stages.layout import StageLayout
+from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
+from patchpar.shard.stages.search import CutSearch
+from patchpar.shard.stages.stage_pass import StagePass
+from patchpar.shard.stages.weights import StageWeights
+from patchpar.shard.step_caches import held_by
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.verification import (
+    Call,
+    Comparison,
+    arguments_of,
+    call_signature,
+    fingerprint_of,
+    relative_error,
+    uncounted,
+    verify_once,
+)
+from patchpar.shard.verification_cache import VerificationCache
+
+Forward = Callable[..., Any]
+log = logging.getLogger(__name__)
+
+
+class StagedDenoiser:
+    """A denoiser whose blocks are divided between the ranks of `axis`; every rank passes and gets whole tensors.
+
+    All ranks of the axis call each method together. At the first call of a form the network runs whole, cuts are found
+    and, with `verifications`, compared with that run. From the second call each rank holds the weights of its own
+    blocks only. `exchange`: "on", or "off" for the negative control, where stages receive zeros. `unsure`: the denoiser
+    may have been changed since the last call.
+    """
+
+    history = None  # it keeps no stale values
+
+    def __init__(
+        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
+    ) -> None:
+        self.denoiser, self.verifications = denoiser, verifications
+        self.comm, self.axis = mesh
+        self.exchange, self.unsure = "on", False
+        self.error: float | None = None
+        self._layouts: list[tuple[Any, StageLayout, AnswerForm]] = []  # with the signature of calls, and their output
+        self._hooks: BlockHooks | None = None
+        self._weights: StageWeights | None = None
+        self._placeholders = Placeholders(self.comm.transport.device)
+        self._watched = WatchedNetwork(denoiser)
+
+    def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Run one denoiser call; `forward` is the denoiser's own.
+
+        Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
+        """
+        if self.unsure and self._watched.has_changed:
+            self.restore()
+        self.unsure, signature = False, call_signature((args, kwargs))
+        found = next((each for each in self._layouts if each[0] == signature), None)
+        if found is None:
+            layout, output = self._prepare(forward, (args, kwargs))
+            self._layouts.append((signature, layout, output))
+        else:
+            _, layout, output = found
+            self._release(layout)
+        return self._run(layout, output, forward, (args, kwargs))
+
+    def _run(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call) -> Any:
+        assert self._hooks is not None
+        stage = StagePass(self.comm, self.axis, layout, self._placeholders, alone=self.exchange == "off")
+        args, kwargs = call
+        found, count = self._hooks.pass_through(stage, forward, args, kwargs)
+        return stage.finish(found, count, output)
+
+    def _release(self, layout: StageLayout) -> None:
+        assert self._weights is not None
+        if self._weights.holders != layout.holders():
+            self._weights.gather()
+            self._weights.release(layout.holders())
+
+    # --- the first call of a signature --------------------------------------------------------------------------
+
+    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+        """Find how to divide such calls, and verify it. Afterwards all weights are here."""
+        refuse_for_stages(self.denoiser)
+        before = self._watched.now()
+        if self._weights is None:
+            self._weights, self._hooks = StageWeights(self.denoiser, self.comm, self.axis), BlockHooks(self.denoiser)
+        self._weights.gather()
+        try:
+            return self._found(forward, call)
+        except BaseException:
+            if not self._layouts:
+                self.restore()
+            raise
+        finally:
+            self._watched.record(before)
+
+    def _found(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+        assert self._weights is not None
+        before = held_by(call)
+        recorder = Recorder(self.denoiser)
+        wanted = self._plain(forward, call, recorder)
+        output = refuse_kept_state(self.denoiser, wanted, before, call)
+        search = CutSearch(self.denoiser, partial(self._plain, forward, call), recorder.calls, wanted)
+        layout = search.layout(self.axis.size)
+        self._check_same(layout)
+        if self.verifications is not None:
+            facts = {
+                **fingerprint_of(self.denoiser),
+                "stages": self.axis.size,
+                "cuts": str(layout),
+                "device": self.comm.transport.device.type,
+                "arguments": arguments_of(call),
+            }
+            what = f"{type(self.denoiser).__name__} in {self.axis.size} stages ({layout})"
+            way_out = ": use patch, with weights=sharded where memory is short"
+            compare = partial(self._compared, layout, output, forward, call, wanted)
+            self.error = verify_once(self.verifications, facts, (self.comm, self.axis), compare, what, way_out)
+        if self.axis.rank == 0:
+            log.info("%s in stages: %s", type(self.denoiser).__name__, layout)
+        return layout, output
+
+    def _plain(self, forward: Forward, call: Call, on_call: OnCall) -> Any:
+        """Run a copy of the call through the blocks' hooks, for its own sake."""
+        assert self._hooks is not None
+        own = CallArguments.of(self.denoiser, *call).cloned()
+        with torch.no_grad():
+            return self._hooks.pass_through(on_call, forward, own.args, own.kwargs)[0]
+
+    def _check_same(self, layout: StageLayout) -> None:
+        text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
+        own = torch.tensor([crc32(text.encode())], device=self.comm.transport.device)
+        with uncounted(self.comm):
+            of_all = AllGather(self.comm, self.axis, "verify", "stages").same(own)
+        if len({int(x) for x in of_all}) > 1:  # all ranks see it
+            raise UnsupportedModel(
+                f"the ranks find different stages in {type(self.denoiser).__name__} (here {layout}): give all of them "
+                "the same model, and devices of the same kind"
+            )
+
+    def _compared(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call, wanted: Any) -> Any:
+        """Run in stages, with NaN in what this stage does not have, and compare with the whole run bit for bit."""
+        assert self._weights is not None
+        self._placeholders.refill()
+        own = CallArguments.of(self.denoiser, *call).cloned()
+        with torch.no_grad(), self._weights.set_aside(layout.holders()):
+            found = self._run(layout, output, forward, (own.args, own.kwargs))
+        pairs = zip(tensors_in(found), tensors_in(wanted), strict=True)
+        yield [Comparison(max((_difference(x, y) for x, y in pairs), default=0.0), 0.0)]
+
+    # --- begin and end ------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Begin an image."""
+        self.unsure = True
+
+    def finish(self) -> None:
+        """End an image: there is nothing to wait for."""
+
+    def forget(self) -> None:
+        """Make all weights whole and discard what is known; modules may change until the next call."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Leave the denoiser as it was, bit for bit. Idempotent. Collective. Raises ExchangeError."""
+        self._layouts.clear()
+        if self._hooks is not None:
+            self._hooks.close()
+        weights, self._weights, self._hooks = self._weights, None, None
+        if weights is not None:
+            weights.gather()
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """Return the relative error of a tensor of any shape, zero only where all bits are equal."""
+    if torch.equal(got, want):
+        return 0.0
+    return max(relative_error(got, want), torch.finfo(torch.float32).tiny) if want.is_floating_point() else 1.0

@@ -1,0 +1,57 @@
+"""How the block calls of one pass of a network are divided between stages."""
+
+from dataclasses import dataclass
+
+from patchpar.shard.stages.answers import AnswerForm
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A call of the block at `path`: the form of its answer, and its work in any unit."""
+
+    path: str
+    form: AnswerForm
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """Block calls 0 to `first` - 1 run on every stage, the others on one, cut into runs at `cuts`.
+
+    `carried`: for each cut the numbers of earlier calls whose answers are needed after it, ascending.
+    """
+
+    calls: tuple[RecordedCall, ...]
+    first: int
+    cuts: tuple[int, ...]
+    carried: tuple[tuple[int, ...], ...]
+
+    def own_calls(self, stage: int) -> range:
+        """Return the numbers of the calls that only this stage runs."""
+        ends = (self.first, *self.cuts, len(self.calls))
+        return range(ends[stage], ends[stage + 1])
+
+    def carried_into(self, stage: int) -> tuple[int, ...]:
+        """Return the calls whose answers a stage receives."""
+        return self.carried[stage - 1] if stage else ()
+
+    def carried_out(self, stage: int) -> tuple[int, ...]:
+        """Return the calls whose answers a stage sends to the next one."""
+        return self.carried[stage] if stage < len(self.carried) else ()
+
+    def holders(self) -> dict[str, frozenset[int]]:
+        """Return the stages that run each block, by its path."""
+        found: dict[str, frozenset[int]] = {}
+        everywhere = frozenset(range(len(self.cuts) + 1))
+        for call in self.calls[: self.first]:
+            found[call.path] = everywhere
+        for stage in everywhere:
+            for number in self.own_calls(stage):
+                path = self.calls[number].path
+                found[path] = found.get(path, frozenset()) | {stage}
+        return found
+
+    def __str__(self) -> str:
+        """Return the blocks of each stage, for logs."""
+        runs = [self.own_calls(stage) for stage in range(len(self.cuts) + 1)]
+        return "; ".join(f"{self.calls[run[0]].path} to {self.calls[run[-1]].path}" for run in runs)

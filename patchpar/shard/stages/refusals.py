@@ -1,0 +1,51 @@
+"""What cannot run in stages: refused by name, with the way out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.compiled import compiled_in
+from patchpar.shard.hooks import hooks_of
+from patchpar.shard.stages.answers import AnswerForm
+from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by
+from patchpar.shard.transformer.group_offload import HOOK as GROUP_OFFLOAD
+from patchpar.shard.verification import Call
+from patchpar.shard.weights.packed import blocks_of
+
+
+def refuse_for_stages(denoiser: nn.Module) -> None:
+    """Raise UnsupportedModel for a network without blocks, compiled, offloaded, or with a step cache."""
+    kind, compiled, cache = type(denoiser).__name__, compiled_in(denoiser), cache_of(denoiser)
+    if not blocks_of(denoiser):
+        raise UnsupportedModel(f"{kind} has no list of blocks (nn.ModuleList) to divide into stages: use stage=1")
+    if compiled:
+        raise UnsupportedModel(
+            f"{kind} has compiled modules ({compiled[0] or kind}), whose graphs would contain what other stages run: "
+            "use stage=1, or do not compile it"
+        )
+    if any(name == GROUP_OFFLOAD for module in denoiser.modules() for name, _ in hooks_of(module)):
+        raise UnsupportedModel(
+            f"{kind} has group offloading, which moves weights that stages release: stages take its place; load the "
+            "model without it, or use stage=1"
+        )
+    if cache is not None:
+        raise UnsupportedModel(
+            f"{cache} skips blocks by what it sees in the first of them, which other stages do not run: call "
+            "disable_cache() of the network, or use stage=1"
+        )
+
+
+def refuse_kept_state(denoiser: nn.Module, output: Any, before: Sequence[tuple[Tensor, int]], call: Call) -> AnswerForm:
+    """Return the form of the output. Raises UnsupportedModel for one with more than tensors, or state in arguments.
+
+    `before`: what `held_by` found in the arguments before the call.
+    """
+    form = AnswerForm.of(output)
+    if form is None or gives_back(output, call) or not are_as_before(before, held_by(call)):
+        raise UnsupportedModel(
+            f"{type(denoiser).__name__} writes to a cache among its arguments, or returns more than tensors and "
+            "numbers, which stages would have only a part of: use stage=1"
+        )
+    return form

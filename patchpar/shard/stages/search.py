@@ -1,0 +1,144 @@
+"""Find where a network can be cut into stages, by running it whole on one rank.
+
+    a cut      blocks before it answer NaN, but for some whose answers are carried over: recorded ones of a whole run
+    right      the output is that of the whole run, bit for bit
+    carried    the last block before the cut; if that is not enough, each block whose NaN alone changes the output
+               (the skip connections of UNets, hints of control blocks)
+
+Blocks before the first large list of blocks, such as refiners of text, run on every stage.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.pytree import map_leaves, tensors_in
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.shard.stages.answers import Placeholders
+from patchpar.shard.stages.balance import balanced
+from patchpar.shard.stages.block_hooks import Run
+from patchpar.shard.stages.layout import RecordedCall, StageLayout
+from patchpar.shard.unsupported_model import is_of_the_split
+
+SMALL = 0.25
+"""A list of blocks with less than this part of the largest list's bytes, before it, runs on every stage."""
+Plain = Callable[[Callable[[int, str, Run], Any]], Any]
+"""Runs the network once through block calls that go to the argument; returns its output."""
+
+
+class CutSearch:
+    """The cuts of one network for one form of its calls. `plain`: its whole run; `calls`: those recorded there."""
+
+    def __init__(self, network: nn.Module, plain: Plain, calls: Sequence[RecordedCall], wanted: Any) -> None:
+        self.network, self.calls, self.first = network, tuple(calls), first_of_large(network, calls)
+        self._plain, self._wanted = plain, tensors_in(wanted)
+        self._known: dict[int, tuple[int, ...] | None] = {}
+        self._answers: dict[int, Any] = {}  # on the host: all blocks' answers may not fit a device
+
+    def layout(self, stages: int) -> StageLayout:
+        """Return the best division into so many stages. Raises PlanError for too many, UnsupportedModel."""
+        kind, count = type(self.network).__name__, len(self.calls) - self.first
+        if stages > count:
+            raise PlanError(
+                f"plan stage={stages}, but {kind} runs {count} blocks one after the other: use "
+                + (f"stage={count} at most" if count > 1 else "stage=1")
+            )
+        costs = [call.cost for call in self.calls[self.first :]]
+        costs = costs if any(costs) else [1.0] * count
+        wrong: set[int] = set()
+        while True:
+            found = balanced(costs, [cut for cut in range(1, count) if cut not in wrong], stages)
+            if found is None:
+                raise UnsupportedModel(
+                    f"{kind} can be cut into {count - len(wrong)} stages at most: at {len(wrong)} of {count - 1} "
+                    f"places its code reads more of earlier blocks than they return. Use stage={count - len(wrong)}, "
+                    "or patch and weights=sharded"
+                )
+            cuts = tuple(self.first + cut for cut in found)
+            carried = [self.carried(cut) for cut in cuts]
+            wrong |= {cut for cut, each in zip(found, carried, strict=True) if each is None}
+            if None not in carried:
+                return StageLayout(self.calls, self.first, cuts, tuple(each for each in carried if each is not None))
+
+    def carried(self, cut: int) -> tuple[int, ...] | None:
+        """Return the calls before a cut whose answers are needed after it; None where these are not enough."""
+        if cut not in self._known:
+            self._known[cut] = self._carried(cut)
+        return self._known[cut]
+
+    def _carried(self, cut: int) -> tuple[int, ...] | None:
+        if self._is_right(cut, {cut - 1}):
+            return (cut - 1,)
+        every = range(self.first, cut)
+        if not self._is_right(cut, every):
+            return None
+        needed = self._needed(cut, list(every))
+        return tuple(needed) if self._is_right(cut, needed) else None
+
+    def _needed(self, cut: int, group: list[int]) -> list[int]:
+        """Return those of the calls in `group` whose answer changes the output."""
+        others = [number for number in range(self.first, cut) if number not in group]
+        if self._is_right(cut, others):
+            return []
+        if len(group) == 1:
+            return group
+        half = len(group) // 2
+        return self._needed(cut, group[:half]) + self._needed(cut, group[half:])
+
+    def _is_right(self, cut: int, carried: Collection[int]) -> bool:
+        """Whether the output is that of the whole run if blocks before the cut answer NaN, but for `carried`."""
+        answers = {number: self._answer(number) for number in carried}
+        device = self._wanted[0].device
+        placeholders = Placeholders(device)
+
+        def on_call(number: int, path: str, run: Run) -> Any:
+            if not self.first <= number < cut:
+                return run()
+            if number in answers:
+                return map_leaves(partial(_copy_on, device), answers[number])
+            return placeholders.answer(self.calls[number].form)
+
+        try:
+            found = tensors_in(self._plain(on_call))
+        except Exception as error:
+            if not is_of_the_split(error):
+                raise
+            return False
+        return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+
+    def _answer(self, number: int) -> Any:
+        """Return what a block call answers in the whole run."""
+        if number not in self._answers:
+            self._record_answers()
+        return self._answers[number]
+
+    def _record_answers(self) -> None:
+        def on_call(number: int, path: str, run: Run) -> Any:
+            form, answer = self.calls[number].form, run()
+            self._answers[number] = form.received([x.cpu() for x in form.sent(answer)])
+            return answer
+
+        self._plain(on_call)
+
+
+def first_of_large(network: nn.Module, calls: Sequence[RecordedCall]) -> int:
+    """Return the number of the first call of a block in a large list; 0 without calls."""
+    sizes: dict[str, int] = {}
+    for path in {call.path for call in calls}:
+        weights = sum(x.numel() * x.element_size() for x in network.get_submodule(path).parameters())
+        sizes[list_of(path)] = sizes.get(list_of(path), 0) + weights
+    large = SMALL * max(sizes.values(), default=0)
+    return next((number for number, call in enumerate(calls) if sizes[list_of(call.path)] >= large), 0)
+
+
+def list_of(path: str) -> str:
+    """Return the path of the list that a block is in."""
+    return path.rpartition(".")[0]
+
+
+def _copy_on(device: torch.device, leaf: Any) -> Any:
+    """Return a copy of a tensor of any shape on `device`: a network may write into it."""
+    return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf

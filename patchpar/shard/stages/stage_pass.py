@@ -1,0 +1,100 @@
+"""One call of a denoiser on one stage: which blocks run here, what is received for the others, what is sent."""
+
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Messages, Work
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.shard.stages.answers import AnswerForm, Placeholders
+from patchpar.shard.stages.block_hooks import Run
+from patchpar.shard.stages.layout import StageLayout
+
+KIND, OUTPUT = "stage", "prediction"  # in statistics: what goes to the next stage, and from the last one to all
+
+
+class StagePass:
+    """Called for each block call of one pass. `alone`: stages receive zeros, a negative control."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        axis: Axis,
+        layout: StageLayout,
+        placeholders: Placeholders,
+        *,
+        alone: bool = False,
+    ) -> None:
+        self._comm, self._axis, self._layout, self._alone = comm, axis, layout, alone
+        self._placeholders, self._own = placeholders, layout.own_calls(axis.rank)
+        self._answers: dict[int, tuple[Tensor, ...]] = {}  # by call, as they are sent
+        self._sent: list[Work[Messages]] = []
+
+    def __call__(self, number: int, path: str, run: Run) -> Any:
+        """Return what a block answers. Raises UnsupportedModel, ExchangeError."""
+        layout = self._layout
+        if number >= len(layout.calls) or layout.calls[number].path != path:
+            raise self._otherwise(f"calls {path} as block {number}")
+        form = layout.calls[number].form
+        if number < layout.first or number in self._own:
+            answer = run()
+            if not form.fits(answer):
+                raise self._otherwise(f"gets an answer of another shape from {path}")
+            self._pass_on(number, form, answer)
+            return answer
+        if number in layout.carried_into(self._axis.rank):
+            return form.received(self._received(number))
+        return self._placeholders.answer(form)
+
+    def _otherwise(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"a model in stages {what}, other than at the first call with the same arguments, so that the other stages "
+            "do not know it: use stage=1, and patch"
+        )
+
+    def _received(self, number: int) -> tuple[Tensor, ...]:
+        """Return what the stage before has sent for a call; its message is received at the first one."""
+        if number not in self._answers:
+            calls = self._layout.carried_into(self._axis.rank)
+            forms = [self._layout.calls[each].form for each in calls]
+            before = self._axis.before
+            assert before is not None
+            where = f"answer of {self._layout.calls[self._own.start - 1].path}"
+            specs = [spec for form in forms for spec in form.specs]
+            ((*tensors,),) = self._comm.receive(KIND, where, before, specs).wait()
+            arrived = iter(tensors)
+            for each, form in zip(calls, forms, strict=True):
+                of_call = tuple(next(arrived) for _ in form.specs)
+                self._answers[each] = tuple(x.zero_() for x in of_call) if self._alone else of_call
+        return self._answers[number]
+
+    def _pass_on(self, number: int, form: AnswerForm, answer: Any) -> None:
+        """Keep what the next stage needs, and send it after the last own block."""
+        calls = self._layout.carried_out(self._axis.rank)
+        if number in calls:
+            self._answers[number] = form.sent(answer)
+        after = self._axis.after
+        if after is None or number != self._own.stop - 1:
+            return
+        for each in calls:
+            self._received(each)
+        tensors = [x for each in calls for x in self._answers[each]]
+        where = f"answer of {self._layout.calls[number].path}"
+        self._sent.append(self._comm.send(KIND, where, [after], tensors))
+
+    def finish(self, output: Any, count: int, form: AnswerForm) -> Any:
+        """Return the last stage's output, of that form. `count`: the block calls of the pass. Raises ExchangeError."""
+        if count != len(self._layout.calls):
+            raise self._otherwise(f"calls {count} blocks")
+        axis, last = self._axis, self._axis.ranks[-1]
+        if axis.after is None:
+            others = [rank for rank in axis.ranks if rank != last]
+            self._sent.append(self._comm.send(OUTPUT, "output of the last stage", others, form.sent(output)))
+        else:
+            (tensors,) = self._comm.receive(OUTPUT, "output of the last stage", last, form.specs).wait()
+            output = form.received(tensors)
+        for work in self._sent:
+            work.wait()
+        return output

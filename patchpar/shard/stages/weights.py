@@ -1,0 +1,92 @@
+"""The weights of blocks that other stages run: NaN here, while released, and sent back bit for bit by their holders."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.plan.mesh import Axis
+from patchpar.shard.verification import uncounted
+from patchpar.shard.weights.packed import PackedBlock, PackedTensor, packed_blocks
+
+KIND = "weights"
+NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
+Holders = Mapping[str, frozenset[int]]  # stages that run a block, by its path
+
+
+class StageWeights:
+    """The weights of one network, of which each rank of `axis` may release those of blocks that it does not run.
+
+    All ranks of the axis call `release` and `gather` together. Weights that two blocks have in common stay. Raises
+    UnsupportedModel where weights are not on the rank's device.
+    """
+
+    def __init__(self, network: nn.Module, comm: Communicator, axis: Axis) -> None:
+        self._comm, self._axis = comm, axis
+        self._blocks = packed_blocks(network, comm.transport.device)
+        self.holders: Holders = {}  # of released blocks
+
+    @property
+    def is_released(self) -> bool:
+        """Whether blocks of other stages hold no weights here."""
+        return bool(self.holders)
+
+    def release(self, holders: Holders) -> None:
+        """Free the weights of blocks that this stage does not run."""
+        self.holders = holders
+        for block in self._blocks_without(self._axis.rank, holders):
+            block.point_to(_nan_views(block))
+
+    def gather(self) -> None:
+        """Get all weights back from the stages that hold them. Raises ExchangeError."""
+        holders, self.holders = self.holders, {}
+        with uncounted(self._comm), torch.inference_mode(mode=False):
+            for block in self._blocks:
+                if block.name in holders and len(holders[block.name]) < self._axis.size:
+                    self._spread(block, holders[block.name])
+
+    def _spread(self, block: PackedBlock, holders: frozenset[int]) -> None:
+        axis, owner = self._axis, min(holders)
+        missing = [rank for rank in range(axis.size) if rank not in holders]
+        if axis.rank != owner and axis.rank not in missing:
+            return
+        where = f"weights of {block.name}"
+        buffer = torch.empty(block.num_bytes, dtype=torch.uint8, device=self._comm.transport.device)
+        if axis.rank == owner:
+            block.write(buffer)
+            peers = tuple(axis.ranks[rank] for rank in missing)
+            self._comm.send_recv(KIND, where, [Outgoing(peers, (buffer,))], []).wait()
+            return
+        expected = Incoming(axis.ranks[owner], (TensorSpec.of(buffer),))
+        ((received,),) = self._comm.send_recv(KIND, where, [], [expected]).wait()
+        block.point_to(block.own_copies(received))
+
+    @contextmanager
+    def set_aside(self, holders: Holders) -> Iterator[None]:
+        """Context in which blocks that this stage does not run have no weights, as after `release`; nothing is sent."""
+        aside = self._blocks_without(self._axis.rank, holders)
+        kept = [[each.tensor.data for each in block.tensors] for block in aside]
+        try:
+            for block in aside:
+                block.point_to(_nan_views(block))
+            yield
+        finally:
+            for block, tensors in zip(aside, kept, strict=True):
+                block.point_to(tensors)
+
+    def _blocks_without(self, stage: int, holders: Holders) -> list[PackedBlock]:
+        return [block for block in self._blocks if stage not in holders.get(block.name, {stage})]
+
+
+def _nan_views(block: PackedBlock) -> Sequence[Tensor]:
+    with torch.inference_mode(mode=False):
+        return [_nan_view(each) for each in block.tensors]
+
+
+def _nan_view(packed: PackedTensor) -> Tensor:
+    """Return a tensor of the packed one's shape and dtype, all of whose elements lie in one: NaN, or all bits set."""
+    element = torch.full((packed.dtype.itemsize,), NAN_BYTE, dtype=torch.uint8, device=packed.tensor.device)
+    return element.view(packed.dtype).as_strided(packed.shape, (0,) * len(packed.shape))

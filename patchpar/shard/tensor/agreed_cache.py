@@ -1,0 +1,33 @@
+"""Verification results that all ranks of axis `tensor` have.
+
+If a rank ran a check that another one found in its file, it would wait for sums that the other does not send.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.plan.mesh import Axis
+from patchpar.shard.verification import uncounted
+from patchpar.shard.verification_cache import VerificationCache
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedCache(VerificationCache):
+    """Results that every rank of the axis has; the others count as missing. All ranks of the axis look together."""
+
+    comm: Communicator
+    axis: Axis
+
+    def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
+        """Return this rank's entry; None where any rank of the axis has none. Raises ExchangeError."""
+        found = VerificationCache.find(self, key, what, read)
+        own = torch.tensor([found is not None], device=self.comm.transport.device)
+        with uncounted(self.comm):
+            gathered = AllGather(self.comm, self.axis, "verify", "known to all").same(own)
+        return found if all(bool(each) for each in gathered) else None

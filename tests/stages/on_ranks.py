@@ -1,0 +1,217 @@
+"""What ranks run here: networks in stages, against the same networks whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchpar.errors import PatchparError
+from patchpar.shard.stages.block_hooks import BlockHooks, Recorder
+from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.verification_cache import VerificationCache
+from tests.exact import denoisers
+from tests.ranks import PoolRank
+from tests.tiny.transformers import TRANSFORMERS
+from tests.weights import networks
+from tests.weights.on_ranks import equal, same_state, state_of, tensors
+
+
+def staged(this: PoolRank, network: nn.Module, folder: str | None = None) -> StagedDenoiser:
+    cache = None if folder is None else VerificationCache(Path(folder))
+    return StagedDenoiser(network, (this.comm(), this.mesh(stage=this.world)["stage"]), cache)
+
+
+def held(network: nn.Module) -> int:
+    """Bytes of a network's weights in memory."""
+    return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in network.parameters()}.values())
+
+
+@torch.no_grad()
+def diffusers_network(this: PoolRank, name: str, folder: str | None) -> dict[str, Any]:
+    """Three calls of a network of diffusers: verified at the first, without others' weights from the second."""
+    network, call = built(name)
+    before, whole = state_of(network), held(network)
+    wanted = network(**call())
+    stages = staged(this, network, folder)
+    found, sent = [], []
+    for _ in range(3):
+        stages.comm.traffic.clear()
+        found.append(equal(stages.denoise(network.forward, **call()), wanted))
+        sent.append({kind: count for kind, count in stages.comm.traffic.bytes_sent.items() if count})
+    layout = stages._layouts[0][1]
+    kept = held(network)
+    stages.exchange = "off"
+    wrong = equal(stages.denoise(network.forward, **call()), wanted)
+    stages.restore()
+    return {
+        "equal": found,
+        "equal without exchange": wrong,
+        "restored": same_state(network, before) and equal(network(**call()), wanted),
+        "bytes": sent,
+        "handed over": [
+            sum(spec.num_bytes for number in numbers for spec in layout.calls[number].form.specs)
+            for numbers in layout.carried
+        ],
+        "output": sum(x.nbytes for x in tensors(wanted)),
+        "held": kept / whole,
+        "error": stages.error,
+    }
+
+
+@torch.no_grad()
+def counted(this: PoolRank, name: str) -> dict[str, Any]:
+    """The work of each block of a network, and whether a call after it is as one before it."""
+    network, call = built(name)
+    wanted, hooks, recorder = network(**call()), BlockHooks(network), Recorder(network)
+    hooks.pass_through(recorder, network.forward, (), call())
+    hooks.close()
+    return {"costs": [each.cost for each in recorder.calls], "equal": equal(network(**call()), wanted)}
+
+
+@torch.no_grad()
+def two_forms(this: PoolRank) -> list[bool]:
+    """Calls of two sizes in turn: what is found for one holds for both, and weights come back for the first of each."""
+    entry = TRANSFORMERS["FluxTransformer2DModel"]
+    network = entry.build()
+    wanted = [network(**entry.call(variant)) for variant in (0, 1)]
+    stages = staged(this, network)
+    order = (0, 0, 1, 0, 1)
+    found = [equal(stages.denoise(network.forward, **entry.call(variant)), wanted[variant]) for variant in order]
+    stages.restore()
+    return found
+
+
+class Otherwise(networks.Chain):
+    """Runs its blocks in another order when told."""
+
+    otherwise = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.order = (4, 3, 2, 1, 0) if self.otherwise else (0, 1, 2, 3, 4)
+        return super().forward(x)
+
+
+class Recurrent(networks.Chain):
+    """Every block runs twice, so that all stages but one would have all weights."""
+
+    def __init__(self) -> None:
+        super().__init__(3, (0, 1, 2, 0, 1, 2))
+
+
+class KeepsState(networks.Chain):
+    """Writes to an object among its arguments."""
+
+    def forward(self, x: Tensor, kept: Any = None) -> Tensor:
+        out = super().forward(x)
+        if kept is not None:
+            kept.keys = out
+        return out
+
+
+class Kept:
+    keys: Any = None
+
+
+def _fails_in_a_block(network: Any) -> None:
+    plain = network.blocks[4].forward
+
+    def forward(x: Tensor) -> Tensor:
+        if bool(x.isnan().any()):
+            raise ZeroDivisionError
+        return plain(x)  # type: ignore[no-any-return]
+
+    network.blocks[4].forward = forward
+
+
+def _returns_an_object(network: Any) -> None:
+    plain = network.blocks[1].forward
+    network.blocks[1].forward = lambda x: (plain(x), object())
+
+
+def _compile(network: Any) -> None:
+    network.blocks[0].compile()
+
+
+def _remove_blocks(network: Any) -> None:
+    del network.blocks
+
+
+def _flux_with_cache(network: Any) -> None:
+    network._cache_config = type("FirstBlockCacheConfig", (), {})()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None] | None]] = {
+    "too many stages": (lambda: networks.Chain(2), None),
+    "compiled": (networks.Chain, _compile),
+    "no blocks": (networks.Chain, _remove_blocks),
+    "an object": (networks.Chain, _returns_an_object),
+    "a step cache": (networks.Chain, _flux_with_cache),
+    "state in arguments": (KeepsState, None),
+}
+
+
+@torch.no_grad()
+def refused(this: PoolRank, case: str) -> str:
+    """The message for a network that cannot run in stages."""
+    build, change = REFUSED[case]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network: Any = build().eval().requires_grad_(False)
+    if change is not None:
+        change(network)
+    given = {"kept": Kept()} if case == "state in arguments" else {}
+    try:
+        staged(this, network).denoise(network.forward, networks.sample(), **given)
+    except PatchparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+@torch.no_grad()
+def another_order(this: PoolRank) -> str:
+    """The message where blocks run in another order than at the first call; the next call, as before, is right."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Otherwise().eval().requires_grad_(False)
+    x = networks.sample()
+    wanted, stages = network(x), staged(this, network)
+    stages.denoise(network.forward, x)
+    network.otherwise = True
+    with pytest.raises(PatchparError) as caught:
+        stages.denoise(network.forward, x)
+    stages.restore()
+    network.otherwise = False
+    assert equal(network(x), wanted)
+    return str(caught.value)
+
+
+@torch.no_grad()
+def odd_networks(this: PoolRank, name: str, folder: str) -> dict[str, Any]:
+    """A network whose weights are hard to divide, for one reason."""
+    if name == "recurrent":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            network: nn.Module = Recurrent().eval().requires_grad_(False)
+    else:
+        network = networks.build(name)
+    x, before = networks.sample(), state_of(network)
+    wanted, stages = network(x), staged(this, network, folder)
+    try:
+        found = [equal(stages.denoise(network.forward, x), wanted) for _ in range(3)]
+        message = ""
+    except PatchparError as error:
+        found, message = [], str(error)
+    stages.restore()
+    return {"equal": found, "message": message, "restored": same_state(network, before)}
+
+
+def built(name: str) -> tuple[nn.Module, Callable[[], dict[str, Any]]]:
+    """A network, and what makes arguments of its call."""
+    if name in TRANSFORMERS:
+        return TRANSFORMERS[name].build(), lambda: TRANSFORMERS[name].call(0)
+    return denoisers.build(name), lambda: denoisers.call(name, 12, 8)

@@ -1,0 +1,93 @@
+"""Whole pipelines in stages, against plain diffusers or the same plan without stages: what ranks of the pool run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.comm.pytree import tensors_in
+from patchpar.errors import PatchparError
+from patchpar.pipeline.messages import CallOptions, CallResult
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.plan import Plan
+from patchpar.shard.stages.stage_pass import StagePass
+from tests import tiny
+from tests.ranks import PoolRank
+
+SEED = 7
+
+
+def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -> dict[str, Any] | None:
+    """Two calls in stages; whether they give the latents `without` them ("" is plain diffusers), and what was sent."""
+    built = tiny.build(name)
+    pipe, arguments = built.pipe, built.call_kwargs
+    before = {key: x.clone() for key, x in _weights(pipe).items()}
+    plain = tensors_in(pipe(**_kwargs(arguments)))
+    runner = PipelineRunner(this.context)
+    runner.adopt(pipe)
+    wanted = _run(runner, arguments, without, folder) if without else {"latents": plain * 2}
+    found = _run(runner, arguments, plan, folder)
+    runner.restore()
+    restored = all(torch.equal(x, before[key]) for key, x in _weights(pipe).items())
+    if found is None or wanted is None:
+        return None
+    pairs = zip(found["latents"], wanted["latents"][: len(found["latents"])], strict=True)
+    return {"equal": [torch.equal(a, b) for a, b in pairs], "sent": found["sent"], "restored": restored}
+
+
+def refused(this: PoolRank, name: str, plan: str) -> str:
+    """The message for a pipeline that cannot run with the plan."""
+    built = tiny.build(name)
+    runner = PipelineRunner(this.context)
+    runner.adopt(built.pipe)
+    try:
+        _run(runner, built.call_kwargs, plan, None)
+    except PatchparError as error:
+        return str(error)
+    return "not refused"
+
+
+def killed(this: PoolRank) -> None:
+    """Rank 0 of two stages ends in its second call, before it has sent what its last block returned."""
+    built, passed = tiny.build("flux"), []
+    runner = PipelineRunner(this.context)
+    runner.adopt(built.pipe)
+    pass_on = StagePass._pass_on
+
+    def pass_on_or_end(stage: StagePass, *args: Any) -> None:
+        passed.append(args)
+        if this.rank == 0 and len(passed) == 4:
+            stage._comm.beat("answer of a block")
+            os.kill(os.getpid(), signal.SIGKILL)
+        pass_on(stage, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagePass, "_pass_on", pass_on_or_end)
+        _run(runner, built.call_kwargs, "stage=2", None)
+
+
+def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str, folder: str | None) -> dict[str, Any] | None:
+    latents, sent = [], {}
+    options = CallOptions(plan=Plan.parse(plan), verify=Path(folder) if folder else False)
+    for _ in range(2):
+        result = runner.generate(_kwargs(arguments), options)
+        if not isinstance(result, CallResult):
+            return None
+        sent = dict(result.figures[0].bytes_sent)
+        latents += tensors_in(result.output)
+    return {"latents": latents, "sent": sent}
+
+
+def _kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, "output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
+
+
+def _weights(pipe: Any) -> dict[str, Tensor]:
+    networks = {name: net for name, net in pipe.components.items() if isinstance(net, torch.nn.Module)}
+    return {f"{name}.{key}": x for name, net in networks.items() for key, x in net.state_dict().items()}

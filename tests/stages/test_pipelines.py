@@ -1,0 +1,45 @@
+"""Pipelines in stages generate, bit for bit, what plain diffusers does, or the same plan without stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchpar.errors import WorkerDied
+from tests.breadth import first_of
+
+CASES = [
+    ("flux", "stage=2", ""),
+    ("flux", "stage=3", ""),
+    ("sd3", "cfg=2,stage=2", "cfg=2"),
+    ("wan", "cfg=2,stage=2", ""),
+    ("sdxl", "cfg=2,stage=2", "cfg=2"),
+    ("qwen", "stage=2", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "without"), first_of(CASES, ("flux", "stage=2", ""), ("sd3", "cfg=2,stage=2", "cfg=2"))
+)
+def test_same_latents_as_without_stages(ranks: Any, tmp_path: Path, name: str, plan: str, without: str) -> None:
+    found = [each for each in ranks.run("tests.stages.pipelines:in_stages", 4, name, plan, without, str(tmp_path))]
+    assert found[0] is not None
+    assert found[0]["equal"] == [True, True]
+    took_part = [each for each in found if each is not None]
+    assert all(each["restored"] for each in took_part)
+    assert all(each["sent"].get("stage") or each["sent"].get("prediction") for each in took_part)
+
+
+def test_more_stages_than_blocks_are_refused(ranks: Any) -> None:
+    messages = ranks.run("tests.stages.pipelines:refused", 4, "sd3", "stage=4")
+    assert all("blocks one after the other: use stage=" in message for message in messages)
+
+
+@pytest.mark.breadth
+def test_a_stage_that_is_killed(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'answer of a block'"):
+        ranks.run("tests.stages.pipelines:killed", 4)
+    for found in ranks.run("tests.stages.on_ranks:two_forms", 2):  # on other workers
+        assert found == [True] * 5

@@ -1,0 +1,112 @@
+"""Networks in stages give the bits of whole ones, and a rank holds the weights of its own blocks only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchpar.errors import WorkerError
+from patchpar.shard.stages.balance import balanced
+from tests.breadth import first_of
+from tests.exact import denoisers
+from tests.tiny.transformers import TRANSFORMERS
+
+ON_RANKS = "tests.stages.on_ranks"
+IN_EVERY_RUN = ("FluxTransformer2DModel", "HunyuanDiT2DModel")
+
+
+REFUSED = {
+    "DiTTransformer2DModel": "differs from the plain one by inf",  # its code reads weights of its first block
+    "WanAnimate2Transformer3DModel": "writes to a cache among its arguments",
+}
+NETWORKS = [name for name in (*TRANSFORMERS, *denoisers.KINDS) if name not in REFUSED]
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", REFUSED)
+def test_networks_of_diffusers_that_are_refused(ranks: Any, tmp_path: Path, name: str) -> None:
+    with pytest.raises(WorkerError, match=REFUSED[name]):
+        ranks.run(f"{ON_RANKS}:diffusers_network", 2, name, str(tmp_path))
+
+
+def test_work_is_counted_where_flex_attention_runs(ranks: Any, tmp_path: Path) -> None:
+    """And leaves nothing behind that breaks its next call, as counters of all operations do."""
+    for found in ranks.run(f"{ON_RANKS}:counted", 1, "Kandinsky6SRTransformer3DModel"):
+        assert all(found["costs"])
+        assert found["equal"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", first_of(NETWORKS, *IN_EVERY_RUN))
+def test_networks_of_diffusers(ranks: Any, tmp_path: Path, name: str, world: int) -> None:
+    found = ranks.run(f"{ON_RANKS}:diffusers_network", world, name, str(tmp_path))
+    for rank, each in enumerate(found):
+        assert each["equal"] == [True] * 3
+        assert each["restored"]
+        assert each["error"] == 0.0
+        assert not each["equal without exchange"]
+        assert each["held"] < 1
+        is_last = rank == world - 1
+        prediction = {"prediction": each["output"] * (world - 1)} if is_last else {}
+        stage = {} if is_last else {"stage": each["handed over"][rank]}
+        assert all(sent == {**stage, **prediction} for sent in each["bytes"])
+    assert sum(each["held"] for each in found) < world
+
+
+def test_another_form_of_call(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:two_forms", 2):
+        assert found == [True] * 5
+
+
+@pytest.mark.parametrize("name", ["several times", "tied", "nested", "read outside", "recurrent"])
+def test_networks_that_are_hard_to_divide(ranks: Any, tmp_path: Path, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:odd_networks", 2, name, str(tmp_path)):
+        assert found["restored"]
+        if name in ("read outside", "nested"):
+            assert "differs from the plain one by inf" in found["message"]
+        else:
+            assert found["equal"] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (
+            "too many stages",
+            "PlanError: plan stage=3, but Chain runs 2 blocks one after the other: use stage=2 at most",
+        ),
+        ("compiled", "UnsupportedModel: Chain has compiled modules (blocks.0)"),
+        ("no blocks", "UnsupportedModel: Chain has no list of blocks"),
+        ("an object", "UnsupportedModel: blocks.1 of Chain returns a tuple with more than tensors"),
+        ("a step cache", "UnsupportedModel: FirstBlockCacheConfig skips blocks"),
+        ("state in arguments", "UnsupportedModel: KeepsState writes to a cache among its arguments"),
+    ],
+)
+def test_what_cannot_run_in_stages_is_refused_on_every_rank(ranks: Any, case: str, says: str) -> None:
+    for message in ranks.run(f"{ON_RANKS}:refused", 3, case):
+        assert says in message
+
+
+def test_blocks_in_another_order_are_refused(ranks: Any) -> None:
+    for message in ranks.run(f"{ON_RANKS}:another_order", 2):
+        assert "calls blocks.4 as block 0, other than at the first call" in message
+
+
+@pytest.mark.parametrize(
+    ("costs", "cuts", "stages", "wanted"),
+    [
+        ([1, 1, 1, 1], range(1, 4), 2, (2,)),
+        ([5, 1, 1, 1], range(1, 4), 2, (1,)),
+        ([1, 1, 1, 1, 4], range(1, 5), 3, (2, 4)),
+        ([1, 1, 1, 1], [1], 2, (1,)),
+        ([1, 1, 1, 1], [1], 3, None),
+        ([1, 1], range(1, 2), 1, ()),
+        ([1, 1], range(1, 2), 3, None),
+    ],
+)
+def test_the_busiest_stage_has_the_least_work(
+    costs: list[float], cuts: Any, stages: int, wanted: tuple[int, ...] | None
+) -> None:
+    assert balanced(costs, cuts, stages) == wanted
