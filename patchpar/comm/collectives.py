@@ -209,6 +209,10 @@ def _to_others(axis: Axis, tensors: Sequence[Tensor]) -> Outgoing:
     return Outgoing(tuple(axis.ranks[other] for other in axis.others), tuple(tensors))
 
 
+AxisComm = tuple[Communicator, Axis]
+"""A communicator, and the mesh axis whose ranks it is used with."""
+
+
 class AllGather:
     """The tensors of every rank of one axis; parts may differ in size."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in, paths_of, tensors_in, with_tensors
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
@@ -156,7 +156,7 @@ def _whole(plain: Plain, call: Call) -> Any:
 
 def carriers_of(
     network: nn.Module,
-    mesh: tuple[Communicator, Axis],
+    mesh: AxisComm,
     verifications: VerificationCache,
     by_branch: Layers = tuple,
     *,

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.plan.exchange_policy import ExchangePolicy
-from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.local_patch import LocalPatch
@@ -28,7 +27,7 @@ class SharedDenoiser:
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Communicator, Axis],
+        mesh: AxisComm,
         policy: ExchangePolicy,
         clock: StepClock | None,
         verifications: VerificationCache | None,

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from patchpar.comm.async_tensor import AsyncTensor
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm, Communicator
 from patchpar.comm.pytree import floats_in
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.plan.mesh import Axis
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.precision import wide
@@ -40,7 +39,7 @@ class Comparison(NamedTuple):
 def verify_once(
     verifications: VerificationCache,
     facts: Mapping[str, Any],
-    mesh: tuple[Communicator, Axis],
+    mesh: AxisComm,
     compare: Callable[[], Iterable[Sequence[Comparison]]],
     what: str,
     way_out: str = "",
@@ -61,9 +60,7 @@ def verify_once(
     return known
 
 
-def largest_error(
-    mesh: tuple[Communicator, Axis], compared: Iterable[Sequence[Comparison]], what: str, way_out: str = ""
-) -> float:
+def largest_error(mesh: AxisComm, compared: Iterable[Sequence[Comparison]], what: str, way_out: str = "") -> float:
     """Return the largest error of all comparisons and ranks; ranks gather each sequence before they make the next.
 
     Raises VerificationError with the figures, on all ranks alike, where an error is above its limit: `what` differs
@@ -84,7 +81,7 @@ def largest_error(
     return worst
 
 
-def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known: bool) -> bool:
+def known_to_all(mesh: AxisComm, network: str, key: str, known: bool) -> bool:
     """Whether every rank of the axis has a result under `key`. Ranks decide together, or some would wait for others.
 
     Raises UnsupportedModel where they do not have the same key for a network of that class.

@@ -16,10 +16,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.stages.answers import AnswerForm, Placeholders
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
@@ -57,9 +56,7 @@ class StagedDenoiser:
 
     history = None  # it keeps no stale values
 
-    def __init__(
-        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
-    ) -> None:
+    def __init__(self, denoiser: nn.Module, mesh: AxisComm, verifications: VerificationCache | None) -> None:
         self.denoiser, self.verifications = denoiser, verifications
         self.comm, self.axis = mesh
         self.exchange, self.unsure = "on", False

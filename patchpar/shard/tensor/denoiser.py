@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in, map_leaves
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.feature_plan import FeaturePlan
@@ -30,9 +29,7 @@ class TensorDenoiser:
     `error`: relative error of the verification. Without `verifications` nothing is cached or verified.
     """
 
-    def __init__(
-        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
-    ) -> None:
+    def __init__(self, denoiser: nn.Module, mesh: AxisComm, verifications: VerificationCache | None) -> None:
         self.denoiser, self.mesh, self.verifications = denoiser, mesh, verifications
         self.plan: FeaturePlan | None = None
         self.error: float | None = None

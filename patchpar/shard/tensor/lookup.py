@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.shard.tensor.feature_plan import BlockCut, FeaturePlan
 from patchpar.shard.tensor.search import find_cut
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, watch
@@ -24,7 +23,7 @@ WAY_OUT = "use patch=N (with weights=sharded where memory is short) or cfg=2 ins
 
 def find_plan(
     denoiser: nn.Module,
-    mesh: tuple[Communicator, Axis],
+    mesh: AxisComm,
     forward: Callable[..., Any],
     call: Call,
     verifications: VerificationCache | None,
@@ -102,7 +101,7 @@ def _parts(block: nn.Module, cut: BlockCut) -> Iterator[nn.Module]:
         yield block.get_submodule(each.path)
 
 
-def _first_of_all(mesh: tuple[Communicator, Axis], plan: FeaturePlan | None) -> FeaturePlan | None:
+def _first_of_all(mesh: AxisComm, plan: FeaturePlan | None) -> FeaturePlan | None:
     """Return the first rank's plan on all ranks; None unless every rank has one."""
     comm, axis = mesh
     text = b"" if plan is None else plan.to_json().encode()

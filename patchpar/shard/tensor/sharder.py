@@ -4,8 +4,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.plan.mesh import Axis
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.shard.tensor.cut import CutBlock
 from patchpar.shard.tensor.feature_plan import FeatureCut, FeaturePlan
 from patchpar.shard.verification import uncounted
@@ -19,7 +18,7 @@ class FeatureSharder:
     `exchange`: "on", or "off", with which nothing is added up: wrong on purpose, a negative control.
     """
 
-    def __init__(self, denoiser: nn.Module, plan: FeaturePlan, mesh: tuple[Communicator, Axis]) -> None:
+    def __init__(self, denoiser: nn.Module, plan: FeaturePlan, mesh: AxisComm) -> None:
         self.comm, self.axis = mesh
         self.exchange = "on"
         self._blocks = [

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.exchange_policy import ExchangePolicy
-from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
@@ -53,7 +52,7 @@ class TokenDenoiser(SharedDenoiser):
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Communicator, Axis],
+        mesh: AxisComm,
         policy: ExchangePolicy,
         *,
         clock: StepClock | None = None,

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.errors import PlanError
-from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import uncompiled
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
@@ -41,9 +40,7 @@ class PlanSearch:
     `second_hand`: whether the plan was cached or shipped.
     """
 
-    def __init__(
-        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
-    ) -> None:
+    def __init__(self, denoiser: nn.Module, mesh: AxisComm, verifications: VerificationCache | None) -> None:
         self.denoiser, self.mesh, self.verifications = denoiser, mesh, verifications
         self.second_hand = False
 

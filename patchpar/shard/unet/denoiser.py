@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.exchange_policy import ExchangePolicy
-from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
@@ -35,7 +34,7 @@ class PatchedDenoiser(SharedDenoiser):
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Communicator, Axis],
+        mesh: AxisComm,
         policy: ExchangePolicy,
         *,
         clock: StepClock | None = None,

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.plan.mesh import Axis
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.vae.outputs import joined
 from patchpar.shard.vae.split import SplitMethod, VaeCall, random_numbers_kept
@@ -70,12 +69,7 @@ class ParallelVae:
     """One VAE whose `encode` and `decode` run in `mode` during a pipeline call."""
 
     def __init__(
-        self,
-        vae: nn.Module,
-        mode: str,
-        mesh: tuple[Communicator, Axis],
-        verifications: VerificationCache | None,
-        state: VaeCallState,
+        self, vae: nn.Module, mode: str, mesh: AxisComm, verifications: VerificationCache | None, state: VaeCallState
     ) -> None:
         self.vae, self.mode, self.state = vae, mode, state
         self.split = {name: SplitMethod(vae, name, mesh, verifications) for name in METHODS}
@@ -154,7 +148,7 @@ class ParallelVaes:
         components: Mapping[str, Any],
         denoisers: Sequence[nn.Module],
         mode: str,
-        mesh: tuple[Communicator, Axis],
+        mesh: AxisComm,
         verifications: VerificationCache | None = None,
     ) -> None:
         self.state, self.comm = VaeCallState(everywhere=mesh[1].size == 1), mesh[0]

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.launch.accelerators import random_state, set_random_state
 from patchpar.plan.bands import split_bands
-from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.generators import generators_of
 from patchpar.shard.local_patch import LocalPatch
@@ -50,9 +49,7 @@ class SplitMethod:
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
 
-    def __init__(
-        self, vae: nn.Module, name: str, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
-    ) -> None:
+    def __init__(self, vae: nn.Module, name: str, mesh: AxisComm, verifications: VerificationCache | None) -> None:
         self.vae, self.name, self.verifications = vae, name, verifications
         self.comm, self.axis = mesh
         self.exchanging = True

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
@@ -41,7 +41,7 @@ class GuidanceCheck:
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Communicator, Axis],
+        mesh: AxisComm,
         clock: StepClock,
         verifications: VerificationCache,
         by_branch: Layers = tuple,

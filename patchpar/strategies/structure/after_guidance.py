@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.scheduler_step import Step, WithinSteps, sample_in, with_sample
 from patchpar.strategies.structure.guidance_fit import GuidanceFit
@@ -37,7 +36,7 @@ NOT_ALIKE = (
 class AfterGuidance(WithinSteps):
     """The merge after guidance on one rank, from `begin` to `end`. `parted`: latents are NaN where it needs none."""
 
-    def __init__(self, mesh: tuple[Communicator, Axis], clock: StepClock, pipe: Any) -> None:
+    def __init__(self, mesh: AxisComm, clock: StepClock, pipe: Any) -> None:
         self._mesh, self._clock, self._pipe = mesh, clock, pipe
         self._forget()
 

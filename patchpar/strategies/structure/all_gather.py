@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm, Communicator
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
@@ -18,12 +18,7 @@ PREDICTION, ANCHOR, MASK, LATENTS = "prediction", "anchor", "mask", "latents"
 
 
 def all_to_all(
-    mesh: tuple[Communicator, Axis],
-    where: str,
-    own: Mapping[str, Sent],
-    expected: Mapping[str, Expected],
-    *,
-    silent: bool = False,
+    mesh: AxisComm, where: str, own: Mapping[str, Sent], expected: Mapping[str, Expected], *, silent: bool = False
 ) -> list[dict[str, list[Tensor]]]:
     """Return tensors of any shape by kind from every group rank, this one included, in one message to each rank.
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import Bands, split_bands
@@ -99,12 +99,7 @@ class BlendPlan:
         return canvas
 
     def band(
-        self,
-        mesh: tuple[Communicator, Axis],
-        where: str,
-        own_GBCHW: Tensor,
-        dtype: torch.dtype,
-        extra: Tensor | None = None,
+        self, mesh: AxisComm, where: str, own_GBCHW: Tensor, dtype: torch.dtype, extra: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's band of the whole prediction, complete: x_GBChW; and `extra` of all ranks, in order.
 

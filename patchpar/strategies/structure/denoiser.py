@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import describe
@@ -61,7 +61,7 @@ class HighResDenoiser:
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Communicator, Axis],
+        mesh: AxisComm,
         method: Method,
         *,
         pipe: Any,
@@ -217,11 +217,7 @@ class HighResDenoiser:
 
 
 def team_of(
-    denoiser: nn.Module,
-    mesh: tuple[Communicator, Axis],
-    bands: int,
-    native: NativeSize,
-    verifications: VerificationCache | None,
+    denoiser: nn.Module, mesh: AxisComm, bands: int, native: NativeSize, verifications: VerificationCache | None
 ) -> PatchedDenoiser | None:
     """Return the denoiser of this rank's team; None without teams. Without `verifications` it is not verified.
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.transport import TensorSpec
-from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.all_gather import UnitAssignment
 from patchpar.strategies.structure.attention_map import AttentionMap, AttentionRecorder
@@ -29,12 +28,7 @@ class InterlacedStage:
     """Steps of the first stage on one rank of an axis. Call `reset` before every image."""
 
     def __init__(
-        self,
-        method: Method,
-        mesh: tuple[Communicator, Axis],
-        clock: StepClock,
-        attention: AttentionMap,
-        content: ContentTokens,
+        self, method: Method, mesh: AxisComm, clock: StepClock, attention: AttentionMap, content: ContentTokens
     ) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._attention, self._content = attention, content

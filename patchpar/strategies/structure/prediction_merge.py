@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import split_bands
-from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.all_gather import (
     ANCHOR,
     LATENTS,
@@ -42,7 +41,7 @@ GuideOf = Callable[[list[Tensor]], Mapping[Unit, Tensor]]
 class PredictionMerge:
     """The merge over the ranks of an axis in one step. `silent`: nothing is exchanged; what others would send is 0."""
 
-    mesh: tuple[Communicator, Axis]
+    mesh: AxisComm
     where: str
     silent: bool = False
 

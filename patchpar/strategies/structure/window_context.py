@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
@@ -76,7 +75,7 @@ class WindowContext:
     Raises PlanError for a denoiser that is no UNet with self-attention.
     """
 
-    def __init__(self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], clock: StepClock, fraction: float) -> None:
+    def __init__(self, denoiser: nn.Module, mesh: AxisComm, clock: StepClock, fraction: float) -> None:
         self._mesh, self._clock, self._fraction = mesh, clock, fraction
         self._layers = _self_attentions(denoiser) if fraction else {}
         if fraction and not self._layers:

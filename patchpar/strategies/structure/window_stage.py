@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Communicator
-from patchpar.plan.mesh import Axis
+from patchpar.comm.collectives import AxisComm
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.blending import BlendPlan
 from patchpar.strategies.structure.evaluate import DenoiserCall
@@ -27,7 +26,7 @@ from patchpar.strategies.structure.work_schedule import own_of, scheduled
 class WindowStage:
     """Steps of the second stage on one rank of an axis. Call `begin` before every image, `end` after it."""
 
-    def __init__(self, method: Method, mesh: tuple[Communicator, Axis], clock: StepClock, denoiser: nn.Module) -> None:
+    def __init__(self, method: Method, mesh: AxisComm, clock: StepClock, denoiser: nn.Module) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._window_context = WindowContext(denoiser, mesh, clock, method.context)
         self._flow = GuideTrajectory() if method.guide == "flow" else None
