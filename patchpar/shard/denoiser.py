@@ -1,6 +1,7 @@
 """Base of denoisers that ranks compute together, in bands or by tokens: the local patch, stale state, start and end."""
 
 import inspect
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from patchpar.shard.stale.state import StaleState
 from patchpar.shard.verification_cache import VerificationCache
 
 
+@dataclass(eq=False, repr=False)
 class SharedDenoiser:
     """A denoiser whose calls ranks compute together. Every rank passes and gets whole tensors.
 
@@ -24,22 +26,20 @@ class SharedDenoiser:
     verification at first use. `unsure`: the denoiser may have been changed since the last call.
     """
 
-    def __init__(
-        self,
-        denoiser: nn.Module,
-        mesh: AxisComm,
-        policy: ExchangePolicy,
-        clock: StepClock | None,
-        verifications: VerificationCache | None,
-    ) -> None:
-        comm, axis = mesh
-        self.denoiser, self.verifications = denoiser, verifications
-        self.patch = LocalPatch(comm, axis, policy)
+    denoiser: nn.Module
+    mesh: AxisComm
+    policy: ExchangePolicy
+    _: KW_ONLY
+    clock: StepClock | None = None
+    verifications: VerificationCache | None = None
+
+    def __post_init__(self) -> None:
+        self.patch = LocalPatch(*self.mesh, self.policy)
         self.error: float | None = None
         self.exchange = "on"
-        self.history = StaleState(comm, policy, clock) if policy.remembers else None
-        self.watched, self.unsure = WatchedNetwork(denoiser), False
-        self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
+        self.history = StaleState(self.mesh[0], self.policy, self.clock) if self.policy.remembers else None
+        self.watched, self.unsure = WatchedNetwork(self.denoiser), False
+        self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
 
     def reset(self) -> None:
         """Begin an image: no value of the last one is used. Raises ExchangeError."""

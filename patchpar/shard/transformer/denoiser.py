@@ -8,12 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, AxisComm
+from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.exchange_policy import ExchangePolicy
-from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stale.state import StaleState
@@ -34,7 +32,6 @@ from patchpar.shard.verification import (
     verify_once,
     with_noise_for_zeros,
 )
-from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
@@ -49,21 +46,13 @@ class TokenDenoiser(SharedDenoiser):
     own tokens only, "frozen" sends no keys after the exact steps.
     """
 
-    def __init__(
-        self,
-        denoiser: nn.Module,
-        mesh: AxisComm,
-        policy: ExchangePolicy,
-        *,
-        clock: StepClock | None = None,
-        verifications: VerificationCache | None = None,
-    ) -> None:
-        super().__init__(denoiser, mesh, policy, clock, verifications)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.plan: TokenPlan | None = None
         self._shard: TransformerSharder | None = None
         self._plans: list[tuple[Any, TokenPlan]] = []  # by the signature of calls so far
-        self._choice = BackendChoice(denoiser)
-        self._search = PlanSearch(denoiser, mesh, verifications)
+        self._choice = BackendChoice(self.denoiser)
+        self._search = PlanSearch(self.denoiser, self.mesh, self.verifications)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run one denoiser call; `forward` is the denoiser's own. Returns its output for the whole image.
@@ -197,10 +186,9 @@ class TokenDenoiser(SharedDenoiser):
         shard.split = self._split(wrong=False)
         try:
             if self.verifications is not None:
-                mesh = (self.patch.comm, self.patch.axis)
                 calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
                 compare = partial(compared, shard, forward, calls)
-                self.error = verify_once(self.verifications, self._facts(call), mesh, compare, *refusal(shard))
+                self.error = verify_once(self.verifications, self._facts(call), self.mesh, compare, *refusal(shard))
             elif known:
                 shard.denoise(forward, *call[0], **call[1])
         except BaseException:

@@ -4,19 +4,18 @@ Common to all patch strategies; a strategy decides what its exchange points exch
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from patchpar.comm.collectives import AllGather, AxisComm
+from patchpar.comm.collectives import AllGather
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands, split_bands
-from patchpar.plan.exchange_policy import ExchangePolicy
-from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stale.state import StaleState
@@ -25,27 +24,19 @@ from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.install import UNetSharder, compared_as_called, compared_at_two_sizes, first_tensor, named
 from patchpar.shard.unet.spatial_arguments import level_of, map_of
 from patchpar.shard.verification import Comparison, fingerprint_of, verify_once
-from patchpar.shard.verification_cache import VerificationCache
 
 
+@dataclass(eq=False, repr=False)
 class PatchedDenoiser(SharedDenoiser):
     """A denoiser whose calls are computed in bands of rows or columns, as `split` says. See `SharedDenoiser`."""
 
-    def __init__(
-        self,
-        denoiser: nn.Module,
-        mesh: AxisComm,
-        policy: ExchangePolicy,
-        *,
-        clock: StepClock | None = None,
-        split: str = "auto",
-        verifications: VerificationCache | None = None,
-    ) -> None:
-        super().__init__(denoiser, mesh, policy, clock, verifications)
-        self.split = split
+    split: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.sites: ExchangeSites | None = None
         self._sharded: UNetSharder | None = None
-        self._gather = AllGather(*mesh, "prediction", "prediction")
+        self._gather = AllGather(*self.mesh, "prediction", "prediction")
         self._foreign: tuple[str, ...] = ()
         self._sizes: set[tuple[int, ...]] = set()  # of samples at which it has been verified with the call itself
 
@@ -108,7 +99,6 @@ class PatchedDenoiser(SharedDenoiser):
     ) -> float:
         """Return the error known for these facts, or measured now. Raises VerificationError, UnsupportedModel."""
         assert self.verifications is not None
-        mesh = (self.patch.comm, self.patch.axis)
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
         what = f"the denoiser split into {self.patch.axis.size} bands"
         way_out = (
@@ -116,7 +106,7 @@ class PatchedDenoiser(SharedDenoiser):
             "the image"
         )
         try:
-            return verify_once(self.verifications, facts, mesh, compare, what, way_out)
+            return verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         except BaseException:
             self.restore()  # or the next call would find exchange points, and go ahead
             raise
