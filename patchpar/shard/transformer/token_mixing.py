@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.plan.kv_selection import TokensAcross
+from patchpar.shard.unet.layers import ConvolutionArguments
 
 PRODUCTS: frozenset[Any] = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
 SUMS: frozenset[Any] = frozenset({torch.sum, Tensor.sum})
@@ -75,17 +76,7 @@ class ConvolutionCall:
     """A call of torch's conv2d that keeps the number of rows and columns and reads more than one cell."""
 
     x_BCHW: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    stride: tuple[int, ...] = (1, 1)
-
-    @property
-    def kernel_size(self) -> tuple[int, ...]:
-        """As in nn.Conv2d."""
-        return tuple(self.weight.shape[2:])
+    arguments: ConvolutionArguments
 
     @classmethod
     def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "ConvolutionCall | None":
@@ -99,32 +90,16 @@ class ConvolutionCall:
 
     def severed(self) -> Tensor:
         """Return an output [B, K, H, W] in which each cell depends on the same cell of the input only."""
-        weight = self.weight.sum((2, 3), keepdim=True).to(self.x_BCHW.dtype)
-        bias = None if self.bias is None else self.bias.to(self.x_BCHW.dtype)
-        return F.conv2d(self.x_BCHW, weight, bias, groups=self.groups)
+        given, dtype = self.arguments, self.x_BCHW.dtype
+        bias = None if given.bias is None else given.bias.to(dtype)
+        return F.conv2d(self.x_BCHW, given.weight.sum((2, 3), keepdim=True).to(dtype), bias, groups=given.groups)
 
 
-def _convolution(  # noqa: PLR0913 - the signature is torch's
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> ConvolutionCall | None:
-    size = tuple(weight.shape[2:])
-    dilations = _pair(dilation)
-    reach = tuple(spread * (extent - 1) // 2 for spread, extent in zip(dilations, size, strict=True))
-    same = padding == "same" or (not isinstance(padding, str) and _pair(padding) == reach)
-    if input.ndim != 4 or not same or _pair(stride) != (1, 1) or not any(reach) or any(each % 2 == 0 for each in size):
-        return None
-    return ConvolutionCall(input, weight, bias, reach, dilations, groups)
-
-
-def _pair(value: Any) -> tuple[int, ...]:
-    found = (value,) if isinstance(value, int) else tuple(value)
-    return found * 2 if len(found) == 1 else found
+def _convolution(input: Tensor, *args: Any, **kwargs: Any) -> ConvolutionCall | None:
+    conv = ConvolutionArguments.of(*args, **kwargs)
+    reach = tuple(spread * (size - 1) // 2 for spread, size in zip(conv.dilation, conv.kernel_size, strict=True))
+    same = conv.padding == reach and conv.stride == (1, 1) and all(size % 2 for size in conv.kernel_size)
+    return ConvolutionCall(input, conv) if same and input.ndim == 4 and any(reach) else None
 
 
 class MixingSevered:

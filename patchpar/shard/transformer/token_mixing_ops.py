@@ -48,7 +48,7 @@ def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolutio
             f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({ranges}), as they were "
             f"in the search for its tokens"
         )
-    stencil = stencil_of(convolution, ROWS)
+    stencil = stencil_of(convolution.arguments, ROWS)
     fewest = min(stop - start for start, stop in zip(ranges.starts, ranges.starts[1:], strict=False))
     if split.axis.size > 1 and fewest < stencil.before:
         raise PlanError(
@@ -59,7 +59,7 @@ def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolutio
     if split.mode is not None and split.axis.size > 1:
         edges = _edges(split, x_BChW, stencil.before)
         _, halo = split.comm.gather_with_edges(split.axis, where, [], edges).wait()
-    return convolve_with_halo(convolution, x_BChW, ROWS, stencil, halo)
+    return convolve_with_halo(convolution.arguments, x_BChW, ROWS, stencil, halo)
 
 
 def _edges(split: TokenSplit, x_BChW: Tensor, rows: int) -> ExchangePart:

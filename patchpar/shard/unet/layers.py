@@ -5,9 +5,9 @@ is [B, C, h, W], or [B, C, F, h, W] with frames. `dim` is the split dim, counted
 along it, so columns work alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +21,52 @@ from patchpar.shard.kernels.group_norm import normalise_groups
 from patchpar.shard.kernels.map_layout import dense
 
 Conv = nn.Conv2d | nn.Conv3d
+Sizes = int | Sequence[int]
 
 
-class ConvolutionLike(Protocol):
-    """The attributes used of a convolution, a module or the arguments of a call, as in nn.Conv2d."""
+@dataclass(frozen=True, slots=True)
+class ConvolutionArguments:
+    """The arguments of a convolution, by the names of the module. `bias`: [out channels].
+
+    `weight`: [out channels, in channels / groups, kernel rows, kernel columns], for videos with frames before rows.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
 
     @property
-    def weight(self) -> Tensor:
-        """[out channels, in channels / groups, kernel rows, kernel columns], for videos with frames before rows."""
+    def kernel_size(self) -> tuple[int, ...]:
+        """The kernel size of the weight."""
+        return tuple(self.weight.shape[2:])
 
-    @property
-    def bias(self) -> Tensor | None:
-        """[out channels]."""
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> "ConvolutionArguments":
+        """Return those of a call of F.conv2d or F.conv3d after its input; `weight` is as above, `bias` too."""
+        size = weight.shape[2:]
+        dilations = _each(dilation, len(size))
+        if padding == "same":
+            padding = [spread * (extent - 1) // 2 for spread, extent in zip(dilations, size, strict=True)]
+        elif isinstance(padding, str):
+            padding = 0
+        return cls(weight, bias, _each(stride, len(size)), _each(padding, len(size)), dilations, groups)
 
-    @property
-    def kernel_size(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def padding(self) -> str | tuple[int, ...]: ...
-    @property
-    def dilation(self) -> tuple[int, ...]: ...
-    @property
-    def groups(self) -> int: ...
+
+def _each(sizes: Sizes, count: int) -> tuple[int, ...]:
+    if isinstance(sizes, int):
+        return (sizes,) * count
+    return tuple(sizes) * (count if len(sizes) == 1 else 1)
 
 
 class GroupNormArguments(NamedTuple):
@@ -56,6 +79,7 @@ class GroupNormArguments(NamedTuple):
     eps: float
 
 
+ConvolutionLike = Conv | ConvolutionArguments
 GroupNormLike = nn.GroupNorm | GroupNormArguments
 PASSING = (nn.Identity, nn.Dropout)  # what a model that is not in training passes through
 VALUES_PER_WEIGHT = 8  # map values for each weight, up to which a copy costs less than a second pass over the weights

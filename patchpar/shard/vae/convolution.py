@@ -7,7 +7,6 @@ these are in flight; then the few rows that read them are computed again.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,50 +15,23 @@ from torch.nn import functional as F
 from patchpar.comm.exchange_part import Halo
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.bands import Stencil
-from patchpar.shard.unet.layers import convolve_with_halo, copies_band, is_thin, mend_borders, stencil_of
+from patchpar.shard.unet.layers import (
+    ConvolutionArguments,
+    convolve_with_halo,
+    copies_band,
+    is_thin,
+    mend_borders,
+    stencil_of,
+)
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
-Sizes = int | Sequence[int]
 
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionArguments:
-    """The arguments of a convolution, by the names of the module."""
-
-    weight: Tensor
-    bias: Tensor | None
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def kernel_size(self) -> tuple[int, ...]:
-        """The kernel size of the weight."""
-        return tuple(self.weight.shape[2:])
-
-
-def convolve(  # noqa: PLR0913 - the signature is torch's
-    band: VaeBand,
-    function: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> Tensor:
+def convolve(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return our rows of `function`, F.conv2d or F.conv3d. Raises UnsupportedModel, ExchangeError.
 
     input [B, C, ..., h, W], weight [K, C / groups, ..., s, t], bias [K]; the output has K channels.
     """
-    reach = weight.ndim - 2
-    if isinstance(padding, str):
-        padding = 0 if padding == "valid" else [(size - 1) // 2 for size in weight.shape[2:]]
-    conv = ConvolutionArguments(
-        weight, bias, _each(stride, reach), _each(padding, reach), _each(dilation, reach), groups
-    )
+    conv = ConvolutionArguments.of(*args, **kwargs)
     if conv.kernel_size[band.dim] == 1:
         band.settle([input])
         return _plain(function, input, conv)
@@ -121,12 +93,6 @@ def _copies(band: VaeBand, conv: ConvolutionArguments, own: Tensor, stencil: Ste
 
 def _plain(function: Callable[..., Tensor], x: Tensor, conv: ConvolutionArguments) -> Tensor:
     return function(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
-
-
-def _each(sizes: Sizes, count: int) -> tuple[int, ...]:
-    if isinstance(sizes, int):
-        return (sizes,) * count
-    return tuple(sizes) * (count if len(sizes) == 1 else 1)
 
 
 def pad(band: VaeBand, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
