@@ -47,6 +47,7 @@ def transformer(this: PoolRank, name: str) -> dict[str, Any]:
     errors = [error_of(network(**tiny.call(number)), wanted[number]) for number in range(2)]
     sent, part = dict(comm.traffic.bytes_sent), sum(x.numel() for x in network.parameters()) / held
     tensor.exchange = "off"
+    tensor.prepare(network.forward, ((), tiny.call(0)))
     alone = error_of(network(**tiny.call(0)), wanted[0])
     assert dict(comm.traffic.bytes_sent) == sent
     tensor.restore()

@@ -25,7 +25,8 @@ Forward = Callable[..., Any]
 class TensorDenoiser:
     """A denoiser of which each rank of the axis holds some features. Its own forward then adds up over the ranks.
 
-    Call `prepare` before every call. `exchange` is "on", or "off", with which nothing is added up: a negative control.
+    Call `prepare` before every call. `exchange` is "on", or "off", with which nothing is added up: a negative control,
+    from the next `prepare` on.
     `error`: relative error of the verification. Without `verifications` nothing is cached or verified.
     """
 
@@ -33,20 +34,9 @@ class TensorDenoiser:
         self.denoiser, self.mesh, self.verifications = denoiser, mesh, verifications
         self.plan: FeaturePlan | None = None
         self.error: float | None = None
-        self._exchange = "on"
+        self.exchange = "on"
         self._sharder: FeatureSharder | None = None
         self._known: set[tuple[str, ...]] = set()  # signatures of calls
-
-    @property
-    def exchange(self) -> str:
-        """What `FeatureSharder.exchange` is."""
-        return self._exchange
-
-    @exchange.setter
-    def exchange(self, value: str) -> None:
-        self._exchange = value
-        if self._sharder is not None:
-            self._sharder.exchange = value
 
     def prepare(self, forward: Forward, call: Call) -> None:
         """Cut the denoiser for such a call, unless it is; `forward` is its own. Collective.
@@ -56,6 +46,7 @@ class TensorDenoiser:
         """
         signature = CallArguments.of(self.denoiser, *call).signature()
         if signature in self._known and self._sharder is not None:
+            self._sharder.exchange = self.exchange
             return
         self._make_whole()
         kind = type(self.denoiser).__name__
@@ -100,7 +91,7 @@ class TensorDenoiser:
             self.error = verify_once(
                 self.verifications, facts, self.mesh, compare, what, f": {WAY_OUT}. What was found:\n{plan}"
             )
-        self._cut(plan).exchange = self._exchange
+        self._cut(plan).exchange = self.exchange
 
     def _compared(self, plan: FeaturePlan, forward: Forward, call: Call) -> Iterator[list[Comparison]]:
         wanted = _run(forward, call)
