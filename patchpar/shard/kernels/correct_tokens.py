@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -133,14 +133,10 @@ def launch_correct_tokens(
     )
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 correct_tokens = fused_op(
     "correct_tokens(Tensor(a!) attended, Tensor newest, Tensor(b!)? previous, Tensor? fits, Tensor ratio, "
     "Tensor table, int[] runs) -> ()",
     eager=correct_tokens_eager,
     launch=launch_correct_tokens,
-    fake=_nothing,
+    fake=nothing,
 )

@@ -35,6 +35,10 @@ def registered() -> tuple[str, ...]:
     return tuple(_NAMES)
 
 
+def nothing(*_: object) -> None:
+    """The fake of operators that only write to their arguments."""
+
+
 def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake: Callable[P, R]) -> Callable[P, R]:
     """Register `patchpar::<schema>`; return a function that runs the operator on GPUs and calls `eager` elsewhere.
 

@@ -6,7 +6,7 @@ Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), 
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 2048  # numbers that a program reads at once
@@ -67,14 +67,10 @@ def launch_sample_tokens(
     )
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
 sample_tokens = fused_op(
     "sample_tokens(Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, Tensor(d!)? tokens_before, "
     "int stride, bool continues) -> ()",
     eager=sample_tokens_eager,
     launch=launch_sample_tokens,
-    fake=_nothing,
+    fake=nothing,
 )

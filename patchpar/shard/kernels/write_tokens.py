@@ -6,7 +6,7 @@ D head width. Buffers are [tokens, 2, B, N, D], keys before values.
 
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 4096  # numbers that a program copies
@@ -55,13 +55,9 @@ def launch_write_tokens(
     )
 
 
-def _nothing(attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None) -> None:
-    pass
-
-
 write_tokens = fused_op(
     "write_tokens(Tensor(a!) attended, Tensor key, Tensor value, int start, int common, Tensor(b!)? message) -> ()",
     eager=write_tokens_eager,
     launch=launch_write_tokens,
-    fake=_nothing,
+    fake=nothing,
 )
