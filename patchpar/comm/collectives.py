@@ -246,6 +246,15 @@ class AllGather:
         spec = TensorSpec.of(own)
         return [tensors[0] for tensors in self.start([own], lambda _: [spec]).wait()]
 
+    def of_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes of all ranks in order, of any lengths. Blocks. Raises ExchangeError."""
+        device = self.comm.transport.device
+        sizes = [int(size) for size in self.same(torch.tensor([len(own)], device=device))]
+        if not any(sizes):
+            return [b""] * len(sizes)
+        packed = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)].to(device)
+        return [part.cpu().numpy().tobytes() for part in self.parts(packed, 0, sizes)]
+
     def parts(self, own: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
         """Return the parts of all ranks in order, for `own` [..., sizes[group_rank], ...] along `dim`.
 

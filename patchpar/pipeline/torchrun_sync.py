@@ -102,8 +102,4 @@ def emptied(output: Any) -> Any:
 
 def gather_objects(comm: Communicator, axis: Axis, own: Any) -> list[Any]:
     """Return the picklable objects of all ranks of `axis`, in order. Raises ExchangeError."""
-    data = pack(encode(own))
-    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.transport.device)
-    gather = AllGather(comm, axis, "output", "output")
-    sizes = [int(size) for size in gather.same(torch.tensor([len(packed)], device=packed.device))]
-    return [unpack(part.cpu().numpy().tobytes()) for part in gather.parts(packed, 0, sizes)]
+    return [unpack(data) for data in AllGather(comm, axis, "output", "output").of_bytes(pack(encode(own)))]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,22 @@ def _error(value: Any) -> float:
     return float(value)
 
 
+def every_rank_has(mesh: AxisComm, where: str, here: bool) -> bool:
+    """Whether it is so on every rank of the axis. Collective. Raises ExchangeError."""
+    comm, axis = mesh
+    with uncounted(comm):
+        own = torch.tensor([here], device=comm.transport.device)
+        return all(bool(each) for each in AllGather(comm, axis, "verify", where).same(own))
+
+
+def is_alike(mesh: AxisComm, where: str, text: str) -> bool:
+    """Whether all ranks of the axis have the same text. Collective. Raises ExchangeError."""
+    comm, axis = mesh
+    with uncounted(comm):
+        own = torch.tensor([crc32(text.encode())], device=comm.transport.device)
+        return len({int(each) for each in AllGather(comm, axis, "verify", where).same(own)}) == 1
+
+
 @contextmanager
 def uncounted(comm: Communicator) -> Iterator[None]:
     """Context in which exchanges of `comm` are not part of a call's statistics."""
@@ -126,6 +143,11 @@ def fingerprint_of(denoiser: nn.Module) -> dict[str, Any]:
         "config": {name: value for name, value in config.items() if not name.startswith("_")},
         "fingerprint": fingerprint(denoiser).digest,
     }
+
+
+def facts_of(denoiser: nn.Module, device: torch.device, call: Call, **split: Any) -> dict[str, Any]:
+    """Return what the verification result of a denoiser for such calls depends on; `split`: how it is split."""
+    return {**fingerprint_of(denoiser), "device": device.type, "arguments": arguments_of(call), **split}
 
 
 def call_signature(call: Call) -> Any:

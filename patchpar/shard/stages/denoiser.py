@@ -11,12 +11,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, AxisComm
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import WatchedNetwork
@@ -32,11 +31,10 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
     Comparison,
-    arguments_of,
     call_signature,
-    fingerprint_of,
+    facts_of,
+    is_alike,
     relative_error,
-    uncounted,
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
@@ -125,13 +123,8 @@ class StagedDenoiser:
         layout = search.layout(self.axis.size)
         self._check_same(layout)
         if self.verifications is not None:
-            facts = {
-                **fingerprint_of(self.denoiser),
-                "stages": self.axis.size,
-                "cuts": str(layout),
-                "device": self.comm.transport.device.type,
-                "arguments": arguments_of(call),
-            }
+            device, size = self.comm.transport.device, self.axis.size
+            facts = facts_of(self.denoiser, device, call, stages=size, cuts=str(layout))
             what = f"{type(self.denoiser).__name__} in {self.axis.size} stages ({layout})"
             way_out = ": use patch, with weights=sharded where memory is short"
             compare = partial(self._compared, layout, output, forward, call, wanted)
@@ -149,10 +142,7 @@ class StagedDenoiser:
 
     def _check_same(self, layout: StageLayout) -> None:
         text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
-        own = torch.tensor([crc32(text.encode())], device=self.comm.transport.device)
-        with uncounted(self.comm):
-            of_all = AllGather(self.comm, self.axis, "verify", "stages").same(own)
-        if len({int(x) for x in of_all}) > 1:  # all ranks see it
+        if not is_alike((self.comm, self.axis), "stages", text):  # all ranks see it
             raise UnsupportedModel(
                 f"the ranks find different stages in {type(self.denoiser).__name__} (here {layout}): give all of them "
                 "the same model, and devices of the same kind"

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
-from patchpar.shard.verification import uncounted
+from patchpar.shard.verification import every_rank_has
 from patchpar.shard.verification_cache import VerificationCache
 
 T = TypeVar("T")
@@ -27,7 +25,4 @@ class AgreedCache(VerificationCache):
     def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
         """Return this rank's entry; None where any rank of the axis has none. Raises ExchangeError."""
         found = VerificationCache.find(self, key, what, read)
-        own = torch.tensor([found is not None], device=self.comm.transport.device)
-        with uncounted(self.comm):
-            gathered = AllGather(self.comm, self.axis, "verify", "known to all").same(own)
-        return found if all(bool(each) for each in gathered) else None
+        return found if every_rank_has((self.comm, self.axis), "known to all", found is not None) else None

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from patchpar.comm.collectives import AllGather, AxisComm
@@ -103,13 +102,7 @@ def _parts(block: nn.Module, cut: BlockCut) -> Iterator[nn.Module]:
 
 def _first_of_all(mesh: AxisComm, plan: FeaturePlan | None) -> FeaturePlan | None:
     """Return the first rank's plan on all ranks; None unless every rank has one."""
-    comm, axis = mesh
     text = b"" if plan is None else plan.to_json().encode()
-    own = torch.tensor(list(text), dtype=torch.uint8, device=comm.transport.device)
-    with uncounted(comm):
-        gather = AllGather(comm, axis, "verify", "feature plan")
-        sizes = [int(x) for x in gather.same(torch.tensor([len(text)], device=own.device))]
-        if not all(sizes):
-            return None
-        first = gather.parts(own, 0, sizes)[0]
-    return FeaturePlan.from_json(bytes(first.cpu().tolist()).decode())
+    with uncounted(mesh[0]):
+        found = AllGather(*mesh, "verify", "feature plan").of_bytes(text)
+    return FeaturePlan.from_json(found[0].decode()) if all(found) else None

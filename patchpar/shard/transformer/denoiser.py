@@ -26,9 +26,8 @@ from patchpar.shard.transformer.verify import compared, refusal
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification import (
     Call,
-    arguments_of,
     call_signature,
-    fingerprint_of,
+    facts_of,
     verify_once,
     with_noise_for_zeros,
 )
@@ -197,15 +196,9 @@ class TokenDenoiser(SharedDenoiser):
 
     def _facts(self, call: Call) -> dict[str, Any]:
         """Return what the verification result depends on."""
-        return {
-            **fingerprint_of(self.denoiser),
-            "tokens": str(self.plan),
-            "strategy": self.patch.policy.name,
-            "cut": cut_for(self.patch.policy),
-            "ranks": self.patch.axis.size,
-            "device": self.patch.comm.transport.device.type,
-            "arguments": arguments_of(call),
-        }
+        (comm, axis), policy = self.mesh, self.patch.policy
+        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": axis.size}
+        return facts_of(self.denoiser, comm.transport.device, call, **split)
 
     # --- every call ---------------------------------------------------------------------------------------------
 

@@ -129,17 +129,12 @@ class PlanSearch:
 
     def _first_of_all(self, plan: TokenPlan | None, *, second_hand: bool) -> TokenPlan | None:
         """Return the plan of the first rank that has one, on all ranks; None if none has."""
-        comm, axis = self.mesh
-        text = "" if plan is None else to_json(plan)
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.transport.device)
-        gather = AllGather(comm, axis, "verify", "token plan")
-        sizes = gather.same(torch.tensor([len(own), second_hand], device=own.device))
-        chosen = next((number for number, (size, _) in enumerate(sizes) if size), None)
-        if chosen is None:
+        own = b"" if plan is None else bytes([second_hand]) + to_json(plan).encode()
+        first = next(filter(None, AllGather(*self.mesh, "verify", "token plan").of_bytes(own)), None)
+        if first is None:
             return None
-        self.second_hand = bool(sizes[chosen][1])
-        first = gather.parts(own, 0, [int(size) for size, _ in sizes])[chosen]
-        return from_json(bytes(first.cpu().tolist()).decode())
+        self.second_hand = bool(first[0])
+        return from_json(first[1:].decode())
 
     def _warn(self, what: str) -> None:
         if self.mesh[1].rank == 0:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from patchpar.comm.collectives import AllGather
 from patchpar.errors import PlanError
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.transformer.probe.smaller_call import smaller_calls
-from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
+from patchpar.shard.verification import TOLERANCE, Call, Comparison, every_rank_has, relative_error
 
 SHAKEN = 4.0
 """Limit of a split model's error, in units of the change that rounding of the latent causes in the plain one."""
@@ -55,20 +54,13 @@ def _plain_within_memory(
         except (RuntimeError, ValueError, IndexError):  # other arguments hold the number of tokens
             if not number:
                 raise
-        if _on_all_ranks(shard, want is not None) and want is not None:
+        mesh = (shard.split.comm, shard.split.axis)
+        if every_rank_has(mesh, "memory", want is not None) and want is not None:
             return call, want
     raise PlanError(
         f"a plain forward of {shard.plan.denoiser}, with which the split one is compared, does not fit in the memory "
         "of every rank, nor is there one with fewer tokens: verify=False leaves the comparison out"
     )
-
-
-def _on_all_ranks(shard: TransformerSharder, here: bool) -> bool:
-    comm = shard.split.comm
-    if shard.split.axis.size == 1:
-        return here
-    own = torch.tensor([here], device=comm.transport.device)
-    return all(bool(each) for each in AllGather(comm, shard.split.axis, "verify", "memory").same(own))
 
 
 def refusal(shard: TransformerSharder) -> tuple[str, str]:

@@ -10,16 +10,14 @@ A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
-from patchpar.shard.verification import uncounted
+from patchpar.shard.verification import is_alike
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
@@ -117,13 +115,10 @@ def packed_blocks(network: nn.Module, device: torch.device) -> list[PackedBlock]
     return found
 
 
-def refuse_other_layouts(network: nn.Module, blocks: Sequence[PackedBlock], comm: Communicator, axis: Axis) -> None:
+def refuse_other_layouts(network: nn.Module, blocks: Sequence[PackedBlock], mesh: AxisComm) -> None:
     """Raise UnsupportedModel unless all ranks of the axis have packed the same blocks. Collective."""
     text = "\n".join(block.layout() for block in blocks)
-    own = torch.tensor([crc32(text.encode())], device=comm.transport.device)
-    with uncounted(comm):
-        gathered = AllGather(comm, axis, "verify", "layout of weights").same(own)
-    if len({int(x) for x in gathered}) > 1:  # all ranks see it
+    if not is_alike(mesh, "layout of weights", text):  # all ranks see it
         raise UnsupportedModel(
             f"the ranks hold different weights of {type(network).__name__} (names, shapes or dtypes of its blocks; "
             f"here {len(blocks)} of them): load the same model on all of them"

@@ -49,7 +49,7 @@ class ShardedWeights:
         blocks = packed_blocks(network, comm.transport.device)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
-        refuse_other_layouts(network, self.blocks, comm, axis)
+        refuse_other_layouts(network, self.blocks, (comm, axis))
         largest = max((self._rows(block) for block in self.blocks), default=0)
         empty = partial(torch.empty, dtype=torch.uint8, device=comm.transport.device)
         self._slots = [empty(largest) for _ in range(min(slots, len(self.blocks)))]

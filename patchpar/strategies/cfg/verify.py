@@ -24,7 +24,7 @@ from patchpar.shard.verification import (
     Comparison,
     arguments_of,
     call_signature,
-    fingerprint_of,
+    facts_of,
     relative_error,
     verify_once,
 )
@@ -65,13 +65,8 @@ class GuidanceCheck:
         form = call_signature(call)
         if form in self._seen:
             return
-        facts = {
-            **fingerprint_of(self.denoiser),
-            "strategy": "cfg",
-            "places": self.axis.size,
-            "device": self.comm.transport.device.type,
-            "arguments": arguments_of(call),
-        }
+        device, size = self.comm.transport.device, self.axis.size
+        facts = facts_of(self.denoiser, device, call, strategy="cfg", places=size)
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
         way_out = (
             f": the batch may be in an argument where it is not detected ({', '.join(arguments_of(call))}). "
