@@ -110,7 +110,7 @@ def launch_correct_tokens(
     table: Tensor,
     runs: Sequence[int],
 ) -> None:
-    """Launch the kernel: a program for every few tokens of each rank and head. See the twin."""
+    """Launch the kernel for `attended` [T, X, N, D]: a program for a few tokens of each rank and head. See the twin."""
     from patchpar.shard.kernels.programs.correct_tokens import correct_tokens_program
 
     width = newest.shape[-1]

@@ -68,7 +68,7 @@ def launch_fit_tokens(
     ratio: Tensor,
     stride: int,
 ) -> Tensor:
-    """Launch the kernel: a program for each head of the keys and of the values of each sample. See the twin."""
+    """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
     from patchpar.shard.kernels.programs.fit_tokens import fit_tokens_program
 
     packed, width = empty_fit(own), own.shape[-1]

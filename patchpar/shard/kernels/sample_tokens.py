@@ -43,7 +43,7 @@ def launch_sample_tokens(
     stride: int,
     continues: bool,
 ) -> None:
-    """Launch the kernel: a program for each head of the keys and of the values of each sample. See the twin."""
+    """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
     from patchpar.shard.kernels.programs.sample_tokens import sample_tokens_program
 
     width = own.shape[-1]

@@ -65,8 +65,8 @@ class GuidanceCheck:
         form = call_signature(call)
         if form in self._seen:
             return
-        device, size = self.comm.transport.device, self.axis.size
-        facts = facts_of(self.denoiser, device, call, strategy="cfg", places=size)
+        split = {"strategy": "cfg", "places": self.axis.size}
+        facts = facts_of(self.denoiser, self.comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
         way_out = (
             f": the batch may be in an argument where it is not detected ({', '.join(arguments_of(call))}). "
