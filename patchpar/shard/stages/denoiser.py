@@ -56,7 +56,7 @@ class StagedDenoiser:
 
     def __init__(self, denoiser: nn.Module, mesh: AxisComm, verifications: VerificationCache | None) -> None:
         self.denoiser, self.verifications = denoiser, verifications
-        self.comm, self.axis = mesh
+        self.mesh, (self.comm, self.axis) = mesh, mesh
         self.exchange, self.unsure = "on", False
         self.error: float | None = None
         self._layouts: list[tuple[Any, StageLayout, AnswerForm]] = []  # with the signature of calls, and their output
@@ -84,7 +84,7 @@ class StagedDenoiser:
 
     def _run(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call) -> Any:
         assert self._hooks is not None
-        stage = StagePass(self.comm, self.axis, layout, self._placeholders, alone=self.exchange == "off")
+        stage = StagePass(self.mesh, layout, self._placeholders, alone=self.exchange == "off")
         args, kwargs = call
         found, count = self._hooks.pass_through(stage, forward, args, kwargs)
         return stage.finish(found, count, output)
@@ -128,7 +128,7 @@ class StagedDenoiser:
             what = f"{type(self.denoiser).__name__} in {self.axis.size} stages ({layout})"
             way_out = ": use patch, with weights=sharded where memory is short"
             compare = partial(self._compared, layout, output, forward, call, wanted)
-            self.error = verify_once(self.verifications, facts, (self.comm, self.axis), compare, what, way_out)
+            self.error = verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         if self.axis.rank == 0:
             log.info("%s in stages: %s", type(self.denoiser).__name__, layout)
         return layout, output
@@ -142,7 +142,7 @@ class StagedDenoiser:
 
     def _check_same(self, layout: StageLayout) -> None:
         text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
-        if not is_alike((self.comm, self.axis), "stages", text):  # all ranks see it
+        if not is_alike(self.mesh, "stages", text):  # all ranks see it
             raise UnsupportedModel(
                 f"the ranks find different stages in {type(self.denoiser).__name__} (here {layout}): give all of them "
                 "the same model, and devices of the same kind"

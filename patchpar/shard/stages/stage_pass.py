@@ -4,10 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Axis
 from patchpar.shard.stages.answers import AnswerForm, Placeholders
 from patchpar.shard.stages.block_hooks import Run
 from patchpar.shard.stages.layout import StageLayout
@@ -18,17 +17,9 @@ KIND, OUTPUT = "stage", "prediction"  # in statistics: what goes to the next sta
 class StagePass:
     """Called for each block call of one pass. `alone`: stages receive zeros, a negative control."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        axis: Axis,
-        layout: StageLayout,
-        placeholders: Placeholders,
-        *,
-        alone: bool = False,
-    ) -> None:
-        self._comm, self._axis, self._layout, self._alone = comm, axis, layout, alone
-        self._placeholders, self._own = placeholders, layout.own_calls(axis.rank)
+    def __init__(self, mesh: AxisComm, layout: StageLayout, placeholders: Placeholders, *, alone: bool) -> None:
+        (self._comm, self._axis), self._layout, self._alone = mesh, layout, alone
+        self._placeholders, self._own = placeholders, layout.own_calls(self._axis.rank)
         self._answers: dict[int, tuple[Tensor, ...]] = {}  # by call, as they are sent
         self._sent: list[Work[Messages]] = []
 
