@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.comm.pytree import floats_in, map_leaves
+from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.step_caches import caches_set_aside
@@ -94,17 +94,12 @@ class TensorDenoiser:
         self._cut(plan).exchange = self.exchange
 
     def _compared(self, plan: FeaturePlan, forward: Forward, call: Call) -> Iterator[list[Comparison]]:
-        wanted = _run(forward, call)
+        arguments = CallArguments.of(self.denoiser, *call)
+        wanted = floats_in(arguments.passed_to(forward))
         self._cut(plan)
-        found = _run(forward, call)
+        found = floats_in(arguments.passed_to(forward))
         pairs = list(zip(found, wanted, strict=True))
         yield [Comparison(relative_error(x, y), TOLERANCE[y.dtype]) for x, y in pairs]
-
-
-def _run(forward: Forward, call: Call) -> list[Tensor]:
-    """Return the floating-point outputs, of any shape, of a call with copies of the arguments."""
-    args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, call)
-    return list(floats_in(forward(*args, **kwargs)))
 
 
 def _dtype_of(denoiser: Any) -> dict[str, str]:

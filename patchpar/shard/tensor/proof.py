@@ -88,9 +88,8 @@ class BlockProof:
         return found
 
     def _outputs(self) -> dict[int, Tensor]:
-        own = self.block.arguments.cloned()
         with torch.no_grad():
-            return output_tensors(self.block.module(*own.args, **own.kwargs))
+            return output_tensors(self.block.arguments.passed_to(self.block.module))
 
 
 def _check_alike(found: dict[int, Tensor], wanted: dict[int, Tensor], what: str) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from patchpar.comm.pytree import floats_in
 from patchpar.errors import PlanError
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
@@ -32,10 +32,10 @@ def compared(
     for args, kwargs in calls:
         with torch.no_grad():
             arguments, want = _plain_within_memory(shard, forward, CallArguments.of(shard.denoiser, args, kwargs))
-            got = _tensors(_called(partial(shard.denoise, forward), arguments))
+            got = floats_in(arguments.passed_to(partial(shard.denoise, forward)))
             error, limit = _largest(got, want), max(TOLERANCE[x.dtype] for x in want)
             if error > limit:
-                shaken = _tensors(_called(forward, _shaken(arguments, shard.plan.latent)))
+                shaken = floats_in(_shaken(arguments, shard.plan.latent).passed_to(forward))
                 limit = max(limit, SHAKEN * _largest(shaken, want))
         found.append(Comparison(error, limit))
     yield found
@@ -48,7 +48,7 @@ def _plain_within_memory(
     for number, call in enumerate((arguments, *smaller_calls(arguments, shard.plan.latent))):
         want: list[Tensor] | None = None
         try:
-            want = _tensors(_called(forward, call))
+            want = floats_in(call.passed_to(forward))
         except torch.OutOfMemoryError:
             pass
         except (RuntimeError, ValueError, IndexError):  # other arguments hold the number of tokens
@@ -85,15 +85,3 @@ def _shaken(arguments: CallArguments, latent: str) -> CallArguments:
 
 def _largest(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(relative_error(x, y) for x, y in zip(got, want, strict=True))
-
-
-def _called(forward: Callable[..., Any], arguments: CallArguments) -> Any:
-    """Call with copies of the arguments: a model may change them in place."""
-    own = arguments.cloned()
-    return forward(*own.args, **own.kwargs)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """Return the floating-point predictions of a call, which returned a tuple or an output class."""
-    leaves = tree_flatten(output.to_tuple() if hasattr(output, "to_tuple") else output)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

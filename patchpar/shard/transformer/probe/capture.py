@@ -67,6 +67,11 @@ class CallArguments:
         """Return the same arguments with copies of the tensors."""
         return self.map(lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
+    def passed_to(self, forward: Callable[..., Any]) -> Any:
+        """Call `forward` with copies of the arguments: a model may change them in place."""
+        own = self.cloned()
+        return forward(*own.args, **own.kwargs)
+
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the positional parameters of a module's own forward, ignoring hooks."""
