@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.exchange_part import Halo
-from patchpar.shard.unet.layers import convolve_with_halo, is_heavy, is_thin, mend_borders, stencil_of
+from patchpar.shard.unet.layers import (
+    ConvolutionArguments,
+    convolve_with_halo,
+    is_heavy,
+    is_thin,
+    mend_borders,
+    stencil_of,
+)
 from tests.unit.parts import with_halo
 
 SHAPES = {
@@ -120,3 +127,17 @@ def test_padding_by_the_model_itself() -> None:
         across = Halo(None, None if halo.after is None else nn.functional.pad(halo.after, (0, 1, 0, 0)))
         parts.append(mend_borders(conv, padded_across, y, -2, stencil, across))
     torch.testing.assert_close(torch.cat(parts, -2), conv(nn.functional.pad(x, pad)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid", 1, (1,), (0, 2)])
+@pytest.mark.parametrize("dilation", [1, 2, (2, 1)])
+def test_arguments_of_a_call_give_its_output(
+    padding: str | int | tuple[int, ...], dilation: int | tuple[int, int]
+) -> None:
+    """A word for the padding is as many rows as torch pads, which depends on the dilation."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(1, 4, 12, 10), torch.randn(6, 2, 3, 5), torch.randn(6)
+    conv = ConvolutionArguments.of(weight, bias, padding=padding, dilation=dilation, groups=2)
+    found = nn.functional.conv2d(x, weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    wanted = nn.functional.conv2d(x, weight, bias, 1, padding, dilation, 2)
+    torch.testing.assert_close(found, wanted, atol=0, rtol=0)
