@@ -29,7 +29,7 @@ SAMPLE = {
     "WanAnimateTransformer3DModel": "some blocks whole on every rank",
     "WanTransformer3DModel": "video",
 }
-QUICK = ("SanaTransformer2DModel", "WanTransformer3DModel")
+QUICK = ("WanTransformer3DModel",)
 LEAST_SPLIT = 50
 
 

@@ -12,13 +12,23 @@ ON_RANKS = "tests.exact.encoders"
 @pytest.mark.parametrize(
     ("name", "world"),
     [
-        ("sd", 2),
         ("sdxl", 3),
         ("flux", 2),
         ("wan", 3),
         *(
             pytest.param(name, 2, marks=pytest.mark.breadth)
-            for name in ("sd3", "qwen", "hidream", "hunyuan_video", "wan_i2v", "svd", "zimage", "cogview4", "qwen_edit")
+            for name in (
+                "sd",
+                "sd3",
+                "qwen",
+                "hidream",
+                "hunyuan_video",
+                "wan_i2v",
+                "svd",
+                "zimage",
+                "cogview4",
+                "qwen_edit",
+            )
         ),
     ],
 )

@@ -76,6 +76,7 @@ def test_every_kind_of_denoiser_on_two_bands(ranks: Any, name: str) -> None:
     check(ranks, 2, *(Run(strategy=strategy, denoiser=name, size=size) for strategy in FEW))
 
 
+@pytest.mark.breadth
 def test_four_uneven_bands(ranks: Any) -> None:
     check(ranks, 4, *(Run(strategy=strategy, denoiser="sdxl", size=(43, 15)) for strategy in ("fresh-edges", FAR[1])))
 
@@ -88,7 +89,7 @@ def test_through_torch_distributed(ranks: Any) -> None:
     check(ranks, 3, *(Run(strategy=strategy) for strategy in (FEW[0], FAR[0])), through="torch")
 
 
-@pytest.mark.parametrize("exchange", ["off", "frozen"])
+@pytest.mark.parametrize("exchange", first_of(["off", "frozen"], "frozen"))
 def test_the_controls_are_what_they_say(ranks: Any, exchange: str) -> None:
     """Every band alone; and: after the exact steps nothing is sent, whatever would be of this step otherwise."""
     runs = [Run(strategy=strategy, exchange=exchange) for strategy in (*FEW, FAR[1], STALE_HALO)]

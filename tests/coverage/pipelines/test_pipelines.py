@@ -33,12 +33,17 @@ ALWAYS = (
 SLOW = (
     "AceStepPipeline",
     "AllegroPipeline",
+    "AltDiffusionImg2ImgPipeline",
     "AnimateDiffVideoToVideoControlNetPipeline",
     "AnyFlowFARPipeline",
     "HeliosPyramidPipeline",
+    "JoyImageEditPipeline",
+    "Kandinsky6SRPipeline",
     "LTX2DFRPipeline",
     "LTX2HDRPipeline",
+    "LTX2ImageToVideoPipeline",
     "LTX2InContextPipeline",
+    "SanaWMPipeline",
 )
 """They take ten seconds and more each: the others of their families are among the quarter."""
 
