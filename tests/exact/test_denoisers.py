@@ -30,13 +30,13 @@ def check(found: list[Any]) -> None:
     assert min(errors.alone for errors in found) >= CONTROL, found
 
 
-@pytest.mark.parametrize("name", first_of(denoisers.KINDS, *QUICK, "motion", "unet3d"))
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, *QUICK, "unet3d"))
 def test_two_bands_of_rows(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 2, name, [(8, 8), (12, 8), odd_size(name, 2)]):
         check(found)
 
 
-@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl", "freeu_sdxl", "svd"))
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "freeu_sdxl", "svd"))
 def test_three_bands_of_columns(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 3, name, [odd_size(name, 3)[::-1]]):
         check(found)
@@ -77,7 +77,7 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("strategy", first_of(WAYS, WAYS[0], WAYS[2], WAYS[4], WAYS[-1]), ids=str)
+@pytest.mark.parametrize("strategy", first_of(WAYS, WAYS[0], WAYS[4]), ids=str)
 @pytest.mark.parametrize("name", first_of(["sdxl", "sd"], "sdxl"))
 def test_other_ways_to_meet_everybodys_keys(ranks: Any, name: str, strategy: ExactPatch) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4), (16, 8)], "auto", strategy):

@@ -23,6 +23,7 @@ from patchpar.shard.kernels import (
     sample_tokens,
     write_tokens,
 )
+from tests.breadth import first_of
 
 
 class Case(NamedTuple):
@@ -134,7 +135,7 @@ def test_every_operator_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", first_of([torch.float16, torch.bfloat16, torch.float32], torch.bfloat16))
 def test_one_launch_that_compiles_for_gpus(
     launches: Callable[..., Any], compiled: Callable[..., Any], case: Case, dtype: torch.dtype
 ) -> None:

@@ -37,7 +37,6 @@ STRATEGIES = (
 )
 QUICK = (
     "displaced:warmup_steps=1,group_norm=guarded",
-    "pcpp:warmup_steps=1,fraction=1.0",
     "fresh-edges:correction=linear,extrapolated=false,context=pooled,pool=2",
     "fresh-edges:context=partials,refresh=2,warmup_steps=2",
 )

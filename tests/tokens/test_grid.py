@@ -22,6 +22,7 @@ from patchpar.shard.transformer.probe.grid import grid_of_table
 from patchpar.shard.transformer.token_plan import AttentionTokens, GridSource, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import Cut, TokenGrid, TokenRanges, spread
 from patchpar.strategies import parse_strategy
+from tests.breadth import first_of
 from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads
 
@@ -66,7 +67,7 @@ def split(name: str, plan: TokenPlan, ranks: int, variant: int, way: TokenSplit 
     return found
 
 
-@pytest.mark.parametrize("name", ORIGINS)
+@pytest.mark.parametrize("name", first_of(ORIGINS, *list(ORIGINS)[::2]))
 def test_where_tokens_come_from(name: str) -> None:
     """Found at one size, and true of the other."""
     plan = plan_for(name)
