@@ -47,6 +47,7 @@ def test_guidance_changes_a_finite_result(name: str) -> None:
     assert (guided - plain).norm() > 1e-3 * guided.norm()
 
 
+@pytest.mark.breadth  # of what the tests are made of
 def test_every_pipeline_has_one_kind_of_guidance_and_one_of_denoiser() -> None:
     kinds = (tiny.BATCHED, tiny.SEQUENTIAL, tiny.DISTILLED, tiny.OWN_TIMES, tiny.AMBIGUOUS)
     assert len(tiny.BUILDERS) == sum(map(len, kinds))

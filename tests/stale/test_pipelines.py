@@ -61,7 +61,6 @@ def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
     ("pipeline", "strategy"),
     first_of(
         [(pipeline, strategy) for pipeline in ("sd", "sdxl") for strategy in TOGETHER],
-        ("sdxl", "displaced"),
         ("sdxl", "fresh-edges:context=partials"),
     ),
 )

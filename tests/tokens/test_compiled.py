@@ -48,7 +48,7 @@ def compiled(name: str, counter: Any) -> nn.Module:
     ("name", "strategy"),
     first_of(
         [*((name, "exact") for name in LONGER), ("Flux", "exact:attention=ring"), ("SD3", "displaced:warmup_steps=1")],
-        ("Wan", "exact"),
+        ("PixArt", "exact"),
     ),
 )
 def test_whole_graphs(name: str, strategy: str) -> None:

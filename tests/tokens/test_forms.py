@@ -72,9 +72,7 @@ def timed(name: str) -> Calls:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"), first_of([(name, kept) for name in TIMED for kept in (True, False)], (LTX, True))
-)
+@pytest.mark.parametrize(("name", "kept"), first_of([(name, kept) for name in TIMED for kept in (True, False)]))
 def test_times_of_all_tokens_and_of_each(name: str, kept: bool, tmp_path: Path) -> None:
     """Verified, or taken as it is found."""
     calls = timed(name)

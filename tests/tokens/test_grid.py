@@ -67,7 +67,7 @@ def split(name: str, plan: TokenPlan, ranks: int, variant: int, way: TokenSplit 
     return found
 
 
-@pytest.mark.parametrize("name", first_of(ORIGINS, *list(ORIGINS)[::2]))
+@pytest.mark.parametrize("name", first_of(ORIGINS, *list(ORIGINS)[::4]))
 def test_where_tokens_come_from(name: str) -> None:
     """Found at one size, and true of the other."""
     plan = plan_for(name)

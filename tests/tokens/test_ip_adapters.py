@@ -41,6 +41,7 @@ def test_images_with_another_image(ranks: Any, name: str, tmp_path: Path) -> Non
         assert relative(wanted[2], wanted[1]) > 100 * LIMIT
 
 
+@pytest.mark.breadth
 def test_from_no_image_to_one(ranks: Any, tmp_path: Path) -> None:
     """The plan kept of a model that attends once is given up where it attends twice."""
     name, generated = "sd3", []

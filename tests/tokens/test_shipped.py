@@ -36,7 +36,7 @@ from .ship import CLASSES, FOLDER, PIPED, deeper, same
 from .test_pipelines import generate, plain
 
 FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
-SOME = first_of(CLASSES, FLUX, SD3, "PixArtTransformer2DModel", "WanTransformer3DModel", "ZImageTransformer2DModel")
+SOME = first_of(CLASSES, FLUX, "PixArtTransformer2DModel")
 
 
 @cache

@@ -100,6 +100,7 @@ def test_small_images_are_spread_over_the_places_of_a_large_one():
     assert torch.allclose(small[0, -1, 2], large[0, -2:, 4:6].mean((0, 1)), atol=1e-6)
 
 
+@pytest.mark.breadth  # test_training.py holds it for the other recipe
 def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
     straight, stopped = fresh_run(), fresh_run()
     steps(straight, "ab")
@@ -115,6 +116,7 @@ def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
         assert torch.equal(value, resumed.average[name]), name
 
 
+@pytest.mark.breadth  # training is not part of the package
 def test_the_transformer_is_trained_and_the_text_encoders_are_not():
     run = fresh_run()
     before = {name: value.clone() for name, value in run.networks.named_parameters()}
@@ -126,6 +128,7 @@ def test_the_transformer_is_trained_and_the_text_encoders_are_not():
     assert {name.split(".")[0] for name in changed} == {"transformer"}
 
 
+@pytest.mark.breadth  # training is not part of the package
 def test_the_average_is_packaged_and_a_packaged_model_is_a_start(tmp_path):
     run = fresh_run()
     steps(run, "ab")
@@ -175,6 +178,7 @@ def test_every_stage_has_whole_tokens():
         assert all(bucket.height % PATCH == 0 and bucket.width % PATCH == 0 for bucket in stage.buckets)
 
 
+@pytest.mark.breadth  # training is not part of the package
 @pytest.mark.parametrize("stale", [True, False])
 def test_cutting_tokens_matters_only_where_there_is_more_than_one_strip_and_after_the_warm_up(stock, stale):
     pipe = assemble(stock, shared_vae())

@@ -218,6 +218,7 @@ def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
         assert torch.equal(value, resumed.average[name]), name
 
 
+@pytest.mark.breadth  # training is not part of the package
 def test_everything_is_trained_and_the_loss_falls():
     run = fresh_run()
     before = {name: value.clone() for name, value in run.networks.named_parameters()}
@@ -255,6 +256,7 @@ def test_the_autoencoder_decodes_a_clip_as_it_was_trained_to():
         assert vae.encode(torch.zeros(1, 3, 1, 24, 24)).latent_dist.mode().shape == (1, 4, 1, 6, 6)
 
 
+@pytest.mark.breadth  # training is not part of the package
 def test_the_autoencoder_learns():
     torch.manual_seed(0)
     vae = new_face_vae()

@@ -85,6 +85,7 @@ def test_a_written_pipeline_loads_again(tmp_path):
     assert size <= package.LIMIT_BYTES
 
 
+@pytest.mark.breadth  # training is not part of the package
 @pytest.mark.parametrize("kind", first_of(KINDS, KINDS[0]))
 def test_cutting_matters_only_where_there_is_more_than_one_strip(pipe, kind):
     exact = draw(pipe, "a pine on the left, green hills at noon")

@@ -53,6 +53,7 @@ def test_there_is_speech_to_try_it_with() -> None:
     assert np.abs(samples).max() > 3000
 
 
+@pytest.mark.breadth  # of weights, which seldom change
 def test_the_mouth_follows_the_audio_and_no_other(avatar: Avatar, talk: Talk, frames: np.ndarray) -> None:
     wanted = openings(talk.levels).numpy()[: len(frames)]
     by_lag = {lag: correlation(mouth_opening(frames), wanted, lag) for lag in LAGS}
@@ -62,6 +63,7 @@ def test_the_mouth_follows_the_audio_and_no_other(avatar: Avatar, talk: Talk, fr
     assert correlation(mouth_opening(frames_of(avatar, talk, shuffled)), wanted) <= 0.2
 
 
+@pytest.mark.breadth  # of weights, which seldom change
 def test_it_has_the_looks_of_the_reference_and_of_nobody_else(talk: Talk, frames: np.ndarray) -> None:
     own = identity_error(frames[len(frames) // 2 :], talk.reference)
     assert max(own.values()) <= 12

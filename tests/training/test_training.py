@@ -43,6 +43,7 @@ def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
     assert not torch.equal(stopped.networks.unet.conv_in.weight, resumed.networks.unet.conv_in.weight)
 
 
+@pytest.mark.breadth  # training is not part of the package
 def test_training_lowers_the_loss_of_a_batch_it_sees_again_and_again():
     run = fresh_run()
     first, *_, last = steps(run, ["same"] * 8)

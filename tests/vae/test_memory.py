@@ -62,7 +62,7 @@ def peak(vae: Any, call: VaeCall, split: SplitMethod | None = None) -> int:
     [
         ("decode", 2, torch.float32),
         ("decode", 4, torch.float32),
-        ("decode", 3, torch.bfloat16),
+        pytest.param("decode", 3, torch.bfloat16, marks=pytest.mark.breadth),
         ("encode", 4, torch.float32),
     ],
     ids=str,
