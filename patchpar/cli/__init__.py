@@ -10,6 +10,7 @@ from patchpar.cli.compare import CompareFlags, compare
 from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import GenerateFlags, generate
+from patchpar.cli.simulate import SimulateFlags, simulate
 from patchpar.cli.stream.command import stream as run_stream
 from patchpar.cli.stream.flags import StreamFlags
 from patchpar.cli.stream.replay import ReplayFlags, replay
@@ -33,6 +34,9 @@ app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -
 app.command(epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(takes(StreamFlags, run_stream))
 app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(ReplayFlags, replay))
 app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(CompareFlags, compare))
+app.command(epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")(
+    takes(SimulateFlags, simulate)
+)
 app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(AppFlags, serve_app))
 app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
 

@@ -56,4 +56,4 @@ def to_host(x: Tensor) -> Tensor:
 
 def _has_events(device: torch.device) -> bool:
     """Whether copies of this type of device can be asynchronous: there is pinned memory, and an event at their end."""
-    return hasattr(device_module(device.type), "mem_get_info")
+    return device.type != "meta" and hasattr(device_module(device.type), "mem_get_info")

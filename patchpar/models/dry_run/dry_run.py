@@ -52,23 +52,18 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
     It takes at most STEPS steps, also where `kwargs` do not say how many. Raises UnsupportedModel if the pipeline's
     code needs values that only a real run has, and the pipeline's own exceptions for arguments that it refuses.
     """
-    networks = {name: each for name, each in pipe.components.items() if isinstance(each, nn.Module)}
-    for network in networks.values():
-        network.to(META)
+    networks = emptied(pipe)
     memory = LiveBytes(ENCODE)
     mode, hooks, counted = MetaMode(memory), HookSet(), _DenoiserCalls()
     for denoiser in denoisers_of(pipe).values():
         hooks.before(denoiser, lambda *_: counted.begin(mode))
         hooks.after(denoiser, lambda *_: counted.end(mode))
-    few_steps = _with_few_steps(pipe, kwargs)
+    few_steps = with_few_steps(pipe, kwargs)
     try:
-        with _on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(mode.attend), mode:
+        with on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(mode.attend), mode:
             pipe(**few_steps)
     except (NotImplementedError, RuntimeError) as error:
-        raise UnsupportedModel(
-            f"{type(pipe).__name__} needs values that only a real call has, so that its memory cannot be found "
-            f"without one: {error}"
-        ) from error
+        raise needs_values(pipe, error) from error
     finally:
         hooks.close()
     return DryRun(
@@ -79,16 +74,33 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
     )
 
 
+def emptied(pipe: Any) -> dict[str, nn.Module]:
+    """Move the networks of a pipeline to the meta device, and return them by name."""
+    networks = {name: each for name, each in pipe.components.items() if isinstance(each, nn.Module)}
+    for network in networks.values():
+        network.to(META)
+    return networks
+
+
 def weight_bytes(network: nn.Module) -> int:
     """Return the bytes of all parameters and buffers; tied ones count once."""
     tensors = {id(x): x for x in (*network.parameters(), *network.buffers())}
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
-def _with_few_steps(pipe: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def with_few_steps(pipe: Any, kwargs: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """Return the arguments of a call of `pipe` with at most so many steps, also where `kwargs` do not say how many."""
     if "num_inference_steps" not in inspect.signature(type(pipe).__call__).parameters:
         return dict(kwargs)
-    return {**kwargs, "num_inference_steps": min(STEPS, kwargs.get("num_inference_steps") or STEPS)}
+    return {**kwargs, "num_inference_steps": min(steps, kwargs.get("num_inference_steps") or steps)}
+
+
+def needs_values(pipe: Any, error: Exception) -> UnsupportedModel:
+    """Return the error of a call without values that failed."""
+    return UnsupportedModel(
+        f"{type(pipe).__name__} needs values that only a real call has, so that its memory and work cannot be found "
+        f"without one: {error}"
+    )
 
 
 class _DenoiserCalls:
@@ -108,7 +120,7 @@ class _DenoiserCalls:
 
 
 @contextmanager
-def _on_the_cpu(pipe: Any) -> Iterator[None]:
+def on_the_cpu(pipe: Any) -> Iterator[None]:
     """Context in which the pipeline takes the CPU for its device: the values of its own tensors are real."""
     kind, cpu = type(pipe), property(lambda _: torch.device("cpu"))
     pipe.__class__ = type(

@@ -19,6 +19,11 @@ class LiveBytes:
         """The most bytes that were alive at a time."""
         return max(self.peaks.values())
 
+    def begin(self, phase: str) -> None:
+        """Forget all peaks, and begin a phase."""
+        self.peaks.clear()
+        self.enter(phase)
+
     def enter(self, phase: str) -> None:
         """Begin a phase, or go on with one; what is alive counts in it."""
         self.phase = phase

@@ -11,44 +11,91 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
+from patchpar.plan.replay.tape import Operator
 from patchpar.shard.sdpa import AttentionCall
 
 FLOPS_OF_ATTENTION: Any = sdpa_flop_count  # not typed by torch
 META = torch.device("meta")
+ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
+"""Attention with its log-sum-exp, see `lse_kernels`; one kernel, of whose FLOPs torch has no formula."""
+NO_KERNEL = frozenset(
+    {
+        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh"),
+        *("_unsafe_view", "set_", "resize_", "_linalg_check_errors", "alias"),
+    }
+)
+"""Operators that launch nothing, by name; views are told by torch."""
+
+
+KnownForms = dict[Any, tuple[ResultForm, Operator]]
+"""By operator and form of its arguments."""
 
 
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is not typed
-    """Counts what runs inside: `memory` of all new tensors, and `flops` of matrix products and convolutions."""
+    """Counts what runs inside: `memory` of all new tensors, and `flops` of matrix products and convolutions.
 
-    def __init__(self, memory: LiveBytes) -> None:
+    `note` gets every operator that is a kernel. `known`: forms of results, which several modes may share.
+    """
+
+    def __init__(
+        self, memory: LiveBytes, note: Callable[[Operator], object] | None = None, known: KnownForms | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory, self.flops = memory, 0
+        self.memory, self.flops, self._note = memory, 0, note
+        self.known = {} if known is None else known
+        self._last: Operator | None = None  # counted since the last result
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((*args, *kwargs.values()))
+        if not any(x.is_meta for x in tensors):
+            return self._seen(func(*args, **kwargs), tensors)
+        if func.is_view and all(x.is_meta for x in tensors):
+            return func(*args, **kwargs)
+        key = None if func.is_view or func._schema.is_mutable else key_of((func, args, kwargs))
+        known = None if key is None else self.known.get(key)
+        if known is None:
+            found = self._run_empty(func, args, kwargs)
+            if key is not None:
+                self._learn(key, found, tensors)
+            return self._seen(found, tensors)
+        form, operator = known
+        self._add(operator)
+        return self._seen(form.made(), ())
+
+    def _seen(self, found: Any, tensors: Sequence[Tensor]) -> Any:
+        """Return a result, whose storages are counted unless they are those of the arguments."""
         before = {id(x.untyped_storage()) for x in tensors}
-        found = self._run_empty(func, args, kwargs) if any(map(_is_empty, tensors)) else func(*args, **kwargs)
-        for x in tree_leaves(found):
-            if isinstance(x, Tensor) and id(x.untyped_storage()) not in before:
+        for x in tensors_of(found):
+            if id(x.untyped_storage()) not in before:
                 self.memory.see(x)
         return found
+
+    def _learn(self, key: Any, found: Any, tensors: Sequence[Tensor]) -> None:
+        """Keep the form of a result: finding it takes torch as long as many kernels."""
+        operator, self._last = self._last, None
+        form = ResultForm.of(found, tensors)
+        if form is not None and operator is not None:
+            self.known[key] = form, operator
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
         if not _is_empty(call.query):
             return call.run()
         shapes = [_with_heads(x) for x in (call.query, call.key, call.value)]
-        self.flops += FLOPS_OF_ATTENTION(*shapes)
-        return call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
+        found = call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
+        self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))
+        return found
 
     def _run_empty(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._last = None
         name = func.overloadpacket.__name__
         if name in MADE_UP:
             return MADE_UP[name](args[0])
@@ -59,11 +106,48 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             return args[0]  # a tensor with values that is written to: they are left as they are
         if name == "index":
             args = (args[0], [each for index in args[1] for each in _without_mask(index)])
-        args, kwargs = tree_map(_emptied, (args, kwargs))
+        if not all(x.is_meta for x in tensors_of((*args, *kwargs.values()))):
+            args, kwargs = tree_map(_emptied, (args, kwargs))
         found = func(*args, **({**kwargs, "device": META} if target is not None else kwargs))
-        count = flop_registry.get(func.overloadpacket)
-        self.flops += 0 if count is None else int(count(*args, **kwargs, out_val=found))
+        if not func.is_view and name not in NO_KERNEL:
+            tensors = tensors_of((*args, *kwargs.values(), found))
+            self._count("attention" if name in ATTENTION else name, _flops_of(func, args, kwargs, found), tensors)
         return found
+
+    def _count(self, name: str, flops: int, tensors: Sequence[Tensor]) -> None:
+        """Count a kernel that reads and writes `tensors`, of any shape; the last is its result."""
+        num_bytes = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
+        dtype = str(tensors[-1].dtype).removeprefix("torch.") if tensors else ""
+        self._last = Operator(name, dtype, flops, num_bytes, _dims_of(name, flops, tensors))
+        self._add(self._last)
+
+    def _add(self, operator: Operator) -> None:
+        self.flops += operator.flops
+        if self._note is not None:
+            self._note(operator)
+
+
+def _flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> int:
+    if func.overloadpacket.__name__ in ATTENTION:
+        return int(FLOPS_OF_ATTENTION(*(tuple(x.shape) for x in args[:3])))
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=found))
+
+
+def _dims_of(name: str, flops: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return (queries, keys, width) of attention, (m, n, k) of another product, and nothing of what is none.
+
+    A convolution is the product of its windows [B * H * W, C * kernel] and its weight [C * kernel, C_out].
+    """
+    if not flops:
+        return ()
+    if name == "attention":
+        query, key = tensors[0], tensors[1]
+        return query.numel() // query.shape[-1], key.shape[-2], query.shape[-1]
+    found = tensors[-1]
+    n = found.shape[1] if "convolution" in name else found.shape[-1]
+    m = found.numel() // n
+    return m, n, flops // (2 * m * n)
 
 
 def _scalar(x: Tensor) -> bool | float | int:

@@ -1,25 +1,66 @@
-"""One rank's program: what it computes, sends and waits for, in order."""
+"""One rank's program: what it computes, sends and waits for, in order.
 
+A recorded tape has operators, whose time depends on the device. `price.priced` makes kernels of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Operator:
+    """A call of one of torch's operators: what its kernel computes, and reads and writes if nothing is in a cache.
+
+    `dims`: (m, n, k) of a matrix product, also of a convolution written as one; (queries, keys, width) of attention,
+    the queries of all heads together; empty for all others, which the memory limits.
+    """
+
+    name: str
+    dtype: str
+    flops: int
+    num_bytes: int
+    dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
-    """Computes for `seconds` on a device of speed 1."""
+    """Computes for `seconds` on a device of speed 1.
+
+    `host`: seconds for which the process launches it, or the kernels that it stands for. `lag`: seconds from the first
+    launch to the end on a device that waits for launches only; None is `host + seconds`.
+    """
 
     name: str
     seconds: float
+    host: float = 0.0
+    lag: float | None = None
+
+    @property
+    def after_launch(self) -> float:
+        """Seconds from the first launch to the end, if the device has nothing else to do."""
+        return self.host + self.seconds if self.lag is None else self.lag
+
+    def then(self, other: "Kernel") -> "Kernel":
+        """Return one kernel that stands for this and the `other` after it."""
+        lag = max(self.after_launch + other.seconds, self.host + other.after_launch)
+        return Kernel(self.name, self.seconds + other.seconds, self.host + other.host, lag)
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends exchange `number` to each of `peers`, as one message of `num_bytes` each. `where`: the exchange point."""
+    """Sends exchange `number` to each of `peers`, as one message of `num_bytes` each. `where`: the exchange point.
+
+    `parts`: the bytes by kind, where a message has several. `bulk`: it does not hold up messages that are not.
+    """
 
     number: int
     peers: tuple[int, ...]
     kind: str
     num_bytes: int
     where: str = ""
+    parts: tuple[tuple[str, int], ...] = ()
+    bulk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +71,37 @@ class Wait:
     sender: int
     num_bytes: int
     where: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where a block or a step begins; takes no time."""
+    """Where a block or a step begins; takes no time. `is_step`: a phase of the call, such as step 3 or decoding."""
 
     name: str
+    is_step: bool = False
 
 
-TapeEntry = Kernel | Send | Wait | Boundary
+TapeEntry = Operator | Kernel | Send | Wait | Boundary
 Tape = tuple[TapeEntry, ...]
+
+
+def bytes_sent(tape: Iterable[TapeEntry]) -> Counter[str]:
+    """Return the bytes that a rank sends, by kind, counted once per receiver."""
+    found: Counter[str] = Counter()
+    for entry in tape:
+        if isinstance(entry, Send):
+            for kind, num_bytes in entry.parts or ((entry.kind, entry.num_bytes),):
+                found[kind] += len(entry.peers) * num_bytes
+    return found
+
+
+def steps_of(tape: Tape) -> dict[str, Tape]:
+    """Return the parts of a tape by the name of their phase, in order; "" is what comes before the first."""
+    found: dict[str, list[TapeEntry]] = {"": []}
+    name = ""
+    for entry in tape:
+        if isinstance(entry, Boundary) and entry.is_step:
+            name = entry.name
+        found.setdefault(name, []).append(entry)
+    return {name: tuple(part) for name, part in found.items() if part}

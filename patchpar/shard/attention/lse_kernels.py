@@ -1,7 +1,7 @@
 """Fused attention kernels that also return the log-sum-exp of the logits, and which of them a call takes.
 
     device    kernel               takes
-    cpu       flash for CPUs       every dtype; masks
+    cpu       flash for CPUs       every dtype; masks; also of tensors without values, on "meta"
     cuda      cuDNN                fp16, bf16; no mask; heads up to 128 wide; where torch itself takes it first
               flash                fp16, bf16; no mask; heads up to 256 wide; from compute capability 8.0 on
               memory-efficient     fp32, fp16, bf16 (from 8.0 on); masks; also all that ROCm, "cuda" by name, takes
@@ -66,7 +66,7 @@ def processor_of(device: torch.device) -> Processor:
 
 def kernel_for(processor: Processor, dtype: torch.dtype, widths: tuple[int, int], *, masked: bool) -> LseKernel | None:
     """Return the kernel of a call with heads of these widths, of keys and of values; None for one to write out."""
-    if processor.type == "cpu":
+    if processor.type in ("cpu", "meta"):
         return ON_CPU
     capability = processor.capability
     if processor.type != CUDA or dtype not in (torch.float32, *HALF):

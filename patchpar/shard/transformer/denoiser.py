@@ -20,7 +20,7 @@ from patchpar.shard.transformer.attention import TokenSplit, cut_for
 from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
 from patchpar.shard.transformer.group_offload import refuse_elsewhere
 from patchpar.shard.transformer.install import TransformerSharder
-from patchpar.shard.transformer.plan_lookup import PlanSearch
+from patchpar.shard.transformer.plan_lookup import GivenPlan, PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.verify import compared, refusal
 from patchpar.shard.unsupported_model import is_of_the_split
@@ -51,7 +51,11 @@ class TokenDenoiser(SharedDenoiser):
         self._shard: TransformerSharder | None = None
         self._plans: list[tuple[Any, TokenPlan]] = []  # by the signature of calls so far
         self._choice = BackendChoice(self.denoiser)
-        self._search = PlanSearch(self.denoiser, self.mesh, self.verifications)
+        self._search: PlanSearch | GivenPlan = PlanSearch(self.denoiser, self.mesh, self.verifications)
+
+    def use_plan(self, plan: TokenPlan) -> None:
+        """Split tokens by this plan, without a search, which needs values."""
+        self._search = GivenPlan(plan)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run one denoiser call; `forward` is the denoiser's own. Returns its output for the whole image.

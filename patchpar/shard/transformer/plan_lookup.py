@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from patchpar.comm.collectives import AllGather, AxisComm
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.compiled import uncompiled
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
@@ -31,6 +31,27 @@ from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
+
+
+class GivenPlan:
+    """Answers a search with a plan that is known, for calls without values, in which nothing can be found."""
+
+    second_hand = False
+
+    def __init__(self, plan: TokenPlan) -> None:
+        self._plan = plan
+
+    def find(self, forward: Forward, call: Call, *, known: TokenPlan | None = None) -> TokenPlan:
+        """Return the plan. Raises UnsupportedModel for a call that `known` does not cover: it is this plan."""
+        if known is not None:
+            raise UnsupportedModel(f"the known plan of {self._plan.denoiser} does not cover this call: {known}")
+        return self._plan
+
+    def find_anew(self, forward: Forward, call: Call, why: Exception, known: TokenPlan | None = None) -> TokenPlan:
+        """Raise UnsupportedModel: the plan does not fit, and there is no other."""
+        raise UnsupportedModel(
+            f"the known plan of {self._plan.denoiser} does not fit this call ({in_one_line(why)})"
+        ) from why
 
 
 class PlanSearch:

@@ -1,0 +1,129 @@
+"""`patchpar simulate MODEL --machine 8xH100-nvlink --plan cfg=2,patch=4`: seconds, bytes and memory of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.flags import Debug, Format, Json, given
+from patchpar.cli.output_files import check_can_write
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateFlags:
+    """The flags of `simulate`."""
+
+    model: Annotated[str, typer.Argument(help="A folder, with or without weights; 'embedded'.")]
+    machine: Annotated[str, typer.Option(help="8xH100-nvlink, 4xRTX4090-pcie4, 2x(4xL40-pcie4)-eth100.")]
+    plan: Annotated[str, typer.Option(help="single, or degrees: cfg=2,patch=4; tensor= and stage= not yet.")] = "single"
+    strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
+    height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
+    width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
+    num_frames: Annotated[int | None, typer.Option(help="Of a video; default: the pipeline's own.")] = None
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None
+    dtype: Format = None
+    graphs: Annotated[bool, typer.Option("--graphs", help="A step is one launch, as of a CUDA graph.")] = False
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated timeline, for Perfetto.")] = None
+    json: Json = False
+    debug: Debug = False
+
+    def check(self) -> None:
+        """Raise PlanError for a count below 1, or a trace that cannot be written."""
+        for name in ("height", "width", "num_frames", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+        if self.trace is not None:
+            check_can_write(self.trace, "--trace", "trace.json")
+
+    def call(self) -> dict[str, Any]:
+        """Return the arguments of the call by diffusers' names."""
+        return given(
+            height=self.height,
+            width=self.width,
+            num_frames=self.num_frames,
+            num_inference_steps=self.steps,
+            guidance_scale=self.guidance_scale,
+        )
+
+
+def simulate(request: SimulateFlags) -> None:
+    """Say what a plan would take on a machine, without it."""
+    with friendly_errors(request.debug):
+        request.check()
+        with stdout_kept_clean(request.json):
+            found = _forecast(request)
+        if request.trace is not None:
+            from patchpar.plan.replay.chrome_trace import write_chrome_trace
+
+            write_chrome_trace(request.trace, found.replayed)
+        if request.json:
+            print_json(found.as_dict() | given(trace=None if request.trace is None else str(request.trace)))
+            return
+        for line in lines(found):
+            typer.echo(line)
+        if request.trace is not None:
+            typer.echo(f"saved {request.trace}")
+
+
+def _forecast(request: SimulateFlags) -> Forecast:
+    from patchpar import Plan
+    from patchpar.plan.replay.machine import Machine
+    from patchpar.strategies import parse_strategy
+
+    options = None if request.strategy is None else parse_strategy(request.strategy)
+    plan, machine = Plan.parse(request.plan, strategy=options), Machine.parse(request.machine)
+    from patchpar.models.quiet_libraries import silence_libraries
+    from patchpar.pipeline.planner.simulate import simulate as simulated
+
+    silence_libraries()
+    loading = given(torch_dtype=request.dtype, graphs=request.graphs or None)
+    return simulated(request.model, machine, plan, loading, **request.call())
+
+
+def lines(found: Forecast) -> Iterator[str]:
+    """Yield a forecast as text."""
+    yield f"plan      {found.plan} on {found.machine}: simulated, not measured"
+    yield f"step      {_text(found.step)}"
+    if found.warm_up_steps:
+        yield f"warm-up   {found.warm_up_steps} of {found.steps} steps: {_text(found.first)}"
+    around = [f"{name} {_seconds(phase.seconds)}" for name, phase in found.phases.items() if "step" not in name]
+    yield f"call      {_seconds(found.seconds)} for {found.steps} steps, {', '.join(around)}"
+    most = max(range(len(found.bytes_sent)), key=lambda rank: sum(found.bytes_sent[rank].values()))
+    yield f"sent      {_megabytes(found.bytes_sent[most])} per step by rank {most}, which sends most"
+    memory = max(found.memory, key=lambda each: each.total)
+    of_device = found.machine.device.memory
+    parts = f"weights {_gib(memory.weights)}, other tensors {_gib(memory.tensors)}, CUDA {_gib(memory.context)}"
+    fits = "" if memory.total <= of_device else ": DOES NOT FIT"
+    yield f"memory    {_gib(memory.total)} of {_gib(of_device)} GiB{fits} ({parts})"
+    for number, line in enumerate(found.assumed):
+        yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"
+
+
+def _text(phase: PhaseForecast) -> str:
+    parts = [f"compute {_seconds(phase.compute)}", f"launches {_seconds(phase.launch)}"]
+    parts += [f"waits for {kind} {_seconds(seconds)}" for kind, seconds in phase.exposed.items()]
+    return f"{_seconds(phase.seconds)}: {', '.join(parts)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _megabytes(sent: Mapping[str, int]) -> str:
+    kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
+    return f"{sum(sent.values()) / 1e6:.3g} MB{f' ({kinds})' if kinds else ''}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"

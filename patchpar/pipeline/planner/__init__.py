@@ -1,0 +1,1 @@
+"""What a plan costs on a machine: programs of ranks recorded without weights, priced, and replayed."""

@@ -1,0 +1,191 @@
+"""One rank's program of a call under a plan, recorded without weights, without other ranks, and without computing.
+
+    pipe = empty_pipeline(folder, options)
+    rank = Recording(pipe, Plan.parse("cfg=2,patch=4"), {"prompt": "a fox"}).of_rank(3)
+    rank.tape                       kernels with FLOPs and bytes, messages, waits, blocks and steps
+    rank.peaks                      bytes of tensors beside the weights, by phase
+
+What runs is the pipeline's own code on the meta device with the plan installed as on any rank, over a transport to
+nobody. So no strategy is described a second time: what it sends is on the tape.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from patchpar.errors import PlanError
+from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
+from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.meta_mode import KnownForms, MetaMode
+from patchpar.models.info import denoisers_of
+from patchpar.pipeline.messages import CallOptions, CallResult
+from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
+from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, TapeRecorder
+from patchpar.pipeline.planner.token_plans import KnownTokens
+from patchpar.pipeline.rank_stats import VAE, RankStats
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.pipeline.validate import check_plan_for
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.tape import Tape
+from patchpar.shard.hooks import HookSet
+from patchpar.shard.sdpa import SdpaMode
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+
+DENOISE = "denoise"
+STEPS = 4
+"""Steps that are recorded: one exact, two until the values of two steps are known, and one that is like all others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRank:
+    """The program of one rank. `peaks`: the most bytes of tensors beside the weights, by phase of the call.
+
+    `weight_bytes` of each network as this rank holds it in the last step; `stats`: what its communicators counted.
+    """
+
+    rank: int
+    tape: Tape
+    peaks: Mapping[str, int]
+    weight_bytes: Mapping[str, int]
+    stats: RankStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordOptions:
+    """How a call is recorded. It makes at most so many `steps`. `vae`, `exchange`: see `CallOptions`, `InstalledPlan`.
+
+    `joined`: with operations of several ranks at once, as NCCL has; without them exchanges are those of workers on a
+    CPU. `tokens`: the token plans of transformers, which are found by values.
+    """
+
+    steps: int = STEPS
+    vae: str = "auto"
+    joined: bool = False
+    tokens: KnownTokens = field(default_factory=KnownTokens)
+    exchange: str = "on"
+
+
+class Recording:
+    """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call."""
+
+    def __init__(self, pipe: Any, plan: Plan, kwargs: Mapping[str, Any], options: RecordOptions | None = None) -> None:
+        self.pipe, self.plan, self.options = pipe, plan, options or RecordOptions()
+        self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
+        self._known: KnownForms = {}
+        self.networks: dict[str, nn.Module] = emptied(pipe)
+
+    def of_rank(self, rank: int) -> RecordedRank:
+        """Record one rank.
+
+        Raises PlanError for a rank that the plan has not, or arguments that do not go with it, and UnsupportedModel for
+        a model that the plan cannot split, whose code needs values, or whose token plan is not known.
+        """
+        if not 0 <= rank < self.plan.world_size:
+            raise PlanError(f"rank {rank} of plan {self.plan}: use 0 to {self.plan.world_size - 1}")
+        tape, memory = TapeRecorder(), LiveBytes(ENCODE)
+        mode = MetaMode(memory, tape.operator, self._known)
+        context = RecordingContext(rank, max(2, self.plan.world_size), tape)
+        transport = RecordingTransport(rank, tape, joined=self.options.joined)
+        try:
+            with on_the_cpu(self.pipe), torch.no_grad(), SdpaMode(mode.attend), mode, HookSet() as hooks:
+                runner = _Runner(context, transport, self.options)
+                self._note_phases(hooks, memory, tape)
+                stats, weights = self._run(runner, memory)
+        except (NotImplementedError, RuntimeError) as error:
+            raise needs_values(self.pipe, error) from error
+        return RecordedRank(rank=rank, tape=tape.tape, peaks=dict(memory.peaks), weight_bytes=weights, stats=stats)
+
+    def _run(self, runner: "_Runner", memory: LiveBytes) -> tuple[RankStats, Mapping[str, int]]:
+        check_plan_for(runner.adopt(self.pipe, self.plan), self.plan, self.kwargs)
+        options = CallOptions(plan=self.plan, verify=False, vae=self.options.vae, quiet=True)
+        try:
+            with suppress(_FirstStepDone):
+                runner.generate(self.kwargs, options)
+            runner.begin_recording()
+            memory.begin(ENCODE)
+            found = runner.generate(self.kwargs, options)
+            assert isinstance(found, CallResult)
+            weights = {name: weight_bytes(network) for name, network in self.networks.items()}
+        finally:
+            runner.restore()
+        return found.figures[0], weights
+
+    def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
+        def begin(*_: Any) -> None:
+            memory.enter(DENOISE)
+            memory.merge(DECODE, into=DENOISE)  # what followed the last call was a part of its step
+            tape.denoiser()
+
+        for denoiser in denoisers_of(self.pipe).values():
+            hooks.before(denoiser, begin)
+            hooks.after(denoiser, lambda *_: memory.enter(DECODE))
+
+
+class RecordingContext:
+    """The RankContext of a rank that is recorded. Blocks and steps are noted in `tape`.
+
+    `is_recorded`: the first call ends after a step, in which layers are found and the forms of calls learnt.
+    """
+
+    device = "cpu"
+    deadline = wait_limit = DEADLINE
+    links = None
+
+    def __init__(self, rank: int, world_size: int, tape: TapeRecorder) -> None:
+        self.rank, self.world_size, self._tape = rank, world_size, tape
+        self.waiting: AbstractContextManager[None] = nullcontext()
+        self.is_recorded = False
+
+    def emit(self, event: object) -> None:
+        """See RankContext."""
+
+    def ask(self, question: object) -> NoReturn:
+        """See RankContext. Raises PlanError: a callback takes values."""
+        raise PlanError("a call with callbacks cannot be recorded, since they take values: leave them out")
+
+    def beat(self, where: str) -> None:
+        """See RankContext."""
+        if where.startswith("step "):
+            self._tape.step_ended()
+            if not self.is_recorded:
+                raise _FirstStepDone
+        else:
+            self._tape.block(where)
+
+
+class _Runner(PipelineRunner):
+    """The engine of a rank over a transport to nobody."""
+
+    def __init__(self, context: RecordingContext, transport: RecordingTransport, options: RecordOptions) -> None:
+        super().__init__(context)
+        self._context, self._transport = context, transport
+        self._nowhere, self._options = transport, options
+
+    def _communicator(self) -> RecordingCommunicator:
+        return RecordingCommunicator(self._nowhere)
+
+    def begin_recording(self) -> None:
+        """Record the calls from now on."""
+        self._nowhere.tape.begin()
+        self._context.is_recorded = True
+
+    def install(self, plan: Plan, *, verify: Any = True, vae: str = "auto") -> None:
+        """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
+        super().install(plan, verify=verify, vae=vae)
+        installed = self._installed
+        for patched in installed.patched:
+            if isinstance(patched, TokenDenoiser):
+                patched.use_plan(self._options.tokens.of(patched.denoiser))
+        if installed.vaes is not None:
+            assert isinstance(installed.vaes.comm, RecordingCommunicator)
+            installed.vaes.comm.only_kind = VAE
+        if self._options.exchange != "on":
+            installed.control(exchange=self._options.exchange, vae="on")
+
+
+class _FirstStepDone(Exception):
+    """The step of the first call has ended."""

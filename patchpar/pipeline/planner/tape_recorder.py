@@ -1,0 +1,82 @@
+"""Collects the tape of one rank while its program runs: operators, messages, waits, and where blocks and steps begin.
+
+Messages between two ranks arrive in the order they were sent, so that their number is counted for each pair of ranks.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
+
+ENCODE, DECODE = "encode", "decode"
+
+
+class Expected(NamedTuple):
+    """A message that was announced and not waited for yet, in call number `call`."""
+
+    call: int
+    number: int
+    sender: int
+    num_bytes: int
+    where: str
+    kind: str
+
+
+class TapeRecorder:
+    """The entries of the call since `begin`, and its `steps`. A step begins with its first call of a denoiser."""
+
+    def __init__(self) -> None:
+        self._call = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a call; forget the one before."""
+        self._call += 1
+        self._entries: list[TapeEntry] = [Boundary(ENCODE, is_step=True)]
+        self._sent: Counter[int] = Counter()
+        self._announced: Counter[int] = Counter()
+        self.steps, self._next = 0, True
+
+    def operator(self, found: Operator) -> None:
+        """Note an operator."""
+        self._entries.append(found)
+
+    def send(self, peer: int, by_kind: Mapping[str, int], label: str, where: str, *, bulk: bool = False) -> None:
+        """Note a message to one rank; `by_kind`: its bytes."""
+        number, self._sent[peer] = self._sent[peer], self._sent[peer] + 1
+        parts = tuple(by_kind.items()) if len(by_kind) > 1 else ()
+        kind = label if parts or not by_kind else next(iter(by_kind))
+        self._entries.append(Send(number, (peer,), kind, sum(by_kind.values()), where, parts, bulk))
+
+    def expect(self, sender: int, num_bytes: int, kind: str, where: str) -> Expected:
+        """Return the next message of a rank, for `wait`."""
+        number, self._announced[sender] = self._announced[sender], self._announced[sender] + 1
+        return Expected(self._call, number, sender, num_bytes, where, kind)
+
+    def wait(self, message: Expected) -> None:
+        """Note that the rank needs a message now. One of a call before is none of this call."""
+        if message.call == self._call:
+            self._entries.append(Wait(message.number, message.sender, message.num_bytes, message.where, message.kind))
+
+    def block(self, path: str) -> None:
+        """Note that a block begins."""
+        self._entries.append(Boundary(path))
+
+    def denoiser(self) -> None:
+        """Note that a denoiser is called: the first time in a step, the step begins."""
+        if self._next:
+            self._entries.append(Boundary(f"step {self.steps}", is_step=True))
+            self._next = False
+
+    def step_ended(self) -> None:
+        """Note that the scheduler has made a step. What follows is decoding unless another step begins."""
+        self._entries.append(Boundary(DECODE, is_step=True))
+        self.steps, self._next = self.steps + 1, True
+
+    @property
+    def tape(self) -> Tape:
+        """All entries. What lies between two steps, such as a callback, belongs to the first of them."""
+        steps = [at for at, entry in enumerate(self._entries) if isinstance(entry, Boundary) and entry.is_step]
+        between = {at for at in steps[:-1] if self._entries[at] == Boundary(DECODE, is_step=True)}
+        return tuple(entry for at, entry in enumerate(self._entries) if at not in between)

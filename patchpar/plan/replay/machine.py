@@ -1,0 +1,148 @@
+"""Machines by name: devices of the catalogue, the links between them, and networks between hosts.
+
+8xH100-nvlink               one host
+4xRTX4090-pcie4             cards without peer access: messages pass the host's memory, which four cards share
+2x(4xL40-pcie4)-eth100      two hosts of four, 100 Gbit/s of Ethernet to each; ib400 is InfiniBand
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+
+from patchpar.errors import PlanError
+from patchpar.plan.replay.device_catalogue import DEVICES, GB, DeviceSpec
+from patchpar.plan.replay.topology import Resource, Route, Topology
+
+NVLINK, PCIE = "nvlink", "pcie"
+NETWORKS = {"eth": 80e-6, "ib": 30e-6}
+"""Latency of a message between hosts, in seconds, by the name of the network: TCP, and RDMA."""
+LINE_FRACTION = 0.9
+NVLINK_FRACTION, NVLINK_LATENCY = 0.7, 20e-6
+PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
+"""Bytes per second of a x16 port in one direction, as copies between two cards reach it, by generation."""
+PCIE_LATENCY = 30e-6
+CARDS_OF_A_ROOT = 4
+FORM = "8xH100-nvlink, 4xRTX4090-pcie4 or 2x(4xL40-pcie4)-eth100"
+_HOST = re.compile(r"(?:(\d+)x)?([a-z][a-z0-9 ]*)(?:-(nvlink|pcie\d|[a-z0-9]+))?", re.IGNORECASE)
+_CLUSTER = re.compile(r"(\d+)x\((.*)\)-([a-z]+)(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """`hosts` hosts with `devices_per_host` equal devices. `link`: nvlink or pcie with its generation, within a host.
+
+    `network`: eth or ib with its Gbit/s per host; empty for one host. Ranks are numbered host by host.
+    """
+
+    device: DeviceSpec
+    devices_per_host: int
+    link: str
+    hosts: int = 1
+    network: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Machine":
+        """Read a machine's name. Raises PlanError that names the nearest known one."""
+        cluster = _CLUSTER.fullmatch(text.strip())
+        if cluster is None:
+            return cls._host(text.strip(), text)
+        hosts, inside, network, gbits = cluster.groups()
+        if network.lower() not in NETWORKS:
+            raise PlanError(f"machine {text!r}: no network {network!r}: use {' or '.join(NETWORKS)}, as in eth100")
+        if not int(hosts) or not int(gbits):
+            raise PlanError(f"machine {text!r}: hosts and Gbit/s are numbers of at least 1, as in {FORM}")
+        host = cls._host(inside, text)
+        return cls(
+            device=host.device,
+            devices_per_host=host.devices_per_host,
+            link=host.link,
+            hosts=int(hosts),
+            network=f"{network.lower()}{int(gbits)}",
+        )
+
+    @classmethod
+    def _host(cls, text: str, whole: str) -> "Machine":
+        found = _HOST.fullmatch(text)
+        if found is None:
+            raise PlanError(f"machine {whole!r} cannot be read: use the form {FORM}")
+        count, name, link = found.groups()
+        device = device_named(name)
+        default = NVLINK if device.nvlink else f"{PCIE}{device.pcie}"
+        link = (link or default).lower()
+        known = [*([NVLINK] if device.nvlink else []), *(f"{PCIE}{generation}" for generation in PCIE_RATES)]
+        if link not in known:
+            raise PlanError(f"machine {whole!r}: {device.name} has no link {link!r}: use {' or '.join(known)}")
+        if count is not None and not int(count):
+            raise PlanError(f"machine {whole!r} has no device: use a number of at least 1, as in {FORM}")
+        return cls(device=device, devices_per_host=int(count or 1), link=link)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.hosts * self.devices_per_host
+
+    def topology(self) -> Topology:
+        """Return the routes between its devices."""
+        return Topology(cache(self._route))
+
+    def _route(self, a: int, b: int) -> Route:
+        hosts = a // self.devices_per_host, b // self.devices_per_host
+        if hosts[0] == hosts[1]:
+            return Route(tuple(self._within(a, b)), NVLINK_LATENCY if self.link == NVLINK else PCIE_LATENCY)
+        name = self.network.rstrip("0123456789")
+        rate = LINE_FRACTION * int(self.network.removeprefix(name)) * GB / 8
+        resources = [self._port("out", a), *(Resource(f"{way} of host {host}", rate) for way, host in _cards(hosts))]
+        return Route((*resources, self._port("in", b)), NETWORKS[name])
+
+    def _within(self, a: int, b: int) -> Iterator[Resource]:
+        yield self._port("out", a)
+        if self.link != NVLINK and not self.device.peers:
+            for root in dict.fromkeys((a // CARDS_OF_A_ROOT, b // CARDS_OF_A_ROOT)):
+                yield Resource(f"host memory of root {root}", 2 * self._port_rate)
+        yield self._port("in", b)
+
+    def _port(self, way: str, rank: int) -> Resource:
+        return Resource(f"{way} {rank}", self._port_rate)
+
+    @property
+    def _port_rate(self) -> float:
+        """Bytes per second of a device's port in one direction; half of them where they pass the host's memory."""
+        if self.link == NVLINK:
+            return NVLINK_FRACTION * self.device.nvlink
+        rate = PCIE_RATES[int(self.link.removeprefix(PCIE))]
+        return rate if self.device.peers else rate / 2
+
+    def assumptions(self) -> Iterator[str]:
+        """Yield what is assumed of its links, which were not measured."""
+        way = "" if self.link == NVLINK or self.device.peers else ", through the host's memory"
+        yield f"{self.link}: {self._port_rate / GB:.3g} GB/s per device and direction{way}"
+        if self.network:
+            latency = 1e6 * NETWORKS[self.network.rstrip("0123456789")]
+            yield f"{self.network}: {LINE_FRACTION:.0%} of its rate, {latency:.0f} µs per message"
+
+    def __str__(self) -> str:
+        host = f"{self.devices_per_host}x{self.device.name}-{self.link}"
+        return f"{self.hosts}x({host})-{self.network}" if self.network else host
+
+
+def _cards(hosts: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:
+    return ("network card out", hosts[0]), ("network card in", hosts[1])
+
+
+def device_named(name: str) -> DeviceSpec:
+    """Return a device of the catalogue. Raises PlanError that names the nearest."""
+    known = {_plain(device.name): device for device in DEVICES}
+    found = known.get(_plain(name))
+    if found is None:
+        near = get_close_matches(_plain(name), known, n=1, cutoff=0.0)
+        raise PlanError(
+            f"no device {name!r} in the catalogue, the nearest is {known[near[0]].name}: use one of "
+            f"{', '.join(device.name for device in DEVICES)}"
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("_", "")

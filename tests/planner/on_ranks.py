@@ -1,0 +1,50 @@
+"""What the ranks of these tests run: a tiny pipeline under a plan, whose bytes are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.pipeline.messages import CallOptions, CallResult, RandomState
+from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.plan import Plan
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.transformer.token_plan_json import to_json
+from tests import tiny
+from tests.ranks import PoolRank
+
+STEPS = 3
+SEED = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """The statistics of one rank in its second call, and the token plans by class of denoiser, as JSON."""
+
+    stats: RankStats
+    tokens: dict[str, str]
+
+
+def call_of(name: str, steps: int = STEPS) -> dict[str, Any]:
+    """The arguments of a call of a tiny pipeline."""
+    return {**tiny.build(name).call_kwargs, "num_inference_steps": steps}
+
+
+def counted(this: PoolRank, name: str, plans: list[str], vae: str = "auto") -> list[Counted | None]:
+    """A call under each plan; None on ranks that it leaves idle. Needs all ranks of the pool."""
+    engine, built = PipelineRunner(this.context), tiny.build(name)
+    engine.adopt(built.pipe)
+    kwargs, found = {**built.call_kwargs, "num_inference_steps": STEPS}, list[Counted | None]()
+    for plan in map(Plan.parse, plans):
+        options = CallOptions(plan=plan, verify=False, vae=vae, random=RandomState(seed=SEED), quiet=True)
+        results = [engine.generate(kwargs, options) for _ in range(2)]
+        tokens = {
+            type(each.denoiser).__name__: to_json(each.plan)
+            for each in engine._installed.patched
+            if isinstance(each, TokenDenoiser) and each.plan is not None
+        }
+        last = results[-1]
+        found.append(Counted(stats=last.figures[0], tokens=tokens) if isinstance(last, CallResult) else None)
+    engine.restore()
+    return found

@@ -1,0 +1,78 @@
+"""Ranks that run alike are recorded once, and what one sends is what the other waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from patchpar.errors import PlanError
+from patchpar.pipeline.planner.image_ranks import ranks_of_image, unequal_pairs
+from patchpar.pipeline.planner.record import RecordedRank, Recording
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.replay import replay
+from patchpar.plan.replay.tape import Boundary, Kernel, Send, Tape, Wait, bytes_sent
+from patchpar.plan.replay.topology import equal_ports
+from tests import tiny
+from tests.breadth import first_of
+from tests.planner.on_ranks import call_of
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "side", "number"),
+    first_of(
+        [
+            ("sd", "patch=6", 192, 3),
+            ("sd", "cfg=2,patch=5", 160, 6),
+            ("sd", "patch=5", 192, 5),  # bands of different sizes
+            ("flux", "patch=8,strategy=exact:ulysses=2", 128, 8),
+            ("flux", "patch=6,strategy=exact:attention=ring", 192, 3),
+            ("sd", "patch=6,strategy=fresh-edges", 192, 3),
+        ],
+        ("flux", "patch=6,strategy=exact:attention=ring", 192, 3),
+    ),
+)
+def test_tapes_of_ranks_between_are_those_recorded_for_them(name: str, plan: str, side: int, number: int) -> None:
+    parsed = Plan.parse(plan)
+    kwargs = call_of(name, steps=1 + ("fresh" in plan)) | {"height": side, "width": side, "output_type": "latent"}
+    recording = Recording(tiny.build(name).pipe, parsed, kwargs)
+    ranks: dict[int, RecordedRank] = {}
+
+    def record(rank: int) -> RecordedRank:
+        ranks[rank] = recording.of_rank(rank)
+        return ranks[rank]
+
+    found = ranks_of_image(parsed, record)
+    assert len(ranks) == number
+    inner = parsed.patch - 2
+    own = recording.of_rank(inner)
+    assert bytes_sent(found.tapes[inner]) == bytes_sent(own.tape)
+    assert without_messages(found.tapes[inner]) == without_messages(own.tape)
+    priced = [tuple(Kernel("k", 1e-6) if e not in messages(t) else e for e in t) for t in found.tapes]
+    replay(priced, equal_ports(1e9))  # without a deadlock
+
+
+def without_messages(tape: Tape) -> list[object]:
+    return [entry for entry in tape if not isinstance(entry, (Send, Wait))]
+
+
+def messages(tape: Tape) -> set[object]:
+    return {entry for entry in tape if isinstance(entry, (Send, Wait, Boundary))}
+
+
+def tapes_of(*, num_bytes: int) -> list[Tape]:
+    return [
+        (Send(0, (1,), "kv", 8), Wait(0, 1, 8)),
+        (Send(0, (0,), "kv", 8), Wait(0, 0, num_bytes)),
+    ]
+
+
+def test_a_message_of_another_size_is_found() -> None:
+    assert unequal_pairs(tapes_of(num_bytes=8)) == []
+    assert unequal_pairs(tapes_of(num_bytes=9)) == [(0, 1)]
+
+
+def test_ranks_that_do_not_match_although_recorded_are_refused() -> None:
+    recorded = Recording(tiny.build("sd").pipe, Plan(), call_of("sd", steps=1)).of_rank(0)
+    with pytest.raises(PlanError, match=r"ranks \[0, 1\] of plan patch=2"):
+        ranks_of_image(Plan(patch=2), lambda rank: replace(recorded, tape=tapes_of(num_bytes=9)[rank]))

@@ -1,0 +1,137 @@
+"""The program of a rank, recorded without weights and other ranks, sends what a real rank sends, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.dry_run.dry_run import dry_run
+from patchpar.pipeline.planner.record import RecordedRank, Recording, RecordOptions
+from patchpar.pipeline.planner.token_plans import KnownTokens, tokens_by_values
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
+from patchpar.shard.transformer.token_plan_json import from_json
+from tests import tiny
+from tests.breadth import first_of
+from tests.planner.on_ranks import STEPS, call_of
+
+NOT_RECORDED = ("hidream",)
+"""Its experts get as many tokens as a network chooses."""
+UNKNOWN = "allegro"
+"""A transformer of whose class the package has no token plan."""
+EXACT = ["patch=2", "patch=3", "patch=2,strategy=exact:ulysses=2", "patch=2,strategy=exact:attention=ring"]
+EXACT += ["patch=2,strategy=exact:attention=two-way-ring", "patch=3,strategy=exact:attention=token-ring"]
+EXACT += ["patch=4,strategy=exact:ulysses=2"]
+STALE = ["patch=3,strategy=displaced:warmup_steps=1", "patch=2,strategy=displaced:preset=paper:warmup_steps=1"]
+STALE += ["patch=3,strategy=pcpp:warmup_steps=1", "patch=3,strategy=fresh-edges"]
+STALE += ["patch=2,strategy=fresh-edges:context=pooled", "patch=2,strategy=fresh-edges:context=pooled:bits=4"]
+STALE += ["patch=2,strategy=fresh-edges:context=partials", "patch=2,strategy=fresh-edges:correction=linear"]
+GUIDED = ["cfg=2", "cfg=2,patch=2"]
+EVERY_DAY = ("sd", ["patch=2,strategy=fresh-edges"])
+
+
+def recorded(name: str, plan: str, ranks: int = 0, steps: int = STEPS, **options: Any) -> list[RecordedRank]:
+    """The first so many ranks, all by default."""
+    parsed = Plan.parse(plan)
+    recording = Recording(tiny.build(name).pipe, parsed, call_of(name, steps), RecordOptions(steps=steps, **options))
+    return [recording.of_rank(rank) for rank in range(ranks or parsed.world_size)]
+
+
+def compare(ranks: Any, name: str, plans: list[str]) -> None:
+    """Also with no exchange between patches, for the control: then the bytes are others."""
+    of_ranks = ranks.run("tests.planner.on_ranks:counted", 4, name, plans)
+    for number, plan in enumerate(plans):
+        real = [found[number] for found in of_ranks if found[number] is not None]
+        tokens = KnownTokens({kind: from_json(text) for kind, text in real[0].tokens.items()})
+        for found, rank in zip(recorded(name, plan, tokens=tokens), real, strict=True):
+            where = f"{name}, {plan}, rank {found.rank}"
+            assert dict(bytes_sent(found.tape)) == dict(rank.stats.bytes_sent), where
+            assert bytes_received(found) == sum(rank.stats.bytes_received.values()), where
+            steps = steps_of(found.tape)
+            for step, stats in enumerate(rank.stats.steps):
+                assert dict(bytes_sent(steps[f"step {step}"])) == dict(stats.bytes_sent), f"{where}, step {step}"
+        if "patch" in plan:
+            (alone,) = recorded(name, plan, ranks=1, tokens=tokens, exchange="off")
+            assert dict(bytes_sent(alone.tape)) != dict(real[0].stats.bytes_sent), f"{name}, {plan}, without exchange"
+
+
+def bytes_received(found: RecordedRank) -> int:
+    return sum(entry.num_bytes for entry in found.tape if isinstance(entry, Wait))
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    first_of(
+        [EVERY_DAY]
+        + [(name, plans) for name in ("sdxl", "svd", "flux", "pixart", "wan") for plans in (EXACT, STALE)]
+        + [(name, ["patch=2"]) for name in tiny.BUILDERS if name not in NOT_RECORDED]
+        + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL) if name not in NOT_RECORDED],
+        EVERY_DAY,
+    ),
+)
+def test_bytes_are_those_that_real_ranks_count(ranks: Any, name: str, plans: list[str]) -> None:
+    compare(ranks, name, plans)
+
+
+def test_a_step_of_one_rank_has_the_flops_of_a_dry_run() -> None:
+    """A band has about half of them: attention to all keys is whole, and so is what belongs to no position."""
+    (one,), (band,) = recorded("sd", "single", steps=2), recorded("sd", "patch=2", ranks=1, steps=2)
+    whole = dry_run(tiny.build("sd").pipe, **call_of("sd", 2))
+    assert flops(one) == pytest.approx(whole.flops_per_call, rel=1e-6)
+    assert 0.5 * flops(one) <= flops(band) <= 0.75 * flops(one)
+    assert one.peaks == dict(whole.peaks)
+    assert band.peaks["denoise"] < one.peaks["denoise"]
+
+
+def flops(found: RecordedRank) -> int:
+    return sum(entry.flops for entry in steps_of(found.tape)["step 1"] if isinstance(entry, Operator))
+
+
+def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:
+    """The same bytes; attention to all keys at once is one kernel, instead of one for each rank and their merge."""
+    apart, joined = (recorded("flux", "patch=2", 1, 1, joined=joined)[0] for joined in (False, True))
+    assert bytes_sent(apart.tape) == bytes_sent(joined.tape)
+    assert attentions(joined) < attentions(apart)
+
+
+def attentions(found: RecordedRank) -> int:
+    return sum(entry.name == "attention" for entry in found.tape if isinstance(entry, Operator))
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        ("patch=64", PlanError, "bands of"),
+        ("tensor=2", UnsupportedModel, "cannot be split over axis 'tensor'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan: str, error: type[Exception], text: str) -> None:
+    recording = Recording(tiny.build("sd").pipe, Plan.parse(plan), call_of("sd"))
+    with pytest.raises(error, match=text):
+        recording.of_rank(0)
+    with pytest.raises(PlanError, match="rank 64 of plan"):
+        recording.of_rank(64)
+
+
+def test_a_transformer_without_a_known_token_plan_is_refused() -> None:
+    recording = Recording(tiny.build(UNKNOWN).pipe, Plan(patch=2), call_of(UNKNOWN))
+    with pytest.raises(UnsupportedModel, match=r"found by values.*use cfg=2 or data=N"):
+        recording.of_rank(0)
+
+
+def test_tokens_of_a_model_with_values_are_found_by_its_first_call() -> None:
+    """The split is that of the plan in the package."""
+    found = tiny.build("flux")
+    plan = tokens_by_values(found.denoiser, lambda: found.pipe(**call_of("flux")))
+    tokens = KnownTokens({type(found.denoiser).__name__: plan})
+    assert tokens.of(found.denoiser) is plan
+    (own,), (shipped,) = (recorded("flux", "patch=2", 1, 1, tokens=each) for each in (tokens, KnownTokens()))
+    assert bytes_sent(own.tape) == bytes_sent(shipped.tape) != {}
+
+
+def test_a_callback_is_refused() -> None:
+    kwargs = call_of("sd") | {"callback_on_step_end": lambda *_: {}}
+    with pytest.raises(PlanError, match="callback"):
+        Recording(tiny.build("sd").pipe, Plan(patch=2), kwargs).of_rank(0)

@@ -1,0 +1,107 @@
+"""Machines are read by name; what cannot be read is refused with the nearest; prices obey the data sheet."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchpar.errors import PlanError
+from patchpar.plan.replay.device_catalogue import DEVICES
+from patchpar.plan.replay.machine import Machine, device_named
+from patchpar.plan.replay.price import AS_GRAPH, kernel_seconds, priced
+from patchpar.plan.replay.replay import replay
+from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "printed"),
+    [
+        ("8xH100-nvlink", 8, "8xH100-nvlink"),
+        ("8xh100", 8, "8xH100-nvlink"),
+        ("4xRTX4090-pcie4", 4, "4xRTX4090-pcie4"),
+        ("rtx 4090", 1, "1xRTX4090-pcie4"),
+        ("2x(4xL40-pcie4)-eth100", 8, "2x(4xL40-pcie4)-eth100"),
+        ("125x(8xH100)-ib400", 1000, "125x(8xH100-nvlink)-ib400"),
+    ],
+)
+def test_a_name_is_read_and_printed(text: str, devices: int, printed: str) -> None:
+    machine = Machine.parse(text)
+    assert machine.devices == devices
+    assert str(machine) == printed
+    assert Machine.parse(printed) == machine
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8xH10O-nvlink", "the nearest is H100"),
+        ("4xRTX4080", "the nearest is RTX4090"),
+        ("4xRTX4090-nvlink", "RTX4090 has no link 'nvlink': use pcie3 or pcie4 or pcie5"),
+        ("8xH100-nvlnk", "no link 'nvlnk': use nvlink"),
+        ("0xH100", "has no device"),
+        ("2x(4xL40-pcie4)-wifi100", "no network 'wifi'"),
+        ("0x(4xL40-pcie4)-eth100", "at least 1"),
+        ("eight H100s, please", "cannot be read: use the form 8xH100-nvlink"),
+        ("", "cannot be read"),
+    ],
+)
+def test_a_name_that_cannot_be_read_is_refused_with_a_way_out(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Machine.parse(text)
+
+
+def exchange(size: int, ranks: int) -> list[Tape]:
+    return [(Send(0, (rank ^ 1,), "kv", size), Wait(0, rank ^ 1, size, kind="kv")) for rank in range(ranks)]
+
+
+def test_messages_between_hosts_share_the_network_card() -> None:
+    """One pair between two hosts, and four: the card passes 12.5 GB/s at most."""
+    machine = Machine.parse("2x(4xH100)-eth100")
+    size = 10**9
+
+    def seconds(pairs: int) -> float:
+        tapes: list[Tape] = [() for _ in range(8)]
+        for rank in range(pairs):
+            tapes[rank] = (Send(0, (rank + 4,), "kv", size),)
+            tapes[rank + 4] = (Wait(0, rank, size),)
+        return replay(tapes, machine.topology()).seconds
+
+    assert seconds(1) == pytest.approx(size / (0.9 * 12.5e9), rel=0.01)
+    assert seconds(4) == pytest.approx(4 * seconds(1), rel=0.01)
+
+
+def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:
+    two, four = (replay(exchange(10**9, ranks), Machine.parse("4xRTX4090").topology()).seconds for ranks in (2, 4))
+    assert four > 1.5 * two
+    peers = [replay(exchange(10**9, ranks), Machine.parse("4xL40").topology()).seconds for ranks in (2, 4)]
+    assert peers[0] == pytest.approx(peers[1])
+    assert peers[0] < two
+
+
+def test_prices_follow_flops_and_bytes() -> None:
+    device = device_named("H100")
+    large = Operator("addmm", "bfloat16", 2 * 4096 * 3072 * 3072, 10**7, (4096, 3072, 3072))
+    assert kernel_seconds(large, device) == pytest.approx(large.flops / (0.55 * 989e12))
+    few = Operator("addmm", "bfloat16", 2 * 64 * 3072 * 3072, 10**4, (64, 3072, 3072))
+    assert few.flops / kernel_seconds(few, device) < 0.3 * large.flops / kernel_seconds(large, device)
+    add = Operator("add", "bfloat16", 0, 10**9)
+    assert kernel_seconds(add, device) == pytest.approx(10**9 / (0.8 * 3350e9))
+    assert kernel_seconds(Operator("add", "bfloat16", 0, 8), device) == 2e-6
+    with pytest.raises(PlanError, match="no rate of H100"):
+        kernel_seconds(Operator("mm", "float64", 8, 8, (2, 2, 1)), device)
+
+
+def test_a_priced_tape_joins_kernels_between_messages() -> None:
+    add = Operator("add", "float16", 0, 8)
+    tape: Tape = (Boundary("block"), add, add, Send(0, (1,), "kv", 4, "a"), Send(0, (2,), "kv", 4, "a"), add, add)
+    found = priced(tape, device_named("A100"))
+    assert [type(entry) for entry in found] == [Boundary, Kernel, Send, Send, Kernel]
+    kernels = [entry for entry in found if isinstance(entry, Kernel)]
+    assert sum(each.seconds for each in kernels) == pytest.approx(4 * 2e-6)
+    assert sum(each.host for each in kernels) == pytest.approx(4 * 6e-6 + 15e-6)
+    assert not sum(each.host for each in priced(tape, device_named("A100"), AS_GRAPH) if isinstance(each, Kernel))
+
+
+def test_every_device_has_a_source() -> None:
+    for device in DEVICES:
+        assert device.source.startswith("https://")
+        assert device.flops["float16"] > device.flops["float32"] > 0
