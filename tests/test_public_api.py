@@ -14,6 +14,7 @@ PUBLIC = {
     "DisplacedPatch",
     "ExactPatch",
     "PartiallyConditioned",
+    "PipedStages",
     "StreamingPipeline",
     "ImageStreamingPipeline",
     "FifoConfig",

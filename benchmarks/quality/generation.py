@@ -22,6 +22,7 @@ from benchmarks.quality.perceptual import Lpips
 from benchmarks.quality.records import Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
 from patchpar.models.files import inspect_folder
+from patchpar.strategies import parse_strategy
 from training.classifier import Classifier, judge
 from training.scenes import SIDES, Scene, look_of
 
@@ -139,7 +140,8 @@ class Ranks:
     def under(self, named: Named, setting: Setting, scheduler: Any, caption: Caption) -> Iterator[None]:
         """Generate by this method while open. A short call first lets ranks make their seams and check them."""
         pipe = self._pipe
-        pipe.scheduler, pipe.plan = scheduler, Plan(patch=self.count, strategy=named.text)
+        strategy = parse_strategy(named.text)
+        pipe.scheduler, pipe.plan = scheduler, Plan(**{strategy.axis: self.count}, strategy=strategy)
         pipe(**arguments(setting, [caption]) | {"num_inference_steps": 2})
         pipe._executor.call("control", exchange=named.method.exchange)
         try:

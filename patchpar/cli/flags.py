@@ -42,7 +42,7 @@ class ModelFlags:
     plan: Annotated[str, typer.Option(help="auto, or degrees: patch=2, tensor=2, stage=2; weights=, encoders=.")] = (
         "auto"
     )
-    strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
+    strategy: Annotated[str | None, typer.Option(help="How ranks exchange: name or name:key=value.")] = None
     vae: Annotated[str, typer.Option(help="Parallel VAE: auto, exact, tiled or rank0.")] = "auto"
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None

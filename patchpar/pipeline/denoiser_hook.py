@@ -14,6 +14,7 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.tensor.denoiser import TensorDenoiser
@@ -49,9 +50,15 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """What divides the denoiser's features before its first call, if the plan says so."""
         self.stages: StagedDenoiser | None = None
         """What runs the denoiser's own forward, if the plan divides its blocks."""
+        self.piped: PipedOnStages | None = None
+        """What runs it in these stages piece by piece, if the plan says so."""
         self._looked: int | None = None  # the evaluation of this image in which the denoiser was last inspected
         self._by_branch: Sequence[nn.Module] = ()
         self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
+
+    def use_pieces(self, piped: PipedOnStages) -> None:
+        """Run calls in pieces, by the stages of `piped`; those for a comparison, in its stages as a whole."""
+        self.piped, self.stages = piped, piped.stages
 
     def begin(self, *, watched: bool) -> None:
         """Begin an image. `watched`: a callback runs between its steps, which may change the denoiser."""
@@ -68,7 +75,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         original = self.fn_ref.original_forward
         plain = original if self.stages is None else partial(self.stages.denoise, original)
         self._divide_weights(module, plain, (args, kwargs))
-        forward = plain
+        forward = plain if self.piped is None else partial(self.piped.denoise, original)
         for layer in reversed(self.layers):
             forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
@@ -114,7 +121,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return False
         self._looked = self.clock.evaluation
         self.votes.renew()
-        for layer in (*self.layers, self.stages, self.check):
+        for layer in (*self.layers, self.stages, self.piped, self.check):
             if hasattr(layer, "unsure"):
                 layer.unsure = True
         return True
@@ -134,7 +141,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return module
 
     def _stale_calls(self) -> int:
-        split = [layer for layer in self.layers if isinstance(layer, SharedDenoiser)]
+        split = [layer for layer in (*self.layers, self.piped) if isinstance(layer, SharedDenoiser)]
         return sum(layer.history.stale_calls for layer in split if layer.history is not None)
 
 

@@ -31,6 +31,7 @@ from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
+from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.options import StructureGuidance
 
@@ -92,16 +93,22 @@ class InstalledPlan:
             votes = CacheVote(module, comm, (mesh["patch"], mesh["cfg"]), clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
             hook.weights = self.weights
-            self._divide_blocks(module, hook, verifications)
+            self._divide_blocks(module, hook, plan, verifications)
             self._register(module, hook)
 
-    def _divide_blocks(self, module: nn.Module, hook: DenoiserHook, verifications: Any) -> None:
+    def _divide_blocks(self, module: nn.Module, hook: DenoiserHook, plan: Plan, verifications: Any) -> None:
         assert self.mesh is not None
         assert self.comm is not None
         if self.mesh["tensor"].size > 1:
             hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
             self.tensors.append(hook.tensor)
-        if self.mesh["stage"].size > 1:
+        if isinstance(plan.strategy, PipedStages):
+            piped = plan.strategy.install(
+                module, self.comm, self.mesh["stage"], clock=hook.clock, verifications=verifications
+            )
+            hook.use_pieces(piped)
+            self.patched.append(piped)
+        elif self.mesh["stage"].size > 1:
             hook.stages = StagedDenoiser(module, (self.comm, self.mesh["stage"]), verifications)
             self.patched.append(hook.stages)
 

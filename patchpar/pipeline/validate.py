@@ -11,6 +11,7 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import PromptSlice
+from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import check_room, refusal_of, units_of
 
@@ -117,6 +118,11 @@ def check_plan(model: PipelineInfo, plan: Plan) -> None:
             )
         return
     refuse_without_denoiser(model.pipeline, model.denoisers, plan)
+    if isinstance(plan.strategy, PipedStages) and not model.splits_into_tokens:
+        raise UnsupportedModel(
+            f"plan {plan}: strategy {plan.strategy.name} computes the tokens of a transformer in pieces, which "
+            f"{', '.join(model.denoisers)} does not have: use strategy=exact with stage={plan.stage}"
+        )
     if plan.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
         raise UnsupportedModel(
             f"{', '.join(model.denoisers)} cannot be split over axis 'patch', which takes a network "

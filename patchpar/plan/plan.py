@@ -6,6 +6,7 @@ Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow t
 Plan(patch=4, weights="sharded")                                a quarter of the blocks' weights on each rank
 Plan(tensor=4)                                                  a quarter of the features of the blocks' Linears
 Plan(stage=2)                                                   half of the blocks on each rank
+Plan(stage=2, strategy="piped:pieces=4")                        the same, both at work at the same time
 """
 
 import math
@@ -74,6 +75,11 @@ class Plan:
 
     def _check_stages(self) -> None:
         if self.stage == 1:
+            if self.strategy.axis == "stage":
+                raise PlanError(
+                    f"strategy={self.strategy} is of axis 'stage', and stage=1 has all blocks on one rank: use stage=2 "
+                    "or more, or strategy=exact"
+                )
             return
         if self.patch > 1:
             raise PlanError(

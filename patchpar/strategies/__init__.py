@@ -12,9 +12,10 @@ def known() -> dict[str, Any]:
     from patchpar.strategies.exact import ExactPatch
     from patchpar.strategies.fresh_edges import FreshEdges
     from patchpar.strategies.pcpp import PartiallyConditioned
+    from patchpar.strategies.piped import PipedStages
     from patchpar.strategies.structure.options import StructureGuidance
 
-    strategies = (ExactPatch, FreshEdges, DisplacedPatch, PartiallyConditioned, StructureGuidance)
+    strategies = (ExactPatch, FreshEdges, DisplacedPatch, PartiallyConditioned, PipedStages, StructureGuidance)
     return {found.name: found for found in strategies}
 
 

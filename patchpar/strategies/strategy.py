@@ -26,6 +26,8 @@ class PatchStrategy:
     """Options of a strategy. A subclass has a `name` and a `policy`."""
 
     name: ClassVar[str]
+    axis: ClassVar[str] = "patch"
+    """The mesh axis that it is of."""
     for_one_rank: ClassVar[bool] = False
     """Whether it has an effect on one rank."""
 

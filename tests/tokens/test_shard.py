@@ -151,7 +151,8 @@ def test_after_an_error_the_model_is_usable(plan: TokenPlan) -> None:
 
 
 def checked(shard: TransformerSharder, model: Any, calls: Any) -> float:
-    return largest_error((shard.split.comm, shard.split.axis), compared(shard, model.forward, calls), *refusal(shard))
+    mesh = shard.split.comm, shard.split.axis
+    return largest_error(mesh, compared(shard, model.forward, calls, mesh), *refusal(shard))
 
 
 def test_verification(plan: TokenPlan) -> None:

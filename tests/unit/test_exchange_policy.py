@@ -17,6 +17,7 @@ from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.pcpp import PartiallyConditioned
+from patchpar.strategies.piped import PipedStages
 
 STRATEGIES: tuple[Any, ...] = (
     ExactPatch(),
@@ -31,6 +32,8 @@ STRATEGIES: tuple[Any, ...] = (
     FreshEdges(quality=42.5),
     FreshEdges(quality=40, bits=8),
     FreshEdges(budget=0.25),
+    PipedStages(),
+    PipedStages(pieces=6, correction="none", text="each"),
 )
 
 
@@ -39,7 +42,7 @@ def test_text_and_back(strategy: Any) -> None:
     assert parse_strategy(str(strategy)) == strategy
     assert parse_strategy(str(strategy).replace(":", ",").replace(",", ":", 1)) == strategy
     assert resolve_strategy(strategy) is strategy
-    assert Plan.parse(f"patch=2,strategy={strategy}").strategy in (strategy, str(strategy))
+    assert Plan.parse(f"{strategy.axis}=2,strategy={strategy}").strategy in (strategy, str(strategy))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_policies(strategy: Any) -> None:
     assert policy.name == strategy.name
     assert policy.remembers == (strategy != ExactPatch())
     assert policy.warmup_steps == getattr(strategy, "warmup_steps", None)
-    edges = "fresh" if strategy.name in ("exact", "fresh-edges") else "stale"
+    edges = "fresh" if strategy.name in ("exact", "fresh-edges", "piped") else "stale"
     assert policy.halo == edges
     assert policy.published == (getattr(strategy, "preset", None) == "paper")
 

@@ -69,6 +69,8 @@ def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
         kept = chance.choice(("stage", "patch", "tensor"))
+        if kind.axis == "stage":
+            degrees["stage"], kept = chance.choice((2, 3)), "stage"
         degrees.update(dict.fromkeys({"stage", "patch", "tensor"} - {kept}, 1) if degrees["stage"] > 1 else {})
         shards = degrees["cfg"] * degrees["patch"] > 1 and degrees["tensor"] == degrees["stage"] == 1
         weights = {"weights": "sharded", "resident": chance.choice((0, 3))} if shards else {}

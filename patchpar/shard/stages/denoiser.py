@@ -70,24 +70,51 @@ class StagedDenoiser:
 
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
+        layout, output = self.layout_for(forward, (args, kwargs))
+        return self._run(layout, output, forward, (args, kwargs))
+
+    def layout_for(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+        """Return how such calls are divided, and the form of their output: found and verified at the first of them.
+
+        All weights are here after the first, those of own blocks from the second on. Raises as `denoise`.
+        """
         if self.unsure and self._watched.has_changed:
             self.restore()
-        self.unsure, signature = False, call_signature((args, kwargs))
+        self.unsure, signature = False, call_signature(call)
         found = next((each for each in self._layouts if each[0] == signature), None)
         if found is None:
-            layout, output = self._prepare(forward, (args, kwargs))
+            layout, output = self._prepare(forward, call)
             self._layouts.append((signature, layout, output))
         else:
             _, layout, output = found
             self._release(layout)
-        return self._run(layout, output, forward, (args, kwargs))
+        return layout, output
+
+    def gather(self) -> None:
+        """Get all weights back until the next call. Collective. Raises ExchangeError."""
+        if self._weights is not None:
+            self._weights.gather()
+
+    def new_pass(self, layout: StageLayout, name: str = "") -> StagePass:
+        """Return what answers the block calls of one pass, in errors called by `name`."""
+        return StagePass(self.mesh, layout, self._placeholders, name, alone=self.exchange == "off")
+
+    def through(self, on_call: OnCall, forward: Forward) -> Forward:
+        """Return `forward` with its block calls given to `on_call`, which checks their number if it is a StagePass."""
+        hooks = self._hooks
+        assert hooks is not None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found, count = hooks.pass_through(on_call, forward, args, kwargs)
+            if isinstance(on_call, StagePass):
+                on_call.check(count)
+            return found
+
+        return run
 
     def _run(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call) -> Any:
-        assert self._hooks is not None
-        stage = StagePass(self.mesh, layout, self._placeholders, alone=self.exchange == "off")
-        args, kwargs = call
-        found, count = self._hooks.pass_through(stage, forward, args, kwargs)
-        return stage.finish(found, count, output)
+        stage, (args, kwargs) = self.new_pass(layout), call
+        return stage.finish(self.through(stage, forward)(*args, **kwargs), output)
 
     def _release(self, layout: StageLayout) -> None:
         assert self._weights is not None

@@ -15,10 +15,17 @@ KIND, OUTPUT = "stage", "prediction"  # in statistics: what goes to the next sta
 
 
 class StagePass:
-    """Called for each block call of one pass. `alone`: stages receive zeros, a negative control."""
+    """Called for each block call of one pass. `alone`: stages receive zeros, a negative control.
 
-    def __init__(self, mesh: AxisComm, layout: StageLayout, placeholders: Placeholders, *, alone: bool) -> None:
+    `name`: of the pass, in errors, where a denoiser call has several.
+    """
+
+    def __init__(
+        self, mesh: AxisComm, layout: StageLayout, placeholders: Placeholders, name: str = "", *, alone: bool
+    ) -> None:
         (self._comm, self._axis), self._layout, self._alone = mesh, layout, alone
+        self._suffix = f", {name}" if name else ""
+        self._arriving: Work[Messages] | None = None
         self._placeholders, self._own = placeholders, layout.own_calls(self._axis.rank)
         self._answers: dict[int, tuple[Tensor, ...]] = {}  # by call, as they are sent
         self._sent: list[Work[Messages]] = []
@@ -45,16 +52,24 @@ class StagePass:
             "do not know it: use stage=1, and patch"
         )
 
+    def receive(self) -> None:
+        """Start to receive what the stage before sends, if there is one; else it starts where it is needed."""
+        before = self._axis.before
+        if before is None or self._arriving is not None:
+            return
+        forms = [self._layout.calls[each].form for each in self._layout.carried_into(self._axis.rank)]
+        where = f"answer of {self._layout.calls[self._own.start - 1].path}{self._suffix}"
+        specs = [spec for form in forms for spec in form.specs]
+        self._arriving = self._comm.receive(KIND, where, before, specs)
+
     def _received(self, number: int) -> tuple[Tensor, ...]:
-        """Return what the stage before has sent for a call; its message is received at the first one."""
+        """Return what the stage before has sent for a call; its message is waited for at the first one."""
         if number not in self._answers:
+            self.receive()
+            assert self._arriving is not None
+            ((*tensors,),) = self._arriving.wait()
             calls = self._layout.carried_into(self._axis.rank)
             forms = [self._layout.calls[each].form for each in calls]
-            before = self._axis.before
-            assert before is not None
-            where = f"answer of {self._layout.calls[self._own.start - 1].path}"
-            specs = [spec for form in forms for spec in form.specs]
-            ((*tensors,),) = self._comm.receive(KIND, where, before, specs).wait()
             arrived = iter(tensors)
             for each, form in zip(calls, forms, strict=True):
                 of_call = tuple(next(arrived) for _ in form.specs)
@@ -72,13 +87,16 @@ class StagePass:
         for each in calls:
             self._received(each)
         tensors = [x for each in calls for x in self._answers[each]]
-        where = f"answer of {self._layout.calls[number].path}"
+        where = f"answer of {self._layout.calls[number].path}{self._suffix}"
         self._sent.append(self._comm.send(KIND, where, [after], tensors))
 
-    def finish(self, output: Any, count: int, form: AnswerForm) -> Any:
-        """Return the last stage's output, of that form. `count`: the block calls of the pass. Raises ExchangeError."""
+    def check(self, count: int) -> None:
+        """Raise UnsupportedModel unless so many block calls are those of the pass."""
         if count != len(self._layout.calls):
             raise self._otherwise(f"calls {count} blocks")
+
+    def finish(self, output: Any, form: AnswerForm) -> Any:
+        """Return the last stage's output, of that form. Raises ExchangeError."""
         axis, last = self._axis, self._axis.ranks[-1]
         if axis.after is None:
             others = [rank for rank in axis.ranks if rank != last]
@@ -86,6 +104,10 @@ class StagePass:
         else:
             (tensors,) = self._comm.receive(OUTPUT, "output of the last stage", last, form.specs).wait()
             output = form.received(tensors)
+        self.wait()
+        return output
+
+    def wait(self) -> None:
+        """Wait until everything is sent. Raises ExchangeError."""
         for work in self._sent:
             work.wait()
-        return output

@@ -179,6 +179,10 @@ class StaleCache:
         self._passed.clear()
         return usable
 
+    def rewind(self) -> None:
+        """Begin another pass over the exchange points of this call, as for the next piece of an image."""
+        self._passed.clear()
+
     def entry(self, where: str) -> StaleEntry:
         """Return the entry of the exchange point that runs now."""
         key = (where, self._passed[where])

@@ -24,7 +24,7 @@ from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.split_tokens import SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens
-from patchpar.shard.transformer.token_ranges import Cut, TokenRanges
+from patchpar.shard.transformer.token_ranges import Cut, TokenRanges, spread
 from patchpar.shard.transformer.token_runs import Runs, runs_of
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
@@ -46,6 +46,20 @@ class TokenSplit:
     kernel: BackendKernel | None = None
     cut: Cut = "runs"
     text: bool = True
+
+    def text_ranges(self, tokens: int) -> TokenRanges | None:
+        """Return the ranges of a second run of so many tokens, such as text; None where every rank computes all."""
+        axis = self.axis
+        return spread(tokens, axis.rank, axis.size) if self.text and 1 < axis.size <= tokens else None
+
+    def attend_remembered(
+        self, where: str, keys: SplitTokens, queries: SplitTokens, image: TokenRanges, call: AttentionCall
+    ) -> Tensor | None:
+        """Return the attention output [B, N, q, E] to remembered tokens; None where keys of other ranks are exchanged.
+
+        `image`: the ranges of the first run of tokens.
+        """
+        return None
 
     def gather(self, x: Tensor, dim: int, placed: SplitTokens, where: str) -> Tensor:
         """Return x, of any shape, with the tokens of all ranks along `dim`; ours are where `placed` says.
@@ -109,13 +123,20 @@ def attend_split(
         return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
     keys = SplitTokens.of(call.key.shape[-2], key_runs)
     call = _with_whole_mask(split, where, call, queries, keys, key_runs[:1])
+    remembered = split.attend_remembered(where, keys, queries, runs[0][1], call)
+    return _attend_with_others(split, where, runs[0][1], call, queries, keys) if remembered is None else remembered
+
+
+def _attend_with_others(
+    split: TokenSplit, where: str, first: TokenRanges, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
+) -> Tensor:
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return replace(call, attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
     entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
     if split.patch is not None and entry is not None:
-        stale = _common_first(where, call, queries, keys)
-        return queries.in_order(attend_with_past(split.patch, where, runs[0][1].rows, stale, entry), 2)
+        stale = common_first(where, call, queries, keys)
+        return queries.in_order(attend_with_past(split.patch, where, first.rows, stale, entry), 2)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
@@ -212,8 +233,8 @@ def _fits_a_mode(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -
     return (queries == keys or own_alone) and rows_whole and shaped
 
 
-def _common_first(where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> AttentionCall:
-    """Return the call in the order of `attend_with_past`: common tokens, then our own."""
+def common_first(where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> AttentionCall:
+    """Return the call in the order of `attend_with_past`: common tokens, then our own. Raises UnsupportedModel."""
     if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
     query, key, value = _tensors_common_first(call, queries, keys)

@@ -190,13 +190,18 @@ class TokenDenoiser(SharedDenoiser):
         try:
             if self.verifications is not None:
                 calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
-                compare = partial(compared, shard, forward, calls)
+                compare = partial(compared, shard, forward, calls, self.mesh, partial(self._split_call, forward))
                 self.error = verify_once(self.verifications, self._facts(call), self.mesh, compare, *refusal(shard))
             elif known:
-                shard.denoise(forward, *call[0], **call[1])
+                self._split_call(forward, *call[0], **call[1])
         except BaseException:
             self._take_out()  # otherwise the next call would run the unverified split
             raise
+
+    def _split_call(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call for verification as it will be split."""
+        assert self._shard is not None
+        return self._shard.denoise(forward, *args, **kwargs)
 
     def _facts(self, call: Call) -> dict[str, Any]:
         """Return what the verification result depends on."""

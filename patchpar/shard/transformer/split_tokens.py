@@ -40,7 +40,7 @@ class SplitTokens:
     def of(cls, size: int, runs: Iterable[TokenRun]) -> "SplitTokens":
         """Return them for a dim of `size` rows of this rank. Raises UnsupportedModel."""
         placed = [PlacedRun(rows.start(size, ranges.count), ranges) for rows, ranges in runs]
-        found = cls(size, tuple(sorted(placed, key=lambda run: run.start)))
+        found = cls(size, tuple(sorted(placed, key=lambda run: (run.start, run.ranges.count))))  # empty ones first
         if min(found._gaps) < 0:
             raise UnsupportedModel(f"two runs of split tokens overlap in {size} rows, which they did not in the search")
         return found

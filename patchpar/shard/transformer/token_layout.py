@@ -43,12 +43,11 @@ class TokenLayout:
 
     def text_ranges(self, rule: ArgumentRule, leaves: Sequence[Any], first: int) -> TokenRanges | None:
         """Return the ranges of a second run of tokens beside the `first`; None where every rank computes all of it."""
-        axis = self._split.axis
-        if not rule.text or not self._split.text:
+        if not rule.text:
             return None
         number, rows = rule.text[0]
         tokens = int(leaves[number].shape[rows.dim]) - (first if number in dict(rule.inputs) else 0)
-        return spread(tokens, axis.rank, axis.size) if 1 < axis.size <= tokens else None
+        return self._split.text_ranges(tokens)
 
     def _num_tokens(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: Sequence[Any]) -> int:
         """Count an argument that consists of tokens alone, or else compute it from the size of the latent."""

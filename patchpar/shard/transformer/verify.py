@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import PlanError
 from patchpar.shard.transformer.install import TransformerSharder
@@ -22,19 +23,24 @@ DRAWS = 16
 
 
 def compared(
-    shard: TransformerSharder, forward: Callable[..., Any], calls: Sequence[Call]
+    shard: TransformerSharder,
+    forward: Callable[..., Any],
+    calls: Sequence[Call],
+    mesh: AxisComm,
+    split: Callable[..., Any] | None = None,
 ) -> Iterator[list[Comparison]]:
     """Compare the split forward with the plain one on this rank, call by call; the calls should have different tokens.
 
-    The limit is the rounding of the dtype, or its effect on this model, which may quantise activations, so that another
-    order of summation gives another integer. Where a plain forward does not fit in a rank's memory, all compare calls
-    with fewer tokens. Raises PlanError where none fits.
+    `split`: the split forward; None: `shard.denoise`. The limit is the rounding of the dtype, or its effect on this
+    model, which may quantise activations, so that another order of summation gives another integer. Where a plain
+    forward does not fit in a rank's memory, all compare calls with fewer tokens. Raises PlanError where none fits.
     """
     found = []
     for args, kwargs in calls:
         with torch.no_grad():
-            arguments, want = _plain_within_memory(shard, forward, CallArguments.of(shard.denoiser, args, kwargs))
-            got = floats_in(arguments.passed_to(partial(shard.denoise, forward)))
+            whole = CallArguments.of(shard.denoiser, args, kwargs)
+            arguments, want = _plain_within_memory(shard, forward, whole, mesh)
+            got = floats_in(arguments.passed_to(split or partial(shard.denoise, forward)))
             error, limit = _largest(got, want), max(TOLERANCE[x.dtype] for x in want)
             for seed in range(DRAWS):
                 if error <= limit:
@@ -46,7 +52,7 @@ def compared(
 
 
 def _plain_within_memory(
-    shard: TransformerSharder, forward: Callable[..., Any], arguments: CallArguments
+    shard: TransformerSharder, forward: Callable[..., Any], arguments: CallArguments, mesh: AxisComm
 ) -> tuple[CallArguments, list[Tensor]]:
     """Return the call, or the largest with fewer tokens that every rank can run plainly, and its predictions."""
     for number, call in enumerate((arguments, *smaller_calls(arguments, shard.plan.latent))):
@@ -58,7 +64,6 @@ def _plain_within_memory(
         except (RuntimeError, ValueError, IndexError):  # other arguments hold the number of tokens
             if not number:
                 raise
-        mesh = (shard.split.comm, shard.split.axis)
         if every_rank_has(mesh, "memory", want is not None) and want is not None:
             return call, want
     raise PlanError(

@@ -84,6 +84,7 @@ class StructureGuidance:
     """
 
     name: ClassVar[str] = "structure"
+    axis: ClassVar[str] = "patch"
     for_one_rank: ClassVar[bool] = True
     preset: Literal["calibrated", "paper"] = "calibrated"
     space: Literal["x0", "eps"] | None = None

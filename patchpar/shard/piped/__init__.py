@@ -1,0 +1,1 @@
+"""A transformer whose tokens are computed in pieces, one after the other, by stages that work at the same time."""

@@ -1,0 +1,134 @@
+"""Pieces that pass through stages are those of one rank; in exact steps they are those of exact stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from patchpar.errors import PatchparError, PlanError, WorkerDied
+from patchpar.plan.plan import Plan
+from patchpar.strategies.piped import PipedStages
+from tests.breadth import first_of
+from tests.tensors import relative
+from tests.tiny.transformers import TRANSFORMERS
+from tests.tokens.piped import plain, shared
+
+from .networks import call, here
+from .on_threads import in_stages
+
+FLUX, SD3, PIXART = "FluxTransformer2DModel", "SD3Transformer2DModel", "PixArtTransformer2DModel"
+NAMES = (
+    *(FLUX, SD3, PIXART, "WanTransformer3DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel"),
+    *(
+        "CogVideoXTransformer3DModel",
+        "HunyuanVideoTransformer3DModel",
+        "HunyuanDiT2DModel",
+        "LTXVideoTransformer3DModel",
+    ),
+)
+LIMIT = 1e-6
+
+
+def with_lora(network: Any) -> None:
+    """Adapters of random values in every block."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    network.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("name", "stages"), first_of([(n, s) for n in NAMES for s in (2, 3)], (FLUX, 2), (SD3, 2)))
+def test_stages_compute_what_one_rank_does(kept: Path, name: str, stages: int) -> None:
+    strategy, calls = PipedStages(pieces=3), [call(name, step) for step in range(3)]
+    wanted = here(name, strategy, kept).run([*calls, calls[-1]])
+    found = in_stages(name, strategy, calls, stages=stages, folder=kept)
+    for each in found:
+        assert max(map(relative, each.predictions, wanted)) <= LIMIT
+        assert all(map(torch.equal, each.predictions, found[0].predictions))
+        assert each.restored
+        assert each.held < 1
+    wrong = in_stages(name, strategy, calls, stages=stages, folder=kept, exchange="off")
+    assert max(map(relative, wrong[0].predictions, wanted)) > 100 * LIMIT
+
+
+@pytest.mark.parametrize("text", ["once", "each"])
+def test_bytes_of_a_step(kept: Path, text: Any) -> None:
+    pieces, given = 3, call(FLUX, 0)
+    found = in_stages(FLUX, PipedStages(pieces=pieces, text=text), [given] * 2, folder=kept)
+    width = TRANSFORMERS[FLUX].build().config
+    hidden = width["num_attention_heads"] * width["attention_head_dim"]
+    image, words = given["hidden_states"].shape[1], given["encoder_hidden_states"].shape[1]
+    batch, times = given["hidden_states"].shape[0], 1 if text == "once" else pieces
+    assert found[0].sent == {"stage": batch * (image + times * words) * hidden * 4}
+    assert found[1].sent == {"prediction": found[1].predictions[-1].nbytes}
+
+
+def test_with_lora(kept: Path) -> None:
+    strategy, calls = PipedStages(pieces=2), [call(FLUX, step) for step in range(3)]
+    network: nn.Module = TRANSFORMERS[FLUX].build()
+    without = here(FLUX, strategy, kept).run([*calls, calls[-1]])
+    with_lora(network)
+    wanted = here(FLUX, strategy, kept, network).run([*calls, calls[-1]])
+    for each in in_stages(FLUX, strategy, calls, folder=kept, change=with_lora):
+        assert max(map(relative, each.predictions, wanted)) <= LIMIT
+        assert relative(each.predictions[-1], without[-1]) > 100 * LIMIT
+        assert each.restored
+
+
+@pytest.mark.parametrize("name", first_of(["flux", "sd3", "wan", "pixart"], "flux"))
+def test_warm_up_to_the_end_is_an_exact_stage_and_ranks_hold_the_same_bits(kept: Path, name: str) -> None:
+    wanted = plain(name)
+    for found in shared(name, "stage=2,strategy=piped:pieces=2,warmup_steps=50", kept):
+        assert torch.equal(found, wanted)
+    one, other = shared(name, "stage=2,strategy=piped:pieces=2", kept)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, wanted)
+    assert relative(one, wanted) < 0.2
+
+
+@pytest.mark.parametrize("name", first_of(["sd3", "wan"], "sd3"))
+def test_beside_guidance(kept: Path, name: str) -> None:
+    """sd3 has both branches in one call, wan calls once for each."""
+    wanted = shared(name, "stage=2,strategy=piped:pieces=2", kept)[0]
+    for found in shared(name, "cfg=2,stage=2,strategy=piped:pieces=2", kept):
+        assert relative(found, wanted) <= 1e-5
+
+
+@pytest.mark.breadth
+def test_a_stage_that_is_killed(ranks: Any) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'answer of a block, piece 1'"):
+        ranks.run("tests.piped.pipelines:killed", 4)
+    found = ranks.run("tests.piped.pipelines:latents", 2)  # on other workers
+    assert found[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("stage=1,strategy=piped", "stage=1 has all blocks on one rank: use stage=2"),
+        ("patch=2,strategy=piped", "stage=1 has all blocks on one rank: use stage=2"),
+        ("stage=2,strategy=piped:pieces=0", "pieces=0: it is a whole number of at least 1"),
+        ("stage=2,patch=2,strategy=piped", "use one of them"),
+    ],
+)
+def test_plans_that_are_refused(plan: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan.parse(plan)
+
+
+def test_the_plan_is_read_as_it_is_printed() -> None:
+    plan = Plan(cfg=2, stage=2, strategy=PipedStages(pieces=6, text="each"))
+    assert str(plan) == "cfg=2,stage=2,strategy=piped:pieces=6:text=each"
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_what_stages_cannot_do_is_refused_on_every_rank(kept: Path) -> None:
+    with pytest.raises(PlanError, match=r"pieces=36, but transformer_blocks\.0 attention 0 has 35 tokens"):
+        in_stages(FLUX, PipedStages(pieces=36), [call(FLUX, 0)] * 2, folder=kept)
+    with pytest.raises(PatchparError, match="is a network of convolutions"):
+        shared("sdxl", "stage=2,strategy=piped", kept)
