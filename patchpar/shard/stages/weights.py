@@ -29,11 +29,6 @@ class StageWeights:
         self._blocks = packed_blocks(network, comm.transport.device)
         self.holders: Holders = {}  # of released blocks
 
-    @property
-    def is_released(self) -> bool:
-        """Whether blocks of other stages hold no weights here."""
-        return bool(self.holders)
-
     def release(self, holders: Holders) -> None:
         """Free the weights of blocks that this stage does not run."""
         self.holders = holders
