@@ -45,6 +45,7 @@ ONLY = {
     "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {"errors", "launch", "models", "strategies", "stream", "pipeline.image_metrics", "PUBLIC"},
+    "cli.plan": {"cli", "strategies", "pipeline.planner"},
     "cli.simulate": {"errors", "cli", "models", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},
     "__main__": {"cli"},
 }

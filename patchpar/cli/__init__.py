@@ -10,6 +10,7 @@ from patchpar.cli.compare import CompareFlags, compare
 from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import GenerateFlags, generate
+from patchpar.cli.plan import PlanFlags, plan
 from patchpar.cli.simulate import SimulateFlags, simulate
 from patchpar.cli.stream.command import stream as run_stream
 from patchpar.cli.stream.flags import StreamFlags
@@ -37,6 +38,7 @@ app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch
 app.command(epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")(
     takes(SimulateFlags, simulate)
 )
+app.command(epilog="Try: patchpar plan embedded --machine 8xH100-nvlink --dtype float16")(takes(PlanFlags, plan))
 app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(AppFlags, serve_app))
 app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
 

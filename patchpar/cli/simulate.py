@@ -16,15 +16,15 @@ from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
     from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
+    from patchpar.pipeline.planner.simulate import Simulator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateFlags:
-    """The flags of `simulate`."""
+class SimulatedCallFlags:
+    """Flags of a model, a machine and a call."""
 
     model: Annotated[str, typer.Argument(help="A folder, with or without weights; 'embedded'.")]
     machine: Annotated[str, typer.Option(help="8xH100-nvlink, 4xRTX4090-pcie4, 2x(4xL40-pcie4)-eth100.")]
-    plan: Annotated[str, typer.Option(help="single, or degrees: cfg=2,patch=4; tensor= and stage= not yet.")] = "single"
     strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
     height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
@@ -33,21 +33,29 @@ class SimulateFlags:
     guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None
     dtype: Format = None
     graphs: Annotated[bool, typer.Option("--graphs", help="A step is one launch, as of a CUDA graph.")] = False
-    trace: Annotated[Path | None, typer.Option(help="Write the simulated timeline, for Perfetto.")] = None
     json: Json = False
     debug: Debug = False
 
     def check(self) -> None:
-        """Raise PlanError for a count below 1, or a trace that cannot be written."""
+        """Raise PlanError for a count below 1."""
         for name in ("height", "width", "num_frames", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
-        if self.trace is not None:
-            check_can_write(self.trace, "--trace", "trace.json")
 
-    def call(self) -> dict[str, Any]:
-        """Return the arguments of the call by diffusers' names."""
+    def simulator(self) -> Simulator:
+        """Return what simulates the call. Raises PlanError."""
+        from patchpar.plan.replay.machine import Machine
+
+        machine = Machine.parse(self.machine)  # before anything slow is imported
+        from patchpar.models.quiet_libraries import silence_libraries
+        from patchpar.pipeline.planner.simulate import Simulator
+
+        silence_libraries()
+        loading = given(torch_dtype=self.dtype, graphs=self.graphs or None)
+        return Simulator(self.model, machine, loading, self._call())
+
+    def _call(self) -> dict[str, Any]:
         return given(
             height=self.height,
             width=self.width,
@@ -57,10 +65,20 @@ class SimulateFlags:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateFlags(SimulatedCallFlags):
+    """The flags of `simulate`."""
+
+    plan: Annotated[str, typer.Option(help="single, or degrees: cfg=2,patch=4; without tensor and stage.")] = "single"
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated timeline, for Perfetto.")] = None
+
+
 def simulate(request: SimulateFlags) -> None:
     """Say what a plan would take on a machine, without it."""
     with friendly_errors(request.debug):
         request.check()
+        if request.trace is not None:
+            check_can_write(request.trace, "--trace", "trace.json")
         with stdout_kept_clean(request.json):
             found = _forecast(request)
         if request.trace is not None:
@@ -78,17 +96,11 @@ def simulate(request: SimulateFlags) -> None:
 
 def _forecast(request: SimulateFlags) -> Forecast:
     from patchpar import Plan
-    from patchpar.plan.replay.machine import Machine
     from patchpar.strategies import parse_strategy
 
     options = None if request.strategy is None else parse_strategy(request.strategy)
-    plan, machine = Plan.parse(request.plan, strategy=options), Machine.parse(request.machine)
-    from patchpar.models.quiet_libraries import silence_libraries
-    from patchpar.pipeline.planner.simulate import simulate as simulated
-
-    silence_libraries()
-    loading = given(torch_dtype=request.dtype, graphs=request.graphs or None)
-    return simulated(request.model, machine, plan, loading, **request.call())
+    plan = Plan.parse(request.plan, strategy=options)
+    return request.simulator().of(plan)
 
 
 def lines(found: Forecast) -> Iterator[str]:
@@ -97,33 +109,36 @@ def lines(found: Forecast) -> Iterator[str]:
     yield f"step      {_text(found.step)}"
     if found.warm_up_steps:
         yield f"warm-up   {found.warm_up_steps} of {found.steps} steps: {_text(found.first)}"
-    around = [f"{name} {_seconds(phase.seconds)}" for name, phase in found.phases.items() if "step" not in name]
-    yield f"call      {_seconds(found.seconds)} for {found.steps} steps, {', '.join(around)}"
+    around = [f"{name} {readable_seconds(phase.seconds)}" for name, phase in found.phases.items() if "step" not in name]
+    yield f"call      {readable_seconds(found.seconds)} for {found.steps} steps, {', '.join(around)}"
     most = max(range(len(found.bytes_sent)), key=lambda rank: sum(found.bytes_sent[rank].values()))
-    yield f"sent      {_megabytes(found.bytes_sent[most])} per step by rank {most}, which sends most"
+    yield f"sent      {megabytes(found.bytes_sent[most])} per step by rank {most}, which sends most"
     memory = max(found.memory, key=lambda each: each.total)
     of_device = found.machine.device.memory
-    parts = f"weights {_gib(memory.weights)}, other tensors {_gib(memory.tensors)}, CUDA {_gib(memory.context)}"
+    parts = f"weights {gib(memory.weights)}, other tensors {gib(memory.tensors)}, CUDA {gib(memory.context)}"
     fits = "" if memory.total <= of_device else ": DOES NOT FIT"
-    yield f"memory    {_gib(memory.total)} of {_gib(of_device)} GiB{fits} ({parts})"
+    yield f"memory    {gib(memory.total)} of {gib(of_device)} GiB{fits} ({parts})"
     for number, line in enumerate(found.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"
 
 
 def _text(phase: PhaseForecast) -> str:
-    parts = [f"compute {_seconds(phase.compute)}", f"launches {_seconds(phase.launch)}"]
-    parts += [f"waits for {kind} {_seconds(seconds)}" for kind, seconds in phase.exposed.items()]
-    return f"{_seconds(phase.seconds)}: {', '.join(parts)}"
+    parts = [f"compute {readable_seconds(phase.compute)}", f"launches {readable_seconds(phase.launch)}"]
+    parts += [f"waits for {kind} {readable_seconds(seconds)}" for kind, seconds in phase.exposed.items()]
+    return f"{readable_seconds(phase.seconds)}: {', '.join(parts)}"
 
 
-def _seconds(seconds: float) -> str:
+def readable_seconds(seconds: float) -> str:
+    """Return seconds for people."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _megabytes(sent: Mapping[str, int]) -> str:
+def megabytes(sent: Mapping[str, int]) -> str:
+    """Return bytes by kind for people."""
     kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
     return f"{sum(sent.values()) / 1e6:.3g} MB{f' ({kinds})' if kinds else ''}"
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Return a number of GiB."""
     return f"{size / 2**30:.1f}"

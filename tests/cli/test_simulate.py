@@ -13,29 +13,26 @@ from patchpar.cli import app
 from tests.breadth import first_of
 
 
-def run(*words: str) -> Any:
-    return CliRunner().invoke(app, ["simulate", *words])
+def run(*words: str, verb: str = "simulate") -> Any:
+    return CliRunner().invoke(app, [verb, *words])
 
 
 SMALL = ("embedded", "--height", "128", "--width", "128", "--steps", "3")
 
 
 def test_seconds_bytes_and_memory_as_json(tmp_path: Path) -> None:
-    """Slower links take longer, the parts add up, and all ranks are on the timeline."""
-    found = []
-    for machine in ("2xRTX4090-pcie3", "2xH100-nvlink"):
-        answer = run(*SMALL, "--machine", machine, "--plan", "patch=2", "--json", "--trace", str(tmp_path / "t.json"))
-        assert answer.exit_code == 0, answer.output
-        found.append(json.loads(answer.stdout))
-    slow, fast = found
-    assert slow["step"]["seconds"] > fast["step"]["seconds"] > 0
-    for each in found:
-        step = each["step"]
-        assert step["seconds"] == pytest.approx(step["compute"] + step["launch"] + sum(step["exposed"].values()))
-        assert each["seconds"] >= 3 * step["seconds"]
-        assert each["bytes_sent_per_step"] == slow["bytes_sent_per_step"]
-        assert {"kv", "halo", "moments", "prediction"} <= set(each["bytes_sent_per_step"][0])
-        assert each["memory_bytes"][0] > 700_000_000
+    """The parts add up, waits are by kind, and all ranks are on the timeline."""
+    words = ("--machine", "2xRTX4090-pcie3", "--plan", "patch=2", "--graphs", "--json", "--trace")
+    answer = run(*SMALL, *words, str(tmp_path / "t.json"))
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    step = found["step"]
+    assert step["launch"] == 0
+    assert step["exposed"]["kv"] > 0
+    assert step["seconds"] == pytest.approx(step["compute"] + sum(step["exposed"].values()))
+    assert found["seconds"] >= 3 * step["seconds"]
+    assert {"kv", "halo", "moments", "prediction"} <= set(found["bytes_sent_per_step"][0])
+    assert found["memory_bytes"][0] > 700_000_000
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert {"encode", "step 0", "decode"} <= {event["name"] for event in events}
@@ -68,3 +65,22 @@ def test_plans_as_text(plan: str) -> None:
     first = [line.split()[0] for line in answer.stdout.splitlines()]
     assert {"plan", "step", "call", "sent", "memory", "assumed"} <= set(first)
     assert ("warm-up" in first) == ("displaced" in plan)
+
+
+@pytest.mark.breadth
+def test_the_best_plan_is_printed_with_the_others() -> None:
+    answer = run(*SMALL, "--machine", "4xA100", verb="plan")
+    assert answer.exit_code == 0, answer.output
+    first, head, *rows = answer.stdout.splitlines()
+    assert first.startswith("plan ")
+    assert "step   compute" in head.replace("      ", "   ")
+    assert any(row.strip().endswith("single") for row in rows)
+    found = json.loads(run(*SMALL, "--machine", "4xA100", "--json", verb="plan").stdout)
+    assert found["best"] in first
+    assert [each["step"]["seconds"] for each in found["plans"]]
+
+
+def test_plan_refuses_a_machine_that_cannot_be() -> None:
+    answer = run("embedded", "--machine", "2xH10O", verb="plan")
+    assert answer.exit_code == 2
+    assert "the nearest is H100" in answer.stderr

@@ -44,6 +44,10 @@ class LiveBytes:
         self._note_peak()
         weakref.finalize(storage, self._freed, key, storage.nbytes())
 
+    def counts(self, x: Tensor) -> bool:
+        """Whether the storage of `x`, of any shape, is counted here."""
+        return id(x.untyped_storage()) in self._known
+
     def _note_peak(self) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.alive)
 

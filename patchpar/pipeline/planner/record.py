@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from patchpar.errors import PlanError
-from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, with_few_steps
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import KnownForms, MetaMode
 from patchpar.models.info import denoisers_of
@@ -44,7 +44,8 @@ STEPS = 4
 class RecordedRank:
     """The program of one rank. `peaks`: the most bytes of tensors beside the weights, by phase of the call.
 
-    `weight_bytes` of each network as this rank holds it in the last step; `stats`: what its communicators counted.
+    `weight_bytes` of each network; buffers into which shards are gathered, and shards, are among the other tensors.
+    `stats`: what its communicators counted.
     """
 
     rank: int
@@ -59,7 +60,8 @@ class RecordOptions:
     """How a call is recorded. It makes at most so many `steps`. `vae`, `exchange`: see `CallOptions`, `InstalledPlan`.
 
     `joined`: with operations of several ranks at once, as NCCL has; without them exchanges are those of workers on a
-    CPU. `tokens`: the token plans of transformers, which are found by values.
+    CPU. `tokens`: the token plans of transformers, which are found by values. `known`: forms of results, see MetaMode,
+    which recordings of one process may share.
     """
 
     steps: int = STEPS
@@ -67,15 +69,19 @@ class RecordOptions:
     joined: bool = False
     tokens: KnownTokens = field(default_factory=KnownTokens)
     exchange: str = "on"
+    known: KnownForms = field(default_factory=dict)
 
 
 class Recording:
-    """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call."""
+    """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call.
+
+    Raises UnsupportedModel for a plan with a part that is found by values.
+    """
 
     def __init__(self, pipe: Any, plan: Plan, kwargs: Mapping[str, Any], options: RecordOptions | None = None) -> None:
+        _refuse_what_needs_values(plan)
         self.pipe, self.plan, self.options = pipe, plan, options or RecordOptions()
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
-        self._known: KnownForms = {}
         self.networks: dict[str, nn.Module] = emptied(pipe)
 
     def of_rank(self, rank: int) -> RecordedRank:
@@ -87,7 +93,7 @@ class Recording:
         if not 0 <= rank < self.plan.world_size:
             raise PlanError(f"rank {rank} of plan {self.plan}: use 0 to {self.plan.world_size - 1}")
         tape, memory = TapeRecorder(), LiveBytes(ENCODE)
-        mode = MetaMode(memory, tape.operator, self._known)
+        mode = MetaMode(memory, tape.operator, self.options.known)
         context = RecordingContext(rank, max(2, self.plan.world_size), tape)
         transport = RecordingTransport(rank, tape, joined=self.options.joined)
         try:
@@ -109,7 +115,7 @@ class Recording:
             memory.begin(ENCODE)
             found = runner.generate(self.kwargs, options)
             assert isinstance(found, CallResult)
-            weights = {name: weight_bytes(network) for name, network in self.networks.items()}
+            weights = {name: _weight_bytes(network, memory) for name, network in self.networks.items()}
         finally:
             runner.restore()
         return found.figures[0], weights
@@ -123,6 +129,29 @@ class Recording:
         for denoiser in denoisers_of(self.pipe).values():
             hooks.before(denoiser, begin)
             hooks.after(denoiser, lambda *_: memory.enter(DECODE))
+
+
+def _weight_bytes(network: nn.Module, memory: LiveBytes) -> int:
+    """Return the bytes of the storages of weights that are not counted in `memory`, each once."""
+    storages = {
+        id(x.untyped_storage()): x.untyped_storage().nbytes()
+        for x in (*network.parameters(), *network.buffers())
+        if not memory.counts(x)
+    }
+    return sum(storages.values())
+
+
+def _refuse_what_needs_values(plan: Plan) -> None:
+    for wanted, what in ((plan.tensor > 1, "axis tensor"), (plan.stage > 1, "axis stage")):
+        if wanted:
+            raise UnsupportedModel(
+                f"plan {plan} cannot be recorded: how {what} divides a model is found by values, which a recording has "
+                "not; use patch, cfg, data or weights=sharded"
+            )
+    if plan.encoders == "one":
+        raise UnsupportedModel(
+            f"plan {plan} cannot be recorded: encoders=one sends the values of what encoders return; use encoders=all"
+        )
 
 
 class RecordingContext:
@@ -144,8 +173,8 @@ class RecordingContext:
         """See RankContext."""
 
     def ask(self, question: object) -> NoReturn:
-        """See RankContext. Raises PlanError: a callback takes values."""
-        raise PlanError("a call with callbacks cannot be recorded, since they take values: leave them out")
+        """See RankContext. Raises PlanError: there is no caller."""
+        raise PlanError("a recorded call has no caller to ask: leave out what asks it")
 
     def beat(self, where: str) -> None:
         """See RankContext."""

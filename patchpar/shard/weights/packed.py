@@ -22,6 +22,7 @@ from patchpar.shard.verification import is_alike
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
 OUTSIDE = -1
+APART = 2**48  # bytes between made-up addresses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +75,7 @@ class PackedBlock:
     def point_to(self, tensors: Sequence[Tensor]) -> None:
         """Make the parameters and buffers use the memory of `tensors`, of any shape, each that of its own."""
         for each, found in zip(self.tensors, tensors, strict=True):
-            if each.tensor.data_ptr() != found.data_ptr() or each.tensor.dtype != found.dtype:
+            if found.is_meta or each.tensor.data_ptr() != found.data_ptr() or each.tensor.dtype != found.dtype:
                 each.tensor.data = found
 
     def is_replaced(self) -> bool:
@@ -226,7 +227,13 @@ def _span(x: Tensor) -> int:
 
 def _range_of(x: Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of `x`, of any shape, and of the first one after it."""
-    return x.data_ptr(), x.data_ptr() + _span(x) * x.element_size()
+    first = x.data_ptr() if not x.is_meta else _made_up_address(x)
+    return first, first + _span(x) * x.element_size()
+
+
+def _made_up_address(x: Tensor) -> int:
+    """Return where a tensor of any shape without memory would begin if storages were far apart."""
+    return x.untyped_storage()._cdata * APART + x.storage_offset() * x.element_size()
 
 
 def _bytes_of(x: Tensor) -> Tensor:

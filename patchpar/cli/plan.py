@@ -1,0 +1,70 @@
+"""`patchpar plan MODEL --machine 8xH100-nvlink`: the plan with the shortest step among those that fit, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.simulate import SimulatedCallFlags, gib, megabytes, readable_seconds
+
+if TYPE_CHECKING:
+    from patchpar.pipeline.planner.forecast import Forecast
+    from patchpar.pipeline.planner.search import PlanSearchResult
+
+LISTED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags(SimulatedCallFlags):
+    """The flags of `plan`."""
+
+
+def plan(request: PlanFlags) -> None:
+    """Choose a plan for a machine, without it."""
+    with friendly_errors(request.debug):
+        request.check()
+        with stdout_kept_clean(request.json):
+            found = _searched(request)
+        if request.json:
+            print_json(found.as_dict() | {"best": str(found.best.plan)})
+            return
+        for line in lines(found):
+            typer.echo(line)
+
+
+def _searched(request: PlanFlags) -> PlanSearchResult:
+    from patchpar.pipeline.planner.search import search
+    from patchpar.strategies import parse_strategy
+
+    strategy = parse_strategy(request.strategy or "exact")
+    simulator = request.simulator()
+    found = search(simulator.machine, simulator.branches, strategy, simulator.of)
+    found.best  # noqa: B018 - raises where nothing fits
+    return found
+
+
+def lines(found: PlanSearchResult) -> Iterator[str]:
+    """Yield the best plans as a table, and what is assumed."""
+    best = found.best
+    yield f"plan      {best.plan} on {best.machine}: predicted from published rates, not measured"
+    yield f"{'':10}{'step':>9} {'compute':>9} {'launches':>9} {'waits':>9} {'GiB':>6}  plan"
+    for each in found.ranked[:LISTED]:
+        yield f"{'':10}{_row(each)}"
+    if found.refused:
+        yield f"refused   {'; '.join(f'{name}: {why}' for name, why in found.refused.items())}"
+    if found.skipped:
+        yield f"skipped   {', '.join(map(str, found.skipped))}: slower even without exchange"
+    yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
+    for number, line in enumerate(best.assumed):
+        yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"
+
+
+def _row(found: Forecast) -> str:
+    step, memory = found.step, max(each.total for each in found.memory)
+    times = (step.seconds, step.compute, step.launch, sum(step.exposed.values()))
+    fits = "" if memory <= found.machine.device.memory else " (does not fit)"
+    return f"{' '.join(f'{readable_seconds(each):>9}' for each in times)} {gib(memory):>6}  {found.plan}{fits}"
