@@ -19,6 +19,7 @@ VAE_CONFIG = {
     "block_out_channels": (16, 32, 64),
     "layers_per_block": 1,
     "latent_channels": 4,
+    "force_upcast": False,  # its activations are small; and diffusers upcasts none without post_quant_conv
     "norm_num_groups": 8,
     "sample_size": 256,
     "mid_block_add_attention": True,

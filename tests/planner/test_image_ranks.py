@@ -75,6 +75,17 @@ def test_a_message_of_another_size_is_found() -> None:
     assert unequal_pairs(tapes_of(num_bytes=9)) == [(0, 1)]
 
 
+def test_ranks_that_exchange_with_ranks_of_all_axes_are_recorded_themselves() -> None:
+    """As in a VAE, whose bands are those of all ranks of an image."""
+    recorded, plan = Recording(tiny.build("sd").pipe, Plan(), call_of("sd", steps=1)).of_rank(0), Plan(cfg=2, patch=4)
+
+    def record(rank: int) -> RecordedRank:
+        others = tuple(each for each in range(8) if each != rank)
+        return replace(recorded, tape=(Send(0, others, "vae", 8 + rank), *(Wait(0, each, 8 + each) for each in others)))
+
+    assert ranks_of_image(plan, record).tapes == tuple(record(rank).tape for rank in range(8))
+
+
 def test_ranks_that_do_not_match_although_recorded_are_refused() -> None:
     recorded = Recording(tiny.build("sd").pipe, Plan(), call_of("sd", steps=1)).of_rank(0)
     with pytest.raises(PlanError, match=r"ranks \[0, 1\] of plan patch=2"):

@@ -14,7 +14,7 @@ from training.model import Networks, noise_scheduler
 from training.report import END, Place, place_of, update_document, update_figures
 from training.scenes import Item, Scene
 from training.tokenizer import build_tokenizer
-from training.vae import new_vae
+from training.vae import new_vae, psnr
 
 MODEL = package.FOLDER
 
@@ -64,6 +64,13 @@ def test_it_draws_by_caption_and_seed(pipe):
     assert torch.equal(one, again)
     night = draw(pipe, "a red house on the left, green hills at night")
     assert one.mean() > night.mean() + 0.1
+
+
+def test_half_precision_generates_the_same_image(pipe):
+    """As users of GPUs load it: diffusers upcasts no autoencoder without `post_quant_conv`."""
+    half = DiffusionPipeline.from_pretrained(MODEL, variant="fp16", local_files_only=True, torch_dtype=torch.float16)
+    half.set_progress_bar_config(disable=True)
+    assert psnr(draw(half, "a red house").float(), draw(pipe, "a red house")) > 50
 
 
 def test_a_pipeline_over_the_limit_is_refused_and_nothing_is_touched(tmp_path, monkeypatch):
