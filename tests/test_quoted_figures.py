@@ -146,8 +146,9 @@ def sentences() -> Iterator[tuple[str, str]]:
     for row in written("quality-dit", "256 x 256 pixels, 20 steps, flow"):
         if row["stale"] and "frozen" not in row["method"]:
             method = row["method"].replace(":warmup_steps=1", "")
-            yield "docs/tokens.md", f"`{method}`"
-            yield "docs/tokens.md", f"| {float(row['PSNR, dB']):.1f} dB | {float(row['stale']):.1f} MB |"
+            page = "docs/plan.md" if method.startswith("piped") else "docs/tokens.md"
+            yield page, f"`{method}`"
+            yield page, f"| {float(row['PSNR, dB']):.1f} dB | {float(row['stale']):.1f} MB |"
 
 
 def outdated(readme: str) -> list[str]:

@@ -106,6 +106,7 @@ class InstalledPlan:
             piped = plan.strategy.install(
                 module, self.comm, self.mesh["stage"], clock=hook.clock, verifications=verifications
             )
+            piped.in_bands = self.guidance is None  # which reads predictions at once
             hook.use_pieces(piped)
             self.patched.append(piped)
         elif self.mesh["stage"].size > 1:

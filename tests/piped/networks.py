@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,22 @@ class Loop:
     @torch.no_grad()
     def run(self, calls: Sequence[dict[str, Any]]) -> list[Tensor]:
         """The first prediction of every step of an image."""
-        self._clock.reset()
-        self.denoiser.reset()
-        found = []
-        for each in calls:
-            self._clock.next_call()
-            found.append(predictions(self.denoiser.denoise(self._network.forward, **each))[0].clone())
-            self._clock.tick()
+        found = [self.prediction(calls[step]).clone() for step in self.steps(len(calls))]
         self.denoiser.finish()
         return found
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The steps of an image."""
+        self._clock.reset()
+        self.denoiser.reset()
+        for step in range(count):
+            self._clock.next_call()
+            yield step
+            self._clock.tick()
+
+    def prediction(self, given: dict[str, Any]) -> Tensor:
+        """The first prediction of a call."""
+        return predictions(self.denoiser.denoise(self._network.forward, **given))[0]
 
 
 def here(name: str, strategy: PipedStages, folder: Path, network: nn.Module | None = None) -> Loop:

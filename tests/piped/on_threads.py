@@ -69,7 +69,49 @@ def in_stages(
         denoiser.restore()
         return OfRank(predictions=found, sent=sent, held=part, restored=same_state(network, before), denoiser=denoiser)
 
-    found = on_threads(stages, on_rank, deadline=DEADLINE)
+    return raised_or(on_threads(stages, on_rank, deadline=DEADLINE))
+
+
+@torch.no_grad()
+def euler(loop: Loop, name: str, given: dict[str, Any], steps: int = 4) -> list[Tensor]:
+    """The latents after every step of a loop that subtracts a part of the prediction."""
+    tokens = TRANSFORMERS[name].tokens
+    x, found = given[tokens], []
+    for _ in loop.steps(steps):
+        prediction = loop.prediction(given | {tokens: x})
+        x = x - 0.1 * (prediction if prediction.shape == x.shape else prediction.chunk(2, 1)[0])
+        found.append(x)
+    return found
+
+
+def looped_in_stages(
+    name: str,
+    strategy: PipedStages,
+    given: dict[str, Any],
+    *,
+    folder: Path,
+    in_bands: bool = True,
+    change: Callable[[int, Any], None] = lambda stage, denoiser: None,
+) -> list[list[Tensor]]:
+    """The latents of `euler` on both of two stages."""
+    networks = [TRANSFORMERS[name].build() for _ in range(2)]
+
+    def on_rank(transport: Any) -> list[Tensor]:
+        network, clock = networks[transport.rank], StepClock()
+        axis, cache = Axis("stage", transport.rank, 2, (0, 1)), VerificationCache(folder / str(transport.rank))
+        denoiser = strategy.install(network, Communicator(transport), axis, clock=clock, verifications=cache)
+        denoiser.in_bands = in_bands
+        change(transport.rank, denoiser)
+        found = euler(Loop(denoiser, network, clock), name, given)
+        denoiser.finish()
+        denoiser.restore()
+        return found
+
+    return raised_or(on_threads(2, on_rank, deadline=DEADLINE))
+
+
+def raised_or(found: list[Any]) -> list[Any]:
+    """What ranks returned. Raises the first rank's error."""
     for each in found:
         if isinstance(each, Exception):
             raise each

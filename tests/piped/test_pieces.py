@@ -32,7 +32,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("pieces", first_of([2, 4], 4))
 def test_pieces_are_those_of_the_definition(kept: Path, pieces: int) -> None:
     calls = [call(FLUX, step) for step in range(3)]
     found = here(FLUX, PipedStages(pieces=pieces, correction="none", text="each"), kept).run(calls)
@@ -40,7 +40,7 @@ def test_pieces_are_those_of_the_definition(kept: Path, pieces: int) -> None:
     assert errors(found, [plain(FLUX, each) for each in calls])[2] > 100 * LIMIT  # they are not the exact ones
 
 
-@pytest.mark.parametrize("name", first_of(NAMES, FLUX, SD3, PIXART))
+@pytest.mark.parametrize("name", first_of(NAMES, FLUX, PIXART))
 def test_after_an_exact_step_the_same_input_gives_the_same(kept: Path, name: str) -> None:
     calls, wanted = [call(name, 0)] * 3, plain(name, call(name, 0))
     for text in ("once", "each"):
@@ -50,7 +50,7 @@ def test_after_an_exact_step_the_same_input_gives_the_same(kept: Path, name: str
     assert errors(loop.run(calls), [wanted] * 3)[1] > 100 * LIMIT
 
 
-@pytest.mark.parametrize("correction", ["none", "affine+extrapolation"])
+@pytest.mark.parametrize("correction", first_of(["none", "affine+extrapolation"], "none"))
 def test_old_values_are_gone_after_as_many_steps_as_blocks(kept: Path, correction: Any) -> None:
     calls = [call(FLUX, 3), *[call(FLUX, 0)] * 9]
     found = errors(

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from patchpar.comm.pytree import with_own_lists
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.piped.latent_bands import cut_for_bands
 from patchpar.shard.piped.piece_split import PieceSplit, piece_axis
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.stale.state import StaleState
@@ -41,8 +43,8 @@ class PipedDenoiser(TokenDenoiser):
         """Return the split of a whole call."""
         patch, alone = self.patch, self.exchange == "off" if wrong is None else wrong
         mode = None if alone else _by_memory
-        axis = piece_axis(0, 1)
-        return PieceSplit(patch.comm, axis, mode, patch, kernel, text=self.text_once, pieces=self.pieces)
+        cut, axis = cut_for_bands(self.plan), piece_axis(0, 1)
+        return PieceSplit(patch.comm, axis, mode, patch, kernel, cut, text=self.text_once, pieces=self.pieces)
 
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
         assert self.plan is not None
@@ -80,7 +82,7 @@ class PipedDenoiser(TokenDenoiser):
 
     def _whole_here(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         assert self._shard is not None
-        return self._shard.denoise(forward, *args, **kwargs)
+        return self._shard.denoise(forward, *with_own_lists(args), **with_own_lists(kwargs))
 
     def _in_pieces(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         return self._pieces_here(forward, *args, **kwargs)
@@ -100,7 +102,7 @@ class PipedDenoiser(TokenDenoiser):
         whole = shard.split
         shard.split = replace(whole, axis=piece_axis(piece, self.pieces))
         try:
-            return shard.denoise(forward, *args, **kwargs)
+            return shard.denoise(forward, *with_own_lists(args), **with_own_lists(kwargs))
         finally:
             shard.split = whole
 

@@ -23,10 +23,6 @@ from patchpar.shard.stale.correction import OwnPast
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
 
-LINE_KNOWN = 3
-"""Steps in a row, this one included, from which two earlier ones make a line. Alone the fit makes the first one worse,
-so that it begins with the line where there is to be one."""
-
 
 class PieceMemory:
     """Keys and values of all pieces at one attention: [T, 2, B, N, D], in the order of `slots`.
@@ -49,7 +45,6 @@ class PieceMemory:
         self._newest = like.new_empty(slots.total, *token)
         self._previous = like.new_empty(slots.total, *token) if options.extrapolated else None
         self._pasts = [OwnPast(options.correction, extrapolated=options.extrapolated) for _ in slots.counts]
-        self._known = 0
 
     def remember(self, key_BTND: Tensor, value_BTND: Tensor, *, continues: bool) -> None:
         """Store all tokens of an exact step. `continues`: the step before belongs to the same image."""
@@ -60,7 +55,6 @@ class PieceMemory:
             self._step_back(0, self.slots.total)
         for piece, past in enumerate(self._pasts):
             past.remember(self._tokens_of(piece), continues=continues)
-        self._known = self._known + 1 if continues else 1
 
     def write(self, piece: int, key_BlND: Tensor, value_BlND: Tensor, ratio: Tensor) -> Tensor:
         """Store a piece's tokens of this step, common ones first, and return [T, 2, B, N, D] for its attention.
@@ -69,7 +63,6 @@ class PieceMemory:
         """
         slots, options = self.slots, self._options
         start, count = slots.starts[piece], slots.counts[piece]
-        self._known += piece == 0
         self._step_back(start, count)
         write_tokens(self._newest, key_BlND, value_BlND, start, slots.common, None)
         corrects = options.correction != "none"
@@ -77,8 +70,6 @@ class PieceMemory:
         after = start + count
         if not (corrects or options.extrapolated) or after == slots.total:
             return self._newest
-        if options.extrapolated and self._known < LINE_KNOWN:
-            fit = None
         attended = self._workspace.take((slots.total, *self._token), self._newest)
         attended[:after].copy_(self._newest[:after])
         previous = None if self._previous is None else self._previous[None, after:]

@@ -103,7 +103,7 @@ class PieceSplit(TokenSplit):
         """Return where the image's tokens begin among a piece's own, and how many they are."""
         start = 0
         for run in keys.runs:
-            count = self._divided(where, run.ranges, piece).count
+            count = self.divided(where, run.ranges, piece).count
             if run.ranges is image:
                 return start, count
             start += count
@@ -113,12 +113,12 @@ class PieceSplit(TokenSplit):
         """Return the tokens of a whole call as those of the first piece."""
         placed, gone = [], 0
         for start, ranges in keys.runs:
-            divided = self._divided(where, ranges, 0)
+            divided = self.divided(where, ranges, 0)
             placed.append(PlacedRun(start - gone, divided))
             gone += ranges.count - divided.count
         return SplitTokens(keys.local - gone, tuple(placed))
 
-    def _divided(self, where: str, ranges: TokenRanges, piece: int) -> TokenRanges:
+    def divided(self, where: str, ranges: TokenRanges, piece: int) -> TokenRanges:
         """Return the ranges of all tokens in pieces. Raises PlanError."""
         if isinstance(ranges, TextRanges):
             return TextRanges.of(ranges.num_tokens, piece, self.pieces)
@@ -155,7 +155,7 @@ class PieceSplit(TokenSplit):
     ) -> None:
         _, tokens = placed.parted(x, dim)
         by_run = [
-            self._divided(where, run.ranges, 0).parts(all_tokens, dim)
+            self.divided(where, run.ranges, 0).parts(all_tokens, dim)
             for run, all_tokens in zip(placed.runs, tokens, strict=True)
         ]
         for piece, of_piece in enumerate(zip(*by_run, strict=True)):

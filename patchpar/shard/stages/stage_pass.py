@@ -28,7 +28,8 @@ class StagePass:
         self._arriving: Work[Messages] | None = None
         self._placeholders, self._own = placeholders, layout.own_calls(self._axis.rank)
         self._answers: dict[int, tuple[Tensor, ...]] = {}  # by call, as they are sent
-        self._sent: list[Work[Messages]] = []
+        self.sent: list[Work[Messages]] = []
+        """Messages to other stages."""
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
         """Return what a block answers. Raises UnsupportedModel, ExchangeError."""
@@ -88,7 +89,7 @@ class StagePass:
             self._received(each)
         tensors = [x for each in calls for x in self._answers[each]]
         where = f"answer of {self._layout.calls[number].path}{self._suffix}"
-        self._sent.append(self._comm.send(KIND, where, [after], tensors))
+        self.sent.append(self._comm.send(KIND, where, [after], tensors))
 
     def check(self, count: int) -> None:
         """Raise UnsupportedModel unless so many block calls are those of the pass."""
@@ -100,7 +101,7 @@ class StagePass:
         axis, last = self._axis, self._axis.ranks[-1]
         if axis.after is None:
             others = [rank for rank in axis.ranks if rank != last]
-            self._sent.append(self._comm.send(OUTPUT, "output of the last stage", others, form.sent(output)))
+            self.sent.append(self._comm.send(OUTPUT, "output of the last stage", others, form.sent(output)))
         else:
             (tensors,) = self._comm.receive(OUTPUT, "output of the last stage", last, form.specs).wait()
             output = form.received(tensors)
@@ -109,5 +110,5 @@ class StagePass:
 
     def wait(self) -> None:
         """Wait until everything is sent. Raises ExchangeError."""
-        for work in self._sent:
+        for work in self.sent:
             work.wait()
