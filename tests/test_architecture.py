@@ -67,6 +67,7 @@ MAY_INTERCEPT = {
     "shard.vae.functions": ("the functions of a VAE that read beyond a band", {"mode"}),
     "shard.transformer.token_call": ("modules of a block that sum or convolve tokens", {"mode"}),
     "shard.compiled_op": ("tracing of compiled blocks", {"mode"}),
+    "models.deferred_casts": ("casts of weights while a model is loaded", {"mode"}),
     "models.dry_run.meta_mode": ("every operator of a call without values", {"mode"}),
     "shard.unet.discover": ("transforms in a first call", {"mode"}),
     "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),

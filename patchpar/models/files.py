@@ -17,6 +17,7 @@ from patchpar.launch.host_memory import free_memory
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 from patchpar.plan.json_files import object_of, read_object
+from patchpar.plan.plan import Plan
 
 EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
@@ -177,21 +178,29 @@ def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
     return folder.num_weights * BYTES_PER_WEIGHT[dtype] if dtype in BYTES_PER_WEIGHT else folder.weight_bytes
 
 
-def check_memory(model: str, folder: ModelFolder | None, options: Mapping[str, Any], devices: Sequence[str]) -> None:
+def check_memory(
+    model: str, folder: ModelFolder | None, options: Mapping[str, Any], devices: Sequence[str], plan: Plan | None = None
+) -> None:
     """Raise PlanError if the weights that all ranks have in the host's memory at a time exceed what is free there.
 
     A rank on the CPU keeps its weights there, and one on a GPU has them there while it loads: in the dtype of the files
-    they are pages of the files, which all ranks share; in another dtype each rank has a copy of its own.
+    they are pages of the files, which all ranks share; in another dtype each rank has a copy of its own. With weights
+    that `plan` divides, the ranks of an image have one copy together, on the CPU or hosted.
     """
     need, free = needed_bytes(folder, options), free_memory()
+    on_cpu = sum(device == "cpu" for device in devices)
     on_gpus = sum(map(is_accelerator, devices)) if folder is not None and _is_converted(folder, need) else 0
-    ranks = sum(device == "cpu" for device in devices) or on_gpus
+    if plan is not None and plan.weights != "whole":
+        on_cpu, on_gpus = plan.data if on_cpu or plan.weights == "hosted" else 0, 0
+    ranks = on_cpu or on_gpus
     if free is None or need * ranks <= free:
         return
     fitting = free // need
     way_out = f"use at most {fitting} of them or a smaller dtype" if fitting else "use a smaller dtype"
     if on_gpus:
         way_out = f"{way_out}, best that of the files, which is not converted"
+    elif len(devices) > 1 and fitting and (plan is None or plan.weights == "whole"):
+        way_out = f"{way_out}, or divide the weights between them (weights=sharded in the plan)"
     raise PlanError(
         f"{ranks} {'GPU' if on_gpus else 'CPU'} {'rank needs' if ranks == 1 else 'ranks need'} about "
         f"{need * ranks / 2**30:.2f} GiB {'of host memory to convert' if on_gpus else 'for'} the weights of {model}, "

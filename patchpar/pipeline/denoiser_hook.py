@@ -66,7 +66,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
-        if self.plan.world_size > 1:
+        if self.plan.world_size > 1 or self.plan.weights != "whole":
             refuse_gradients(module, str(self.plan), (args, kwargs))
         self.clock.guided = self.guided()
         self.clock.next_call()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from diffusers.hooks import ModelHook
@@ -12,6 +13,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
@@ -39,10 +41,13 @@ HOOK = "patchpar_denoiser"
 
 
 class InstalledPlan:
-    """The hooks of a plan in a pipeline, until `restore`. Initially none: the pipeline runs on one rank."""
+    """The hooks of a plan in a pipeline, until `restore`. Initially none: the pipeline runs on one rank.
 
-    def __init__(self, pipe: Any = None) -> None:
-        self.pipe = pipe
+    `held`: networks that are in shards already.
+    """
+
+    def __init__(self, pipe: Any = None, held: Held = MappingProxyType({})) -> None:
+        self.pipe, self._held = pipe, held
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
         self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser | StagedDenoiser] = []
@@ -70,8 +75,8 @@ class InstalledPlan:
         if plan.tensor > 1 and verifications is not None:
             verifications = AgreedCache(verifications.folder, comm, mesh["tensor"])
         self._split_guidance(plan, clock, verifications)
-        if plan.weights == "sharded":
-            self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance)
+        if plan.weights != "whole":
+            self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
             if isinstance(strategy, StructureGuidance):

@@ -1,9 +1,10 @@
-"""Weights of a plan with weights=sharded: each network is sharded when it is first called, until `restore`."""
+"""Weights of a plan that are sharded or hosted: from loading on, or from the first call of a network on."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,13 +12,19 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
-from patchpar.errors import UnsupportedModel
-from patchpar.plan.mesh import Mesh
+from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.models.info import denoisers_of
+from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.weights.host_segment import all_can_map
+from patchpar.shard.weights.host_store import HostStore
+from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
+from patchpar.shard.weights.packed import ReadMemory
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.weights.stores import BlockStore, DeviceShards
 from patchpar.strategies.cfg.split import GuidanceSplit
 
 ENCODER = "text_encoder"  # what the names of text encoders begin with
@@ -44,18 +51,66 @@ def needs_no_values(method: str) -> bool:
     return method.rpartition(".")[2] in NEED_NO_VALUES
 
 
-class InstalledWeights:
-    """Denoisers and text encoders, sharded over all ranks of an image. `guidance`: what splits its denoiser calls."""
+def each_in_shards(
+    pipe: Any, plan: Plan, axis: Axis, device: torch.device, read: ReadMemory
+) -> Iterator[tuple[nn.Module, ShardedWeights | None]]:
+    """Yield each denoiser and text encoder with this rank's part of its weights, on the host so far, read by `read`.
 
-    def __init__(self, pipe: Any, plan: Plan, mesh: Mesh, comm: Communicator, guidance: GuidanceSplit | None) -> None:
+    None for a text encoder that stays whole, which is logged. Raises UnsupportedModel for such a denoiser.
+    """
+    for name, network in {**denoisers_of(pipe), **_text_encoders(pipe)}.items():
+        try:
+            yield network, ShardedWeights(network, _store(plan, axis, device), resident=plan.resident, read=read)
+        except UnsupportedModel as error:  # the same on all ranks
+            if network not in _text_encoders(pipe).values():
+                raise
+            yield network, None
+            _log_whole(name, axis, error)
+
+
+def _text_encoders(pipe: Any) -> dict[str, nn.Module]:
+    named = pipe.components.items()
+    return {name: each for name, each in named if name.startswith(ENCODER) and isinstance(each, nn.Module)}
+
+
+def _store(plan: Plan, axis: Axis, device: torch.device) -> BlockStore:
+    return HostStore(axis, device) if plan.weights == "hosted" else DeviceShards(axis, device)
+
+
+def _log_whole(name: str, axis: Axis, error: UnsupportedModel) -> None:
+    if axis.rank == 0:
+        log.warning("%s stays whole on every rank: %s", name, error)
+
+
+class InstalledWeights:
+    """Denoisers and text encoders, in shards over all ranks of an image.
+
+    `guidance`: what splits the calls of the denoisers. `held`: networks that are in shards already; None for one that
+    stays whole.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        plan: Plan,
+        mesh: Mesh,
+        comm: Communicator,
+        guidance: GuidanceSplit | None,
+        held: Mapping[nn.Module, ShardedWeights | None] = MappingProxyType({}),
+    ) -> None:
         self._plan, self._axis, self._comm, self._guidance = plan, mesh.of_one_image(), comm, guidance
-        if guidance is not None:
+        self._is_collective = plan.weights != "hosted" or not all_can_map((comm, self._axis))
+        if plan.weights == "hosted" and self._is_collective and self._axis.rank == 0:
+            log.warning("the ranks cannot map each other's host memory, so that they send their parts of weights")
+        if guidance is not None and self._is_collective:
             guidance.rounds = GatherRounds(comm, self._axis)
         self._sharded: dict[nn.Module, ShardedWeights | None] = {}  # None: stays whole
+        self._held = dict(held)  # until their first call
         self._hooks = HookSet()
-        for name, network in pipe.components.items():
-            if name.startswith(ENCODER) and isinstance(network, nn.Module):
-                self._hooks.before(network, partial(self._before_encoder, name), with_kwargs=True)
+        for weights in filter(None, self._held.values()):
+            self._join(weights)
+        for name, network in _text_encoders(pipe).items():
+            self._hooks.before(network, partial(self._before_encoder, name), with_kwargs=True)
 
     def before_denoiser(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
         """Shard a denoiser before its first call; `plain` is its own forward. Raises UnsupportedModel."""
@@ -78,20 +133,35 @@ class InstalledWeights:
         try:
             self._sharded[network] = self._shard(network, network.forward, (args, kwargs))
         except UnsupportedModel as error:  # the same on all ranks
-            if self._axis.rank == 0:
-                log.warning("%s stays whole on every rank: %s", name, error)
+            _log_whole(name, self._axis, error)
 
-    def _shard(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights:
-        with torch.inference_mode(mode=False):  # slots are written to in calls without it too
-            found = ShardedWeights(network, self._comm, self._axis, resident=self._plan.resident)
+    def _shard(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights | None:
+        found = self._held.pop(network) if network in self._held else self._new(network)
+        if found is None:
+            return None
 
         def run() -> Any:
             args, kwargs = map_leaves(_copied, call)
             return plain(*args, **kwargs)
 
         with caches_set_aside(network):
-            found.keep_what_is_read_outside(run)
+            keep_what_is_read_outside(found, run)
         return found
+
+    def _new(self, network: nn.Module) -> ShardedWeights:
+        with torch.inference_mode(mode=False):  # slots are written to in calls without it too
+            store = _store(self._plan, self._axis, self._comm.transport.device)
+            found = ShardedWeights(network, store, resident=self._plan.resident)
+            self._join(found)
+        return found
+
+    def _join(self, weights: ShardedWeights) -> None:
+        weights.join(self._comm)
+        if weights.is_collective != self._is_collective:  # the same on all ranks
+            raise ExchangeError(
+                f"the host memory with weights of {type(weights.network).__name__} cannot be mapped by all ranks, "
+                "although a first page could: use weights=sharded"
+            )
 
     def finish(self) -> None:
         """End a call of the pipeline: wait for gathers that were started in advance. Raises ExchangeError."""
@@ -103,13 +173,14 @@ class InstalledWeights:
 
         Raises ExchangeError.
         """
-        for weights in filter(None, self._sharded.values()):
+        for weights in filter(None, (*self._sharded.values(), *self._held.values())):
             weights.restore()
         self._sharded.clear()
+        self._held.clear()
 
     def refuse_replaced(self) -> None:
         """Raise UnsupportedModel if a method has replaced weights while they were sharded: their values are lost."""
-        for network, weights in self._sharded.items():
+        for network, weights in (*self._sharded.items(), *self._held.items()):
             replaced = [] if weights is None else weights.replaced()
             if replaced:
                 raise UnsupportedModel(

@@ -90,9 +90,10 @@ class ParallelPipeline:
         request = check_request(devices, plan, **start, verify=verify, vae=vae)
         check_options(options)
         source, options, folder = resolve_model(model, options)
-        check_memory(source, folder, options, request.devices.names)
+        wanted, need = request.plan, needed_bytes(folder, options)
+        check_memory(source, folder, options, request.devices.names, wanted)
         self = cls.__new__(cls)
-        self._begin(request, "load", source, options, needed_bytes(folder, options), request.plan)
+        self._begin(request, "load", source, options, need if wanted is None else wanted.held_bytes(need), wanted)
         return self
 
     def _begin(self, request: PipelineOptions, method: str, *args: Any) -> None:

@@ -23,8 +23,7 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import leaves
 from patchpar.comm.transport import Transport, alone, connect, watched
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.accelerators import free_bytes
+from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.models.info import (
     PipelineInfo,
@@ -35,9 +34,10 @@ from patchpar.models.info import (
     refuse_parallel,
 )
 from patchpar.models.ip_adapters import with_checked_sources
-from patchpar.models.loading import for_task, load_pipeline, prepare_pipeline, with_dtype
+from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.encoder_placement import EncoderPlacement
+from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
@@ -66,6 +66,7 @@ class PipelineRunner:
         self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
+        self._held = HeldWeights(context.rank, self.device, self._communicator)
         self._arguments: dict[str, Any] = {}
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that print
             silence_libraries()
@@ -75,25 +76,15 @@ class PipelineRunner:
     def load(
         self, model: str, options: Mapping[str, Any], weight_bytes: int = 0, plan: Plan | None = None
     ) -> PipelineInfo:
-        """Load onto this rank's device, from safetensors only, except encoders that it does not hold by `plan`.
+        """Load onto this rank's device, from safetensors only, what it holds by `plan` of encoders and blocks.
 
         Raises PlanError before loading if memory is short.
         """
-        self._check_memory(weight_bytes)
-        options = with_dtype(options)
-        task = options.pop("task", None)
+        refuse_without_memory(self.device, weight_bytes)
         self.restore()
-        pipe = for_task(load_pipeline(model, options), task)
+        pipe = self._held.load(model, options, plan)
         self._encoders.arrange(pipe, plan)
         return self._use(pipe.to(self.device))
-
-    def _check_memory(self, weight_bytes: int) -> None:
-        free = free_bytes(self.device)  # None for a CPU: the caller has checked the memory of all such ranks together
-        if free is not None and weight_bytes > free:
-            raise PlanError(
-                f"the weights take {weight_bytes / 2**30:.1f} GiB, but {self.device} has only {free / 2**30:.1f} GiB "
-                "free: load them in a smaller dtype (torch_dtype=torch.float16), or free some of it"
-            )
 
     def adopt(self, pipe: Any, plan: Plan | None = None) -> PipelineInfo:
         """Use a pipeline in memory. Raises UnsupportedModel for an offloaded, spread, parallel or compiled one."""
@@ -107,7 +98,9 @@ class PipelineRunner:
             refuse_compiled_denoisers(pipe)
         self.restore()
         self._encoders.arrange(pipe, plan)
-        return self._use(pipe if offloaded or pipe.device == self.device else pipe.to(self.device))
+        in_shards = self._held.hold(pipe, plan)
+        stays = offloaded or (pipe.device == self.device and not in_shards)
+        return self._use(pipe if stays else pipe.to(self.device))
 
     def _use(self, pipe: Any) -> PipelineInfo:
         prepare_pipeline(pipe)
@@ -122,6 +115,7 @@ class PipelineRunner:
         The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
         """
         self._installed.forget(name)
+        self._held.give_back_for(name)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = with_checked_sources(method, args, kwargs)
@@ -160,7 +154,9 @@ class PipelineRunner:
     def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
         """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. `verify` and `vae`: see CallOptions."""
         self._uninstall()
-        works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
+        held = self._held.take(plan)
+        one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
+        works = plan.world_size > 1 or one_rank or vae == "tiled"
         if self.context.world_size > 1 or works:
             watched(self._connected(), self.context)  # whose limit may have been that of loading
         if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
@@ -171,14 +167,15 @@ class PipelineRunner:
                 VerificationCache.of(verify),
             )
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
-            self._installed = InstalledPlan(self.pipe)
+            self._installed = InstalledPlan(self.pipe, held)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(vae, communicators[1], verifications)
         self._installed_for = (plan, verify, vae)
 
     def restore(self) -> None:
-        """Remove every hook, and give encoders back to all ranks: the pipeline is as before `install`."""
+        """Remove every hook, and give encoders and weights to all ranks: the pipeline is as before `install`."""
         self._uninstall()
+        self._held.give_back()
         self._encoders.give_back()
 
     def _uninstall(self) -> None:

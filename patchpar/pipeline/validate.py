@@ -103,7 +103,7 @@ def check_plan(model: PipelineInfo, plan: Plan) -> None:
     if isinstance(plan.strategy, StructureGuidance):
         if plan.weights != "whole":
             raise PlanError(
-                f"plan {plan} shards weights, for which all ranks have to run the same blocks, but with strategy "
+                f"plan {plan} divides weights, for which all ranks have to run the same blocks, but with strategy "
                 f"{plan.strategy.name} each rank runs patches of its own: use weights=whole, or strategy exact"
             )
         if plan.stage > 1:

@@ -4,6 +4,7 @@ Plan(cfg=2, patch=4)                                            8 devices: 2 gui
 Plan.parse("cfg=2,patch=4")                                     the same from a command line
 Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow their strategy
 Plan(patch=4, weights="sharded")                                a quarter of the blocks' weights on each rank
+Plan(weights="hosted")                                          blocks in host memory, copied to the device to run
 Plan(tensor=4)                                                  a quarter of the features of the blocks' Linears
 Plan(stage=2)                                                   half of the blocks on each rank
 Plan(stage=2, strategy="piped:pieces=4")                        the same, both at work at the same time
@@ -25,7 +26,7 @@ AXIS_MEANINGS = {
     "tensor": "a part of the features",
 }
 SPLITS = ("auto", "rows", "columns")
-WEIGHTS = ("whole", "sharded")
+WEIGHTS = ("whole", "sharded", "hosted")
 NUMBERS = (*AXIS_MEANINGS, "resident")
 ENCODERS = ("auto", "all", "one")
 SINGLE = "single"
@@ -38,9 +39,9 @@ class Plan:
 
     A text is parsed at once, so that equal plans compare equal. `parse` reads `str(plan)` as the same plan. `split` is
     the side that bands are split along: "auto" takes the longer one, because the halo then is shorter. `weights`: whole
-    on every rank, or sharded: a part of each block, gathered when the block runs. Then `resident` blocks of each
-    network stay whole. `encoders`: which ranks of an image hold and run its text and image encoders, "all" or "one";
-    "auto" is "all".
+    on every rank; sharded: a part of each block, gathered when the block runs; or hosted: that part in host memory.
+    With the last two `resident` blocks of each network stay whole. `encoders`: which ranks of an image hold and run its
+    text and image encoders, "all" or "one"; "auto" is "all".
     """
 
     data: int = 1
@@ -66,9 +67,9 @@ class Plan:
             raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")
         if self.encoders not in ENCODERS:
             raise PlanError(f"encoders={self.encoders!r}: use one of {', '.join(ENCODERS)}")
-        if self.encoders == "one" and self.weights == "sharded":
+        if self.encoders == "one" and self.weights != "whole":
             raise PlanError(
-                "encoders=one holds the encoders on one rank, and weights=sharded on all: leave one of them out"
+                f"encoders=one holds the encoders on one rank, and weights={self.weights} on all: leave one of them out"
             )
         self._check_stages()
         self._check_weights()
@@ -91,29 +92,31 @@ class Plan:
                 f"stage={self.stage} divides the blocks between ranks, and tensor={self.tensor} their features: use "
                 f"one of them, stage={self.stage * self.tensor} or tensor={self.stage * self.tensor}"
             )
-        if self.weights == "sharded":
+        if self.weights != "whole":
             raise PlanError(
-                f"weights=sharded divides every block between ranks that all run it, and stage={self.stage} leaves "
-                f"each block to one rank: use weights=whole, or patch={self.stage} instead of stage"
+                f"weights={self.weights} divides every block between ranks that all run it, and stage={self.stage} "
+                f"leaves each block to one rank: use weights=whole, or patch={self.stage} instead of stage"
             )
 
     def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise PlanError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
-        if self.weights == "sharded" and self.tensor > 1:
+        if self.weights != "whole" and self.tensor > 1:
             raise PlanError(
-                f"weights=sharded divides the weights that tensor={self.tensor} has divided: use weights=whole, or "
-                f"patch={self.patch * self.tensor} instead of tensor"
+                f"weights={self.weights} divides the weights that tensor={self.tensor} has divided: use weights=whole, "
+                f"or patch={self.patch * self.tensor} instead of tensor"
             )
         if self.weights == "sharded" and self.patch * self.cfg == 1:
             raise PlanError(
                 "weights=sharded divides the weights between the ranks of one image (axes 'cfg' and 'patch'), which is "
-                "1 rank: use patch=2 or cfg=2 or more, or weights=whole"
+                "1 rank: use patch=2 or cfg=2 or more, weights=hosted (in host memory), or weights=whole"
             )
         if not is_whole(self.resident, 0):
             raise PlanError(f"resident={self.resident!r}: it is a number of blocks of each network, at least 0")
         if self.resident and self.weights == "whole":
-            raise PlanError(f"resident={self.resident} is for weights=sharded: with weights=whole all blocks are")
+            raise PlanError(
+                f"resident={self.resident} is for weights=sharded and weights=hosted: with weights=whole all blocks are"
+            )
 
     def degrees(self) -> dict[str, int]:
         """Return the degree of each axis, outermost first."""
@@ -123,6 +126,12 @@ class Plan:
     def world_size(self) -> int:
         """Number of ranks of the plan."""
         return math.prod(self.degrees().values())
+
+    def held_bytes(self, weight_bytes: int) -> int:
+        """Return about how many bytes of a model's weights the device of a rank keeps."""
+        return {"whole": weight_bytes, "sharded": weight_bytes * self.data // self.world_size, "hosted": 0}[
+            self.weights
+        ]
 
     @classmethod
     def parse(cls, text: str, *, strategy: object = None) -> "Plan":

@@ -73,7 +73,9 @@ def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
             degrees["stage"], kept = chance.choice((2, 3)), "stage"
         degrees.update(dict.fromkeys({"stage", "patch", "tensor"} - {kept}, 1) if degrees["stage"] > 1 else {})
         shards = degrees["cfg"] * degrees["patch"] > 1 and degrees["tensor"] == degrees["stage"] == 1
-        weights = {"weights": "sharded", "resident": chance.choice((0, 3))} if shards else {}
+        hosts = degrees["tensor"] == degrees["stage"] == 1
+        kinds = ("sharded",) * shards + ("hosted",) * hosts
+        weights = {"weights": chance.choice(kinds), "resident": chance.choice((0, 3))} if kinds else {}
         options = chance.choice(({}, weights, {"encoders": chance.choice(ENCODERS)}))
         plan = Plan(**degrees, strategy=strategy, split=chance.choice(SPLITS), **options)
         assert Plan.parse(str(plan)) == plan

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PatchparError
-from patchpar.plan.mesh import rank_sets
-from patchpar.shard.weights.sharded import KIND, ShardedWeights
+from patchpar.plan.mesh import Axis, rank_sets
+from patchpar.shard.weights.host_store import HostStore
+from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
+from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.weights.stores import DeviceShards
 from tests.exact import denoisers
 from tests.ranks import PoolRank
 from tests.tiny.transformers import TRANSFORMERS
@@ -20,8 +24,19 @@ from tests.unit.collectives_on_ranks import over_torch
 from tests.weights import networks
 
 
-def sharded(this: PoolRank, network: nn.Module, **options: Any) -> ShardedWeights:
-    return ShardedWeights(network, this.comm(), this.mesh(patch=this.world)["patch"], **options)
+def divided(this: PoolRank, network: nn.Module, kind: str = "sharded", **options: Any) -> ShardedWeights:
+    return joined(network, this.comm(), this.mesh(patch=this.world)["patch"], kind, **options)
+
+
+def joined(network: nn.Module, comm: Communicator, axis: Axis, kind: str = "sharded", **options: Any) -> ShardedWeights:
+    """`kind`: "hosted apart" is that of ranks that cannot map each other's memory."""
+    store = DeviceShards if kind == "sharded" else HostStore
+    weights = ShardedWeights(network, store(axis, comm.transport.device), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "hosted apart":
+            patch.setattr("patchpar.shard.weights.host_segment.opened", lambda address: None)
+        weights.join(comm)
+    return weights
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -45,12 +60,12 @@ def same_state(network: nn.Module, before: dict[str, tuple[Tensor, tuple[int, ..
 
 
 @torch.no_grad()
-def networks_with(this: PoolRank, name: str, slots: int, resident: int) -> dict[str, Any]:
+def networks_with(this: PoolRank, name: str, slots: int, resident: int, kind: str = "sharded") -> dict[str, Any]:
     """Three calls of a network, the last with the order of its blocks reversed; and what was sent."""
     network, x = networks.build(name), networks.sample()
     before, wanted = state_of(network), network(x)
-    weights = sharded(this, network, slots=slots, resident=resident)
-    outside = weights.keep_what_is_read_outside(lambda: network(x))
+    weights = divided(this, network, kind, slots=slots, resident=resident)
+    outside = keep_what_is_read_outside(weights, lambda: network(x))
     assert not weights.comm.traffic.bytes_sent
     outputs = [equal(network(x), wanted), equal(network(x), wanted)]
     order, network.order = network.order, tuple(reversed(network.order))
@@ -68,10 +83,10 @@ def networks_with(this: PoolRank, name: str, slots: int, resident: int) -> dict[
 
 
 @torch.no_grad()
-def bytes_of(this: PoolRank) -> dict[str, Any]:
+def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
     """What one rank holds and sends in two calls of a chain of four blocks, and what the blocks' shards have."""
     network, x = networks.Chain(4).eval().requires_grad_(False), networks.sample()
-    weights = sharded(this, network)
+    weights = divided(this, network, kind)
     for _ in range(2):  # the second ends with the gather of the first block, in advance
         network(x)
     weights.settle()
@@ -87,12 +102,14 @@ def bytes_of(this: PoolRank) -> dict[str, Any]:
         "whole": sum(block.num_bytes for block in weights.blocks),
         "sent": dict(traffic.bytes_sent),
         "received": dict(traffic.bytes_received),
-        "rounds": traffic.rounds[KIND],
+        "rounds": dict(traffic.rounds),
     }
 
 
 @torch.no_grad()
-def diffusers_network(this: PoolRank, name: str, gathered: bool, dtype: torch.dtype) -> dict[str, Any]:
+def diffusers_network(
+    this: PoolRank, name: str, gathered: bool, dtype: torch.dtype, kind: str = "sharded"
+) -> dict[str, Any]:
     """Two calls of a network of diffusers; where not `gathered`, its slots keep what they have."""
     network, call = _built(name)
     network = network.to(dtype)
@@ -102,9 +119,9 @@ def diffusers_network(this: PoolRank, name: str, gathered: bool, dtype: torch.dt
         if not gathered:
             patch.setattr(ShardedWeights, "_start", lambda self, index: None)
             patch.setattr(ShardedWeights, "_take", lambda self, slot: None)
-        weights = sharded(this, network)
+        weights = divided(this, network, kind)
         if gathered:  # such as DiT's first embedding, which the network itself calls
-            weights.keep_what_is_read_outside(lambda: network(**call))
+            keep_what_is_read_outside(weights, lambda: network(**call))
         found = [equal(network(**call), wanted) for _ in range(2)]
     weights.restore()
     return {"equal": found, "restored": same_state(network, before), "blocks": len(weights.blocks)}
@@ -116,7 +133,7 @@ def cast_by_layer(this: PoolRank) -> list[bool]:
     network, call = _built("FluxTransformer2DModel")
     network.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     wanted = network(**call)
-    weights = sharded(this, network)
+    weights = divided(this, network)
     found = [equal(network(**call), wanted) for _ in range(2)]
     weights.restore()
     return [*found, equal(network(**call), wanted)]
@@ -131,7 +148,7 @@ def by_one_operation(this: PoolRank) -> list[bool]:
     assert transport.collectives is not None
     axis = this.mesh(patch=this.world)["patch"]
     transport.collectives.form(rank_sets(this.world, patch=this.world))
-    weights = ShardedWeights(network, comm, axis)
+    weights = joined(network, comm, axis)
     found = [equal(network(x), wanted) for _ in range(3)]
     weights.restore()
     transport.close()
@@ -143,7 +160,7 @@ def after_an_exception(this: PoolRank) -> list[bool]:
     """A block raises on every rank; the next call is right."""
     network, x = networks.build("chain"), networks.sample()
     wanted = network(x)
-    weights = sharded(this, network)
+    weights = divided(this, network)
     network(x)
     handle = network.blocks[2].linear.register_forward_hook(_fail)  # type: ignore[index]
     with pytest.raises(ZeroDivisionError):
@@ -155,12 +172,12 @@ def after_an_exception(this: PoolRank) -> list[bool]:
 
 
 @torch.no_grad()
-def refused(this: PoolRank, change: str) -> str:
+def refused(this: PoolRank, change: str, kind: str = "sharded") -> str:
     """The message for a network that cannot be sharded."""
     network: Any = networks.build("chain")
     CHANGES[change](this, network)
     try:
-        sharded(this, network)
+        divided(this, network, kind)
     except PatchparError as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"

@@ -23,8 +23,8 @@ from tests.ranks import PoolRank
 SEED = 7
 
 
-def both(this: PoolRank, name: str, plan: str, cache: Any = None) -> dict[str, Any] | None:
-    """Two calls with whole weights and two with sharded ones; whether they are equal, and what was sent."""
+def both(this: PoolRank, name: str, plan: str, cache: Any = None, kind: str = "sharded") -> dict[str, Any] | None:
+    """Two calls with whole weights and two with divided ones; whether they are equal, and what was sent."""
     built = tiny.build(name)
     pipe, arguments = built.pipe, built.call_kwargs
     if cache is not None:
@@ -32,7 +32,7 @@ def both(this: PoolRank, name: str, plan: str, cache: Any = None) -> dict[str, A
     runner = PipelineRunner(this.context)
     runner.adopt(pipe)
     before = {key: x.clone() for key, x in _weights(pipe).items()}
-    runs = [_run(runner, arguments, text) for text in (plan, f"{plan},weights=sharded")]
+    runs = [_run(runner, arguments, text) for text in (plan, f"{plan},weights={kind}")]
     held = runner._installed.weights
     sharded = {} if held is None else {type(net).__name__: w for net, w in held._sharded.items() if w is not None}
     blocks = {kind: (weights.axis.size, len(weights.blocks)) for kind, weights in sharded.items()}
@@ -44,6 +44,7 @@ def both(this: PoolRank, name: str, plan: str, cache: Any = None) -> dict[str, A
     return {
         "equal": [torch.equal(a, b) for a, b in zip(found["latents"], wanted["latents"], strict=True)],
         "sent": found["sent"],
+        "received": found["received"],
         "whole sent": wanted["sent"],
         "blocks": blocks,
         "restored": restored,
@@ -51,16 +52,16 @@ def both(this: PoolRank, name: str, plan: str, cache: Any = None) -> dict[str, A
 
 
 def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str) -> dict[str, Any] | None:
-    latents, sent = [], {}
+    latents, sent, received = [], {}, {}
     options = CallOptions(plan=Plan.parse(plan), verify=False)
     for _ in range(2):
         kwargs = {**arguments, "output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
         result = runner.generate(kwargs, options)
         if not isinstance(result, CallResult):
             return None
-        sent = dict(result.figures[0].bytes_sent)
+        sent, received = dict(result.figures[0].bytes_sent), dict(result.figures[0].bytes_received)
         latents += tensors_in(result.output)
-    return {"latents": latents, "sent": sent}
+    return {"latents": latents, "sent": sent, "received": received}
 
 
 def _weights(pipe: Any) -> dict[str, Tensor]:
@@ -82,9 +83,9 @@ def refused(this: PoolRank, plan: str) -> str:
     return "not refused"
 
 
-def adapted(this: PoolRank, plan: str, folder: str) -> dict[str, Any]:
+def adapted(this: PoolRank, plan: str, folder: str, kind: str = "sharded") -> dict[str, Any]:
     """Latents with adapters loaded, scaled, exchanged and unloaded, against the same plan with whole weights."""
-    built, sharded = [tiny.build("flux") for _ in range(2)], f"{plan},weights=sharded"
+    built, sharded = [tiny.build("flux") for _ in range(2)], f"{plan},weights={kind}"
     files = [_save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, seed) for seed in range(2)]
     runners = [PipelineRunner(this.context) for _ in built]
     for runner, each in zip(runners, built, strict=True):
@@ -149,7 +150,7 @@ def replaced(this: PoolRank) -> str:
     return "not refused"
 
 
-def killed(this: PoolRank) -> None:
+def killed(this: PoolRank, kind: str = "sharded") -> None:
     """Rank 1 ends in the middle of a call, at a gather, before it has sent its part to the others."""
     built, gathers = tiny.build("flux"), []
     runner = PipelineRunner(this.context)
@@ -165,4 +166,4 @@ def killed(this: PoolRank) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedWeights, "_start", start_or_end)
-        _run(runner, built.call_kwargs, "patch=2,weights=sharded")
+        _run(runner, built.call_kwargs, f"patch=2,weights={kind}")

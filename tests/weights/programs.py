@@ -15,12 +15,15 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.rounds import GatherRounds
-from patchpar.shard.weights.sharded import KIND, ShardedWeights
+from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.weights.stores import KIND
 from patchpar.strategies.cfg.split import GuidanceSplit
 from tests.ranks import PoolRank
 from tests.tensors import noise
 from tests.weights import networks
+from tests.weights.on_ranks import joined
 
 STEPS = 4
 Call = Callable[[int, Tensor], Tensor]  # network, sample [2, width]
@@ -72,10 +75,10 @@ def run(this: PoolRank, name: str, cfg: int, gathered: bool) -> dict[str, Any]:
     mesh, comm, clock = this.mesh(cfg=cfg, patch=this.world // cfg), this.comm(), StepClock()
     guidance = GuidanceSplit(comm, mesh["cfg"], clock)
     guidance.rounds = rounds = GatherRounds(comm, mesh.of_one_image())
-    weights = [ShardedWeights(network, comm, mesh.of_one_image()) for network in built]
+    weights = [joined(network, comm, mesh.of_one_image()) for network in built]
     calls: list[int] = []
     for network, of_network in zip(built, weights, strict=True):
-        of_network.keep_what_is_read_outside(partial(network, networks.sample()))
+        keep_what_is_read_outside(of_network, partial(network, networks.sample()))
         network.register_forward_hook(lambda *_: calls.append(clock.call))
 
     def call(which: int, x: Tensor) -> Tensor:
@@ -103,8 +106,8 @@ def run(this: PoolRank, name: str, cfg: int, gathered: bool) -> dict[str, Any]:
 def in_another_order(this: PoolRank) -> str:
     """The message where blocks of a rank's own call run in an order that other ranks do not know."""
     network, mesh = networks.build("chain"), this.mesh(cfg=this.world)
-    weights = ShardedWeights(network, this.comm(), mesh.of_one_image())
-    weights.keep_what_is_read_outside(partial(network, networks.sample()))
+    weights = joined(network, this.comm(), mesh.of_one_image())
+    keep_what_is_read_outside(weights, partial(network, networks.sample()))
     network.order = (0, 2, 1)
     with pytest.raises(UnsupportedModel) as raised, weights.round():
         network(networks.sample())
@@ -115,8 +118,8 @@ def in_another_order(this: PoolRank) -> str:
 def within_each_other(this: PoolRank) -> str:
     """The message for a block that calls another one."""
     network, mesh = networks.build("nested"), this.mesh(cfg=this.world)
-    weights = ShardedWeights(network, this.comm(), mesh.of_one_image())
-    weights.keep_what_is_read_outside(partial(network, networks.sample()))
+    weights = joined(network, this.comm(), mesh.of_one_image())
+    keep_what_is_read_outside(weights, partial(network, networks.sample()))
     with pytest.raises(UnsupportedModel) as raised, weights.round():
         network(networks.sample())
     return str(raised.value)

@@ -8,8 +8,8 @@ A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
+from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import is_alike
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
 OUTSIDE = -1
 APART = 2**48  # bytes between made-up addresses
+HOST = torch.device("cpu")
+GROUP_OFFLOAD = "group_offloading"  # as diffusers names its hook
+ReadMemory = Callable[[Tensor, int, int], Tensor]
+"""Returns the bytes from the first to before the last of a tensor of any shape, with what lies between its elements."""
+
+
+def memory_of(x: Tensor, first: int, last: int) -> Tensor:
+    """Return bytes of the memory of `x`, of any shape, as [last - first], with what lies between its elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach().as_subclass(Tensor).as_strided((_span(x),), (1,)).view(torch.uint8)[first:last]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,14 +66,27 @@ class PackedBlock:
         """Return the bytes that each of `num_ranks` ranks keeps; the last ones may hold padding only."""
         return -(-self.num_bytes // (num_ranks * ALIGNMENT)) * ALIGNMENT
 
-    def write(self, buffer: Tensor) -> None:
-        """Copy the weights into `buffer` [bytes]."""
-        for each in self.tensors:
-            buffer.narrow(0, each.offset, each.num_bytes).copy_(_bytes_of(each.tensor))
+    def write(self, buffer: Tensor, first: int = 0, read: ReadMemory = memory_of) -> None:
+        """Copy the weights into `buffer` [bytes], from byte `first` of the block on; others are not read."""
+        last = first + buffer.numel()
+        for each in {each.offset: each for each in self.tensors}.values():  # tied ones once
+            begin, end = max(first, each.offset), min(last, each.offset + each.num_bytes)
+            if begin < end:
+                found = read(each.tensor, begin - each.offset, end - each.offset)
+                buffer[begin - first : end - first].copy_(found)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors, of any shape, as they lie in `buffer` [bytes]."""
         return [each.view(buffer) for each in self.tensors]
+
+    def fillers(self, buffer: Tensor) -> list[Tensor]:
+        """Return tensors like the block's, of any shape, that all lie at the beginning of `buffer` [bytes]."""
+        return [replace(each, offset=0).view(buffer) for each in self.tensors]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(each.num_bytes for each in self.tensors)
 
     def own_copies(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors in `buffer` [bytes] in memory of their own; tied ones share it as before."""
@@ -88,10 +112,11 @@ class PackedBlock:
         return f"{self.name} " + " ".join(f"{x.offset} {x.dtype} {x.shape} {x.stride}" for x in self.tensors)
 
 
-def packed_blocks(network: nn.Module, device: torch.device) -> list[PackedBlock]:
+def packed_blocks(network: nn.Module, device: torch.device, *, on_the_host: bool = False) -> list[PackedBlock]:
     """Return the blocks of a network, in the order they are registered in, with the weights that can be packed.
 
-    Raises UnsupportedModel for a network without blocks, with compiled modules, or with weights not on `device`.
+    `on_the_host`: whether weights may still be in host memory. Raises UnsupportedModel for a network without blocks,
+    with compiled modules, or with weights elsewhere.
     """
     blocks, kind = blocks_of(network), type(network).__name__
     if compiled_in(network):
@@ -99,10 +124,12 @@ def packed_blocks(network: nn.Module, device: torch.device) -> list[PackedBlock]
             f"{kind} has compiled modules ({compiled_in(network)[0] or kind}), whose graphs would contain the gathers "
             "of sharded weights: use weights=whole, or do not compile it"
         )
-    elsewhere = next((x.device for _, x in _tensors_of(network, blocks) if not _is_on(x.device, device)), None)
-    if elsewhere is not None:
+    allowed = [device, HOST] if on_the_host else [device]
+    elsewhere = next((x.device for _, x in _tensors_of(network, blocks) if not _is_on(x.device, allowed)), None)
+    if elsewhere is not None or _is_offloaded(network):
+        where = "hooks that move its weights" if elsewhere is None else f"weights on {elsewhere}"
         raise UnsupportedModel(
-            f"{kind} has weights on {elsewhere}, but this rank is on {device}: weights=sharded takes the place of "
+            f"{kind} has {where}, but this rank is on {device}: weights=sharded and weights=hosted take the place of "
             "offloading; load the model without it, or use weights=whole"
         )
     found = _packed(network, blocks)
@@ -132,8 +159,16 @@ def resident_of(num_blocks: int, count: int) -> set[int]:
     return {(2 * number + 1) * num_blocks // (2 * count) for number in range(count)}
 
 
-def _is_on(found: torch.device, device: torch.device) -> bool:
-    return found.type == device.type and device.index in (None, found.index)
+def _is_on(found: torch.device, devices: Sequence[torch.device]) -> bool:
+    return any(found.type == device.type and device.index in (None, found.index) for device in devices)
+
+
+def _is_offloaded(network: nn.Module) -> bool:
+    """Whether hooks of accelerate or diffusers move the weights between devices; they may be in host memory now."""
+    return any(
+        "_hf_hook" in vars(module) or any(name == GROUP_OFFLOAD for name, _ in hooks_of(module))
+        for module in network.modules()
+    )
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
@@ -234,9 +269,3 @@ def _range_of(x: Tensor) -> tuple[int, int]:
 def _made_up_address(x: Tensor) -> int:
     """Return where a tensor of any shape without memory would begin if storages were far apart."""
     return x.untyped_storage()._cdata * APART + x.storage_offset() * x.element_size()
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    """Return the memory of `x`, of any shape, as [bytes], with what lies between its elements."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.detach().as_subclass(Tensor).as_strided((_span(x),), (1,)).view(torch.uint8)

@@ -1,16 +1,16 @@
-"""Sharded weights: every rank keeps a run of bytes of each block, and gathers a block when it runs.
+"""Weights in slots: every rank keeps a run of bytes of each block, and brings a block into a slot when it runs.
 
     bytes of a block      | rank 0 | rank 1 | rank 2 |      kept for good, 1/n each
     slots                 slot 0: block 0, 2, 4 ...          slot 1: block 1, 3, 5 ...
-    block 1 runs          gather of block 2 into slot 0, since 2 followed 1 in the last call
+    block 1 runs          block 2 comes into slot 0, since 2 followed 1 in the last call
 
 Parameters are views into the slots, whose addresses never change: nothing is allocated or copied at a gather. What is
 not in a block stays whole. All ranks of the axis run the same blocks in the same order; which order is not assumed.
+Where the bytes are kept, and how they get into a slot, is up to a store: in the memory of the devices, or of the host.
 
 As in ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054), for inference, and by bytes instead of tensors.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,42 +19,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport import Work
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.plan.mesh import Axis
+from patchpar.launch.accelerators import free_bytes
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.verification import fails_or_has_nan, uncounted
-from patchpar.shard.weights.packed import PackedBlock, packed_blocks, refuse_other_layouts, resident_of
+from patchpar.shard.verification import every_rank_has
+from patchpar.shard.weights.packed import (
+    ReadMemory,
+    memory_of,
+    packed_blocks,
+    refuse_other_layouts,
+    resident_of,
+)
+from patchpar.shard.weights.stores import BlockStore, Transfer
 
-KIND = "weights"  # of all gathers, in statistics
 SLOTS = 2
 NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
-log = logging.getLogger(__name__)
 
 
 class ShardedWeights:
-    """The weights of one network, sharded over the ranks of `axis`, until `restore`.
+    """The weights of one network, of which `store` keeps this rank's part, until `restore`.
 
-    All ranks of the axis create it together, with the same weights, and call each of its methods together. `resident`:
-    how many blocks stay whole, evenly spaced. Raises PlanError, UnsupportedModel.
+    The constructor works on this rank alone: all ranks of the axis create it with the same weights, and `join` before
+    the network is called. `resident`: how many blocks stay whole, evenly spaced. `read`: what reads the memory of
+    weights, which may be in host memory if it is given. Raises UnsupportedModel.
     """
 
     def __init__(
-        self, network: nn.Module, comm: Communicator, axis: Axis, *, slots: int = SLOTS, resident: int = 0
+        self,
+        network: nn.Module,
+        store: BlockStore,
+        *,
+        slots: int = SLOTS,
+        resident: int = 0,
+        read: ReadMemory | None = None,
     ) -> None:
-        if axis.size == 1:
-            raise PlanError("weights=sharded takes at least 2 ranks, but the plan has 1: use weights=whole")
-        self.network, self.comm, self.axis = network, comm, axis
-        blocks = packed_blocks(network, comm.transport.device)
+        self.network, self.axis, self._store = network, store.axis, store
+        blocks = packed_blocks(network, store.device, on_the_host=read is not None)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
-        refuse_other_layouts(network, self.blocks, (comm, axis))
-        largest = max((self._rows(block) for block in self.blocks), default=0)
-        empty = partial(torch.empty, dtype=torch.uint8, device=comm.transport.device)
+        largest = max(map(store.rows, self.blocks), default=0)
+        empty = partial(torch.empty, dtype=torch.uint8, device=store.device)
         self._slots = [empty(largest) for _ in range(min(slots, len(self.blocks)))]
         self._holds: list[int | None] = [None] * len(self._slots)
-        self._pending: dict[int, tuple[int, Work[Tensor]]] = {}  # by slot
+        self._pending: dict[int, tuple[int, Transfer]] = {}  # by slot
         self._next: dict[int, int] = {}  # the block that ran after each block in the last call
         self._last: int | None = None
         self._active: list[int] = []  # blocks that run now, the outer ones first
@@ -63,29 +71,66 @@ class ShardedWeights:
         self._position: int | None = None  # in this order, in a round
         self._away: Mapping[int, list[Tensor]] = {}  # what weights are while not gathered, for a search
         self._fill: Mapping[int, int] = {}  # what the slot of a block is filled with when it has run, for a search
-        self._shards: list[Tensor] = []
         self._views: list[list[Tensor]] = []
         self._hooks: dict[int, HookSet] = {}
+        store.reserve(self.blocks)
         for index in range(len(self.blocks)):
-            self._shard(index)
+            self._shard(index, memory_of if read is None else read)
+
+    def join(self, comm: Communicator) -> None:
+        """Begin to exchange bytes with the other ranks through `comm`. Collective. Raises UnsupportedModel."""
+        if self._store.comm is None:
+            refuse_other_layouts(self.network, self.blocks, (comm, self.axis))
+            self._store.join(comm)
+        self._store.comm = comm
+
+    @property
+    def comm(self) -> Communicator:
+        """The way to the other ranks, after `join`."""
+        assert self._store.comm is not None, "join comes first"
+        return self._store.comm
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's shards and slots; weights that stay whole are not counted."""
-        return sum(x.numel() for x in (*self._shards, *self._slots))
+        return self._store.num_bytes + sum(x.numel() for x in self._slots)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks of the axis have to run the same blocks in the same order, after `join`."""
+        return self._store.is_collective
+
+    @property
+    def in_slots(self) -> list[int]:
+        """Indices of the blocks that come into slots, and do not stay whole."""
+        return list(self._hooks)
 
     def restore(self) -> None:
         """Gather all blocks for good, bit for bit as they were, and remove the hooks. Idempotent. Collective.
 
-        Raises ExchangeError.
+        Raises PlanError, with nothing changed, where they do not fit a device. Raises ExchangeError.
         """
         self.settle()
-        for index in list(self._hooks):
-            self._keep_whole(index)
-        self._slots, self._shards = [], []
+        if self._hooks:
+            self._refuse_without_memory()
+        for index in self.in_slots:
+            self.keep_whole(index)
+        self._slots = []
+        self._store.close()
+
+    def _refuse_without_memory(self) -> None:
+        device, need = self._store.device, sum(self.blocks[index].num_bytes for index in self._hooks)
+        free = free_bytes(device)
+        if not every_rank_has((self.comm, self.axis), "memory for whole weights", free is None or need <= free):
+            have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+            raise PlanError(
+                f"the blocks of {type(self.network).__name__} take {need / 2**30:.1f} GiB when they are whole, more "
+                f"than is free on a device ({device} has {have}), so that they stay as they are: do what needs whole "
+                "weights before the model is loaded here, load it in a smaller dtype, or close the pipeline"
+            )
 
     def settle(self) -> None:
-        """Wait for gathers that were started in advance. Raises ExchangeError."""
+        """Wait for transfers that were started in advance. Raises ExchangeError."""
         for slot in list(self._pending):
             self._take(slot)
 
@@ -95,20 +140,18 @@ class ShardedWeights:
 
     # --- shards and slots ---------------------------------------------------------------------------------------
 
-    def _shard(self, index: int) -> None:
+    def _shard(self, index: int, read: ReadMemory) -> None:
         """Keep this rank's bytes of a block, and make its parameters views of its slot."""
         block, slot = self.blocks[index], self._slot(index)
-        block.write(self._slots[slot])
-        self._holds[slot] = index
-        self._shards.append(self._row(index).clone())
+        self._store.keep(index, read)
         self._views.append(block.views(self._slots[slot]))
         block.point_to(self._views[index])
         hooks = self._hooks[index] = HookSet()
         hooks.before(block.module, partial(self._enter, index))
         hooks.after(block.module, partial(self._leave, index))
 
-    def _keep_whole(self, index: int) -> None:
-        """Gather a block for good."""
+    def keep_whole(self, index: int) -> None:
+        """Gather a block for good. Collective. Raises ExchangeError."""
         self._hold(index)
         self.blocks[index].point_to(self.blocks[index].own_copies(self._slots[self._slot(index)]))
         self._hooks.pop(index).close()
@@ -116,24 +159,13 @@ class ShardedWeights:
     def _slot(self, index: int) -> int:
         return index % len(self._slots)
 
-    def _rows(self, block: PackedBlock) -> int:
-        return self.axis.size * block.shard_bytes(self.axis.size)
-
-    def _row(self, index: int) -> Tensor:
-        """Return where this rank's bytes lie in the slot of a block, [bytes]."""
-        size = self.blocks[index].shard_bytes(self.axis.size)
-        return self._slots[self._slot(index)].narrow(0, self.axis.rank * size, size)
-
     # --- gathers ------------------------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
-        """Start to gather a block into its slot."""
-        slot, block = self._slot(index), self.blocks[index]
-        self._holds[slot], own = None, self._row(index)
-        own.copy_(self._shards[index])
-        into = self._slots[slot][: self._rows(block)]
-        work = self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", own, bulk=True, into=into)
-        self._pending[slot] = index, work
+        """Start to bring a block into its slot."""
+        slot = self._slot(index)
+        self._holds[slot] = None
+        self._pending[slot] = index, self._store.start(index, self._slots[slot])
 
     def _take(self, slot: int) -> None:
         """Wait for the gather into a slot."""
@@ -234,44 +266,7 @@ class ShardedWeights:
 
     # --- what reads weights elsewhere ---------------------------------------------------------------------------
 
-    def keep_what_is_read_outside(self, run: Callable[[], Any]) -> list[str]:
-        """Keep whole, from now on, every block whose weights are read while it does not run; return their names.
-
-        `run` calls the network, without side effects, and returns its output. It is called once with NaN in all
-        weights that are not gathered, and again for smaller and smaller groups if these reach the output. A model whose
-        own output has NaN keeps all blocks whole. Only floating-point weights can be found.
-        """
-        found: list[int] = []
-        with uncounted(self.comm):
-            if self.comm.transport.device.type == "meta":  # nothing can be found without values
-                self._record(run)
-            elif self._hooks:
-                found = self._read_outside(run, list(self._hooks))
-            self.settle()
-            for index in found:
-                self._keep_whole(index)
-            if found:
-                self._record(run)
-        self._next.clear()
-        self._last = None
-        names = [self.blocks[index].name for index in found]
-        if names and self.axis.rank == 0:
-            kind = type(self.network).__name__
-            log.warning("%s: code outside %s reads their weights, so they stay whole", kind, ", ".join(names))
-        return names
-
-    def _read_outside(self, run: Callable[[], Any], group: list[int]) -> list[int]:
-        with self._poisoned(group):
-            own = fails_or_has_nan(partial(self._record, run))
-        flag = torch.tensor([own], device=self.comm.transport.device)
-        if not any(bool(x) for x in AllGather(self.comm, self.axis, "verify", "poisoned weights").same(flag)):
-            return []
-        if len(group) == 1:
-            return group
-        half = len(group) // 2
-        return self._read_outside(run, group[:half]) + self._read_outside(run, group[half:])
-
-    def _record(self, run: Callable[[], Any]) -> Any:
+    def record(self, run: Callable[[], Any]) -> Any:
         """Return the output of `run`, and record the order in which blocks run."""
         self._order, self._active, self._recording = [], [], True
         try:
@@ -279,12 +274,18 @@ class ShardedWeights:
         finally:
             self._recording = False
 
+    def forget_order(self) -> None:
+        """Discard which block ran after which: the next call may be another one."""
+        self._next.clear()
+        self._last = None
+
     @contextmanager
-    def _poisoned(self, group: Iterable[int]) -> Iterator[None]:
+    def poisoned(self, group: Iterable[int]) -> Iterator[None]:
         """Context in which weights of `group` are NaN, and those of the other blocks zero, while not gathered."""
         self._fill = dict.fromkeys(self._hooks, 0) | dict.fromkeys(group, NAN_BYTE)
-        filled = {byte: torch.full_like(self._slots[0], byte) for byte in set(self._fill.values())}
-        self._away = {index: self.blocks[index].views(filled[byte]) for index, byte in self._fill.items()}
+        largest = max(self.blocks[index].largest for index in self._hooks)
+        filled = {byte: torch.full_like(self._slots[0][:largest], byte) for byte in set(self._fill.values())}
+        self._away = {index: self.blocks[index].fillers(filled[byte]) for index, byte in self._fill.items()}
         try:
             for index, views in self._away.items():
                 self.blocks[index].point_to(views)

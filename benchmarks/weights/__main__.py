@@ -1,0 +1,118 @@
+"""The memory and the time that a model takes on each rank, with whole, sharded and hosted weights.
+
+    python -m benchmarks.weights --write docs/figures/weights.md
+    python -m benchmarks.weights --heads 4 --double 1 --single 20 --ranks 2 --runs 1
+
+A FLUX-type transformer with random weights is saved in bfloat16 and loaded by CPU workers, in that dtype and in
+float16, which has to be cast. Memory: what only the process of a rank has (Private_* in /proc/self/smaps_rollup,
+sampled every 20 ms), beyond what it had before; the most of all ranks, of new processes. W: bytes of all weights;
+slots: the buffers in which blocks run. Times: medians, of the slowest rank; the kinds of weights take turns. In the
+dtype of the files whole weights on a CPU are pages of the files, which are not read while they are loaded: a GPU would
+get them then, so that there is also the time with every weight copied once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.page import publish
+
+KINDS = ("whole", "sharded", "hosted")
+DTYPES = {"bfloat16": "as in the files", "float16": "cast"}
+COPIED = "whole, copied"
+MARGIN = 0.1  # of W, for everything else
+Figures = dict[str, float]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=16, help="of 64 features each")
+    parser.add_argument("--double", type=int, default=8, help="blocks with text and image apart")
+    parser.add_argument("--single", type=int, default=20, help="blocks with both together")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--runs", type=int, default=5, help="loads of each kind")
+    parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        publish(page(Path(folder) / "model", options), options.write)
+
+
+def page(folder: Path, options: argparse.Namespace) -> list[str]:
+    """The tables of a model that is saved in `folder`."""
+    import torch
+
+    from benchmarks.weights.model import save_model
+
+    save_model(folder, heads=options.heads, double=options.double, single=options.single, dtype=torch.bfloat16)
+    weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    lines = [
+        "# Weights: memory and loading",
+        "",
+        f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
+        f"{64 * options.heads}), W = {_mb(weights)} in bfloat16 and in float16, on CPU workers with one thread each. "
+        "Memory is what only the process of a rank has, beyond what it had before: the most of all ranks. Limit: the "
+        "part of W that a rank keeps (of hosted weights while they are loaded; then all ranks have them in common), "
+        f"the slots, and {MARGIN:.0%} of W. Load times are medians of {options.runs} in turns; of whole weights also "
+        "with each copied once, since a CPU only maps those in the dtype of their files. `python -m "
+        "benchmarks.weights`",
+    ]
+    for ranks in options.ranks:
+        for dtype, how in DTYPES.items():
+            of_torch = getattr(torch, dtype)
+            memory = {kind: memory_of(str(folder), ranks, of_torch, kind) for kind in KINDS}
+            seconds = load_seconds(str(folder), ranks, of_torch, options.runs)
+            lines += ["", f"## {ranks} ranks, {dtype} ({how})", "", *table(memory, seconds, weights, ranks)]
+    return lines
+
+
+def memory_of(folder: str, ranks: int, dtype: Any, kind: str) -> Figures:
+    """Bytes while loading and generating: the most of all ranks."""
+    from patchpar.launch.local import LocalExecutor
+    from patchpar.plan.plan import Plan
+
+    with LocalExecutor(["cpu"] * ranks, "benchmarks.weights.ranks:MeasuredRank", deadline=600.0) as pool:
+        each = pool.call("measure", folder, Plan(patch=ranks, weights=kind), dtype)
+    return {name: max(rank[name] for rank in each) for name in each[0]}
+
+
+def load_seconds(folder: str, ranks: int, dtype: Any, runs: int) -> dict[str, float]:
+    """Median seconds of loading by kind, and of loading and copying whole weights."""
+    from patchpar.launch.local import LocalExecutor
+    from patchpar.plan.plan import Plan
+
+    found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, COPIED)}
+    with LocalExecutor(["cpu"] * ranks, "benchmarks.weights.ranks:MeasuredRank", deadline=600.0) as pool:
+        for run in range(-1, runs):  # the first imports modules
+            for kind, seconds in found.items():
+                plan = Plan(patch=ranks, weights="whole" if kind == COPIED else kind)
+                taken = max(pool.call("load_seconds", folder, plan, dtype, kind == COPIED))
+                if run >= 0:
+                    seconds.append(taken)
+    return {kind: statistics.median(seconds) for kind, seconds in found.items()}
+
+
+def table(memory: dict[str, Figures], seconds: dict[str, float], weights: int, ranks: int) -> Iterator[str]:
+    """Lines of a table, with what each kind may take."""
+    yield "| weights | while loading | limit | first image | next image | limit | slots | load | of whole, copied |"
+    yield "|" + "---|" * 9
+    for kind, found in memory.items():
+        of_rank = {"whole": weights, "sharded": weights / ranks, "hosted": weights / ranks}[kind]
+        margin, kept = MARGIN * weights, 0 if kind == "hosted" else of_rank
+        load = f"{seconds[kind]:.2f} s" + (f" ({seconds[COPIED]:.2f} s)" if kind == "whole" else "")
+        cells = [found["loading"], of_rank + margin, found["first"], found["generating"]]
+        cells += [kept + found["slots"] + margin, found["slots"]]
+        yield f"| {kind} | {' | '.join(map(_mb, cells))} | {load} | {seconds[kind] / seconds[COPIED]:.2f} |"
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+if __name__ == "__main__":
+    main()

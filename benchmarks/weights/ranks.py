@@ -1,0 +1,89 @@
+"""What one rank measures: the memory that only its process has, while it loads a model and generates with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from benchmarks.weights.model import CALL
+from patchpar.launch.executor import RankContext
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.plan import Plan
+
+SECONDS = 0.02  # between two samples
+
+
+def memory_of_process() -> tuple[int, int]:
+    """Bytes that only this process has, and those that it has together with others: both without untouched memory."""
+    sizes: dict[str, int] = {}
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, size, *_ = line.split()
+        sizes[name.rstrip(":")] = int(size) * 1024
+    private, shared = (sizes[f"{kind}_Clean"] + sizes[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
+    return private, shared
+
+
+class PeakMemory:
+    """The most private memory within a `with` statement, sampled by a thread."""
+
+    def __enter__(self) -> PeakMemory:
+        self.bytes, self._ends = memory_of_process()[0], threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._ends.wait(SECONDS):
+            with suppress(OSError):
+                self.bytes = max(self.bytes, memory_of_process()[0])
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, memory_of_process()[0])
+
+
+class MeasuredRank(PipelineRunner):
+    """A rank that loads a model anew for each measurement."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        torch.set_num_threads(1)
+
+    def measure(self, folder: str, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
+        """Load a model and generate twice: bytes beyond those before it was loaded."""
+        before = memory_of_process()[0]
+        with PeakMemory() as loading:
+            self.load(folder, {"torch_dtype": dtype}, 0, plan)
+        self.pipe.set_progress_bar_config(disable=True)
+        with PeakMemory() as first:
+            self._generate(plan)
+        with PeakMemory() as generating:
+            self._generate(plan)
+        weights = self._installed.weights
+        in_slots = [] if weights is None else [x for x in weights._sharded.values() if x is not None]
+        return {
+            "loading": loading.bytes - before,
+            "first": first.bytes - before,
+            "generating": generating.bytes - before,
+            "slots": sum(sum(x.numel() for x in each._slots) for each in in_slots),
+        }
+
+    def load_seconds(self, folder: str, plan: Plan, dtype: torch.dtype, copied: bool) -> float:
+        """Seconds of loading a model, which is dropped afterwards; with `copied`, and of copying all its weights."""
+        start, rank = time.perf_counter(), PipelineRunner(self.context)
+        rank.load(folder, {"torch_dtype": dtype}, 0, plan)
+        if copied:
+            networks = [each for each in rank.pipe.components.values() if isinstance(each, torch.nn.Module)]
+            for x in (x for network in networks for x in network.parameters()):
+                x.detach().clone()
+        return time.perf_counter() - start
+
+    def _generate(self, plan: Plan) -> None:
+        kwargs = {**CALL, "generator": torch.Generator().manual_seed(0)}
+        self.generate(kwargs, CallOptions(plan=plan, verify=False, quiet=True))

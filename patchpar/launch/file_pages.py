@@ -1,0 +1,44 @@
+"""Pages of files that this process has mapped: give them back when they have been read."""
+
+import bisect
+import ctypes
+import mmap
+import re
+import sys
+from pathlib import Path
+
+MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ +(/.*)")
+OURS = "/memfd:patchpar-block"  # a pipeline from the caller
+NO_FILES = ("/dev/", "/memfd:", "/SYSV", "/anon_hugepage")  # whose pages would be lost
+
+
+class FilePages:
+    """The private mappings of files that this process has now. `release` is for bytes that are not read again.
+
+    Does nothing where the system has no /proc, such as macOS.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        table = Path("/proc/self/maps")
+        for line in table.read_text().splitlines() if sys.platform == "linux" and table.exists() else ():
+            found = MAPPING.fullmatch(line)
+            if found and found[3].endswith("p") and _is_of_a_file(found[4]):
+                self._starts.append(int(found[1], 16))
+                self._ends.append(int(found[2], 16))
+
+    def release(self, address: int, num_bytes: int) -> None:
+        """Release the whole pages among these bytes if they are unchanged pages of a file: it still has them."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address + num_bytes > self._ends[index]:
+            return
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            advise = ctypes.CDLL(None).madvise
+            advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def _is_of_a_file(path: str) -> bool:
+    return path.startswith(OURS) or not path.startswith(NO_FILES)

@@ -1,0 +1,110 @@
+"""Hosted weights: the bytes of blocks in the memory of the host, copied to a slot of the device when a block runs.
+
+    host memory      | rank 0 | rank 1 | rank 2 |      of a block; each rank has written its part, all map the others'
+    device           slot 0, slot 1: a block is copied from all parts, the next one while this one computes
+
+Ranks of one host copy whole blocks and send each other nothing. Between hosts a rank copies its part and gathers the
+others'. One device has one part.
+
+As Superpipeline (2410.08791) and the group offloading of diffusers do for one device.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import PlanError
+from patchpar.launch.accelerators import is_accelerator, pin_host_memory, unpin_host_memory
+from patchpar.launch.host_memory import free_memory
+from patchpar.plan.mesh import Axis
+from patchpar.shard.weights.copy_stream import CopyStream
+from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
+from patchpar.shard.weights.packed import PackedBlock, ReadMemory
+from patchpar.shard.weights.stores import KIND, BlockStore, Transfer
+
+COPIED = "host"  # in statistics: what is copied from the host, which no rank sends
+log = logging.getLogger(__name__)
+
+
+class HostStore(BlockStore):
+    """Parts of blocks in host memory, pinned where the device's driver does that."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        super().__init__(axis, device)
+        self._blocks: Sequence[PackedBlock] = ()
+        self._offsets: list[int] = []  # of the blocks in each rank's segment
+        self._own: HostSegment | None = None
+        self._segments: Sequence[Tensor] | None = None  # of all ranks, if this one has mapped them
+        self._pinned: list[int] = []
+        self._stream = CopyStream(device)
+
+    @property
+    def is_collective(self) -> bool:
+        """See BlockStore: not where the ranks have mapped each other's memory."""
+        return self._segments is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank keeps, in host memory."""
+        return 0 if self._own is None else self._own.memory.numel()
+
+    def reserve(self, blocks: Sequence[PackedBlock]) -> None:
+        """See BlockStore. Raises PlanError if that much host memory is not free."""
+        self._blocks, total = blocks, 0
+        for block in blocks:
+            self._offsets.append(total)
+            total += block.shard_bytes(self.axis.size)
+        free = free_memory()
+        if free is not None and total > free:
+            raise PlanError(
+                f"weights=hosted keeps {total / 2**30:.1f} GiB of weights in host memory here, of which "
+                f"{free / 2**30:.1f} GiB are free: load the model in a smaller dtype, use weights=sharded on more "
+                "devices, or free some memory"
+            )
+        self._own = HostSegment(total)
+
+    def keep(self, index: int, read: ReadMemory) -> None:
+        """See BlockStore."""
+        assert self._own is not None, "reserve comes first"
+        block = self._blocks[index]
+        block.write(self._part(self._own.memory, index), self.axis.rank * block.shard_bytes(self.axis.size), read)
+
+    def join(self, comm: Communicator) -> None:
+        """See BlockStore: map the memory of the other ranks, where all are on this host."""
+        assert self._own is not None, "reserve comes first"
+        super().join(comm)
+        self._segments = segments_of_all(self._own, (comm, self.axis))
+        used = [self._own.memory] if self._segments is None else self._segments
+        self._pinned = [x.data_ptr() for x in used if pin_host_memory(x, self.device)]
+        if len(self._pinned) < len(used) and is_accelerator(str(self.device)):
+            log.warning("host memory cannot be pinned for %s, so that copies of weights do not overlap", self.device)
+
+    def start(self, index: int, slot: Tensor) -> Transfer:
+        """See BlockStore: copies into `slot` [bytes], and a gather of it where ranks are on several hosts."""
+        assert self.comm is not None, "join comes before the first block runs"
+        assert self._own is not None
+        block = self._blocks[index]
+        self.comm.traffic.rounds[COPIED] += 1
+        if self._segments is None:
+            own, into = self.row(block, slot), slot[: self.rows(block)]
+            self.comm.traffic.bytes_received[COPIED] += own.numel()
+            with self._stream.beside():
+                own.copy_(self._part(self._own.memory, index), non_blocking=True)
+                return self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", own, bulk=True, into=into)
+        parts = [self._part(memory, index) for memory in self._segments]
+        self.comm.traffic.bytes_received[COPIED] += sum(part.numel() for part in parts)
+        self.comm.beat(f"weights of {block.name}")
+        return self._stream.copy(list(zip(slot[: self.rows(block)].chunk(self.axis.size), parts, strict=True)))
+
+    def close(self) -> None:
+        """See BlockStore."""
+        for address in self._pinned:
+            unpin_host_memory(address)
+        self._pinned, self._segments, self._own = [], None, None
+
+    def _part(self, memory: Tensor, index: int) -> Tensor:
+        """Return the part [bytes] of a block in a rank's segment [bytes]."""
+        return memory.narrow(0, self._offsets[index], self._blocks[index].shard_bytes(self.axis.size))

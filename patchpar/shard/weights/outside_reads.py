@@ -1,0 +1,52 @@
+"""Blocks whose weights are read while they do not run, found by a call with NaN in weights that are in no slot."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from patchpar.comm.collectives import AllGather
+from patchpar.shard.verification import fails_or_has_nan, uncounted
+from patchpar.shard.weights.sharded import ShardedWeights
+
+log = logging.getLogger(__name__)
+
+
+def keep_what_is_read_outside(weights: ShardedWeights, run: Callable[[], Any]) -> list[str]:
+    """Keep whole, from now on, every block whose weights are read while it does not run; return their names.
+
+    `run` calls the network, without side effects, and returns its output. It is called once with NaN in all weights
+    that are in no slot, and again for smaller and smaller groups if these reach the output. A model whose own output
+    has NaN keeps all blocks whole. Only floating-point weights can be found. Collective.
+    """
+    with uncounted(weights.comm):
+        candidates, found = weights.in_slots, list[int]()
+        if weights.comm.transport.device.type == "meta":  # nothing can be found without values
+            weights.record(run)
+        elif candidates:
+            found = _read_outside(weights, run, candidates)
+        weights.settle()
+        for index in found:
+            weights.keep_whole(index)
+        if found:
+            weights.record(run)
+    weights.forget_order()
+    names = [weights.blocks[index].name for index in found]
+    if names and weights.axis.rank == 0:
+        kind = type(weights.network).__name__
+        log.warning("%s: code outside %s reads their weights, so they stay whole", kind, ", ".join(names))
+    return names
+
+
+def _read_outside(weights: ShardedWeights, run: Callable[[], Any], group: list[int]) -> list[int]:
+    with weights.poisoned(group):
+        own = fails_or_has_nan(partial(weights.record, run))
+    flag = torch.tensor([own], device=weights.comm.transport.device)
+    if not any(bool(x) for x in AllGather(weights.comm, weights.axis, "verify", "poisoned weights").same(flag)):
+        return []
+    if len(group) == 1:
+        return group
+    half = len(group) // 2
+    return _read_outside(weights, run, group[:half]) + _read_outside(weights, run, group[half:])

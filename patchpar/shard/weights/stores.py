@@ -1,0 +1,113 @@
+"""Where the bytes of a network's blocks lie while they are in no slot: a part on each rank, and the way to a slot."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import PlanError
+from patchpar.plan.mesh import Axis
+from patchpar.shard.weights.packed import PackedBlock, ReadMemory
+
+KIND = "weights"  # of all gathers, in statistics
+
+
+class Transfer(Protocol):
+    """A block on its way into a slot."""
+
+    def wait(self) -> object:
+        """Block until it is there; on a GPU the stream may wait instead. Raises ExchangeError."""
+
+
+class BlockStore(ABC):
+    """The bytes of a network's blocks that this rank of `axis` keeps, beside the slots on `device`.
+
+    `reserve` and `keep` work on this rank alone; `join` and, where `is_collective`, `start` are called on all ranks.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.comm: Communicator | None = None
+
+    @property
+    @abstractmethod
+    def is_collective(self) -> bool:
+        """Whether all ranks of the axis have to take part when a block is brought into a slot."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes that this rank keeps."""
+
+    def join(self, comm: Communicator) -> None:
+        """Connect with the stores of the other ranks. Collective. Raises ExchangeError."""
+        self.comm = comm
+
+    @abstractmethod
+    def reserve(self, blocks: Sequence[PackedBlock]) -> None:
+        """Prepare to keep a part of these blocks."""
+
+    @abstractmethod
+    def keep(self, index: int, read: ReadMemory) -> None:
+        """Copy this rank's part of a block, before its parameters are views of a slot."""
+
+    @abstractmethod
+    def start(self, index: int, slot: Tensor) -> Transfer:
+        """Start to bring a block into `slot` [bytes]."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+
+    def rows(self, block: PackedBlock) -> int:
+        """Return the bytes of all ranks' parts of a block, with what fills the last of them."""
+        return self.axis.size * block.shard_bytes(self.axis.size)
+
+    def row(self, block: PackedBlock, slot: Tensor) -> Tensor:
+        """Return where this rank's part of a block lies in `slot` [bytes], as [bytes]."""
+        size = block.shard_bytes(self.axis.size)
+        return slot.narrow(0, self.axis.rank * size, size)
+
+
+class DeviceShards(BlockStore):
+    """Shards in the memory of the device, which are gathered from all ranks of the axis. Raises PlanError for one."""
+
+    is_collective = True
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        if axis.size == 1:
+            raise PlanError("weights=sharded takes at least 2 ranks, but the plan has 1: use weights=whole")
+        super().__init__(axis, device)
+        self._blocks: Sequence[PackedBlock] = ()
+        self._shards: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank keeps."""
+        return sum(x.numel() for x in self._shards)
+
+    def reserve(self, blocks: Sequence[PackedBlock]) -> None:
+        """See BlockStore."""
+        self._blocks = blocks
+
+    def keep(self, index: int, read: ReadMemory) -> None:
+        """See BlockStore."""
+        size = self._blocks[index].shard_bytes(self.axis.size)
+        shard = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._blocks[index].write(shard, self.axis.rank * size, read)
+        self._shards.append(shard)
+
+    def start(self, index: int, slot: Tensor) -> Transfer:
+        """See BlockStore: one gather of `slot` [bytes] from all ranks."""
+        assert self.comm is not None, "join comes before the first block runs"
+        block = self._blocks[index]
+        own, into = self.row(block, slot), slot[: self.rows(block)]
+        own.copy_(self._shards[index])
+        return self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", own, bulk=True, into=into)
+
+    def close(self) -> None:
+        """See BlockStore."""
+        self._shards = []

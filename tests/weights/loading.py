@@ -1,0 +1,70 @@
+"""Pipelines that are loaded straight into shards: what ranks of the pool run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.weights.ranks import MeasuredRank
+from patchpar.models.loading import load_pipeline, with_dtype
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.plan import Plan
+from tests import tiny
+from tests.ranks import PoolRank
+from tests.weights.pipelines import _run, _weights
+
+
+def saved(name: str, folder: Path) -> str:
+    """The folder of a tiny pipeline."""
+    tiny.build(name).pipe.save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(this: PoolRank, name: str, folder: str, dtype: torch.dtype, plan: str) -> dict[str, Any] | None:
+    """Latents of a pipeline that was loaded into shards, against the same plan with whole weights."""
+    arguments, latents = tiny.build(name).call_kwargs, []
+    plain = load_pipeline(folder, with_dtype({"torch_dtype": dtype}))
+    for text in (_whole(plan), plan):
+        runner = PipelineRunner(this.context)
+        runner.load(folder, {"torch_dtype": dtype}, 0, Plan.parse(text))
+        held = len([x for x in runner._held._held.values() if x is not None])
+        latents.append(_run(runner, arguments, text))
+        runner.restore()
+    if latents[0] is None or latents[1] is None:
+        return None
+    found, wanted = _weights(runner.pipe), _weights(plain)
+    return {
+        "held": held,
+        "equal": [torch.equal(a, b) for a, b in zip(latents[1]["latents"], latents[0]["latents"], strict=True)],
+        "restored": all(x.dtype == found[key].dtype and torch.equal(x, found[key]) for key, x in wanted.items()),
+    }
+
+
+def _whole(plan: str) -> str:
+    return ",".join(part for part in plan.split(",") if not part.startswith(("weights=", "resident="))) or "single"
+
+
+def changed_before_the_first_call(this: PoolRank, folder: str, plan: str) -> dict[str, Any]:
+    """Methods between loading and the first call, and a first call with another plan: weights are as they were."""
+    plain, kept = load_pipeline(folder, with_dtype({"torch_dtype": torch.float32})), {}
+    runner = PipelineRunner(this.context)
+    for what, method in {"needs none": "disable_lora", "needs all": "vae.enable_slicing"}.items():
+        runner.load(folder, {"torch_dtype": torch.float32}, 0, Plan.parse(plan))
+        if what == "needs none":
+            runner._held.give_back_for(method)
+        else:
+            runner.apply(method, (), {})
+        kept[what] = bool(runner._held._held)
+    whole = all(torch.equal(x, _weights(runner.pipe)[key]) for key, x in _weights(plain).items())
+    runner.load(folder, {"torch_dtype": torch.float32}, 0, Plan.parse(plan))
+    runner.install(Plan.parse(_whole(plan)))
+    other = all(torch.equal(x, _weights(runner.pipe)[key]) for key, x in _weights(plain).items())
+    runner.restore()
+    return {"kept": kept, "whole": whole, "other plan": other}
+
+
+def memory(this: PoolRank, folder: str, plan: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Private memory of a rank while it loads and generates."""
+    return MeasuredRank(this.context).measure(folder, Plan.parse(plan), dtype)

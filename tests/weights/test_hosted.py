@@ -1,0 +1,153 @@
+"""Hosted weights give the bits of whole ones, on one device and on several, and leave every bit as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar import ParallelPipeline, Plan
+from patchpar.errors import PlanError, UnsupportedModel, WorkerDied
+from patchpar.shard.weights.sharded import SLOTS
+from tests import tiny
+from tests.breadth import first_of
+from tests.exact import denoisers
+from tests.tiny.transformers import TRANSFORMERS
+from tests.weights.networks import NETWORKS
+from tests.weights.pipelines import _weights
+
+ON_RANKS = "tests.weights.on_ranks"
+CASES = [
+    ("flux", "patch=1"),
+    ("sdxl", "patch=1"),
+    ("wan", "cfg=2"),
+    ("wan", "cfg=2,patch=2"),
+    ("sd3", "cfg=2,patch=2"),
+    ("sdxl", "patch=3"),
+    ("flux", "data=2"),
+    ("flux", "patch=2,strategy=fresh-edges:warmup_steps=1"),
+    ("wan", "cfg=2,patch=2,strategy=displaced:warmup_steps=1"),
+]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("world", "slots", "resident", "kind"), [(1, 2, 0, "hosted"), (3, 2, 1, "hosted"), (2, 3, 0, "hosted apart")]
+)
+def test_same_bits_as_whole_weights(ranks: Any, name: str, world: int, slots: int, resident: int, kind: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:networks_with", world, name, slots, resident, kind):
+        assert found["equal"] == [True] * 4
+        assert found["restored"]
+        assert found["outside"] == (["blocks.1", "blocks.4"] if name == "read outside" else [])
+
+
+@pytest.mark.parametrize(
+    "name", first_of([*TRANSFORMERS, *denoisers.KINDS], "FluxTransformer2DModel", "WanTransformer3DModel", "sdxl")
+)
+def test_networks_of_diffusers(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:diffusers_network", 2, name, True, torch.float32, "hosted"):
+        assert found["equal"] == [True, True]
+        assert found["restored"]
+
+
+def test_without_the_copies_it_is_wrong(ranks: Any) -> None:
+    for found in ranks.run(
+        f"{ON_RANKS}:diffusers_network", 2, "FluxTransformer2DModel", False, torch.float32, "hosted"
+    ):
+        assert found["equal"] == [False, False]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bytes_are_copied_from_the_host_and_not_sent(ranks: Any, world: int) -> None:
+    for found in ranks.run(f"{ON_RANKS}:bytes_of", world, "hosted"):
+        assert found["sent"] == {}
+        assert found["received"] == {"host": 2 * sum(found["shards"]) * world}
+        assert found["rounds"] == {"host": 2 * 4}
+
+
+def test_between_hosts_each_rank_copies_and_sends_its_part(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:bytes_of", 2, "hosted apart"):
+        assert found["sent"] == {"weights": 2 * sum(found["shards"])}
+        assert found["received"] == {"weights": 2 * sum(found["shards"]), "host": 2 * sum(found["shards"])}
+
+
+@pytest.mark.parametrize(("name", "plan"), first_of(CASES, ("flux", "patch=1"), ("wan", "cfg=2")))
+def test_same_latents_as_whole_weights(ranks: Any, name: str, plan: str) -> None:
+    world = Plan.parse(plan).world_size
+    for found in ranks.run("tests.weights.pipelines:both", 4, name, plan, None, "hosted")[:world]:
+        assert all(found["equal"])
+        assert found["restored"]
+        assert len(found["blocks"]) >= 2, "a denoiser and a text encoder"
+        more_than_slots = any(count > SLOTS for _, count in found["blocks"].values())
+        assert ("host" in found["received"]) == more_than_slots, "two blocks stay in their slots"
+        assert "weights" not in found["sent"]
+
+
+def test_one_device_in_this_process() -> None:
+    built = tiny.build("flux")
+    before = {key: x.clone() for key, x in _weights(built.pipe).items()}
+    wanted = tiny.latents(built, steps=2)
+    with ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted,resident=1") as pipe:
+        found = pipe(
+            **built.call_kwargs,
+            num_inference_steps=2,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(0),
+        ).images
+        assert str(pipe.plan) == "weights=hosted,resident=1"
+        assert pipe.last_run is not None
+        assert pipe.last_run.ranks[0].bytes_received["host"] > 0
+        in_a_slot = built.pipe.transformer.transformer_blocks[0].attn.to_q.weight.untyped_storage().nbytes()
+        assert in_a_slot > before["transformer.transformer_blocks.0.attn.to_q.weight"].nbytes, "a view of a slot"
+        pipe.restore()
+    assert torch.equal(found, wanted)
+    assert all(torch.equal(x, before[key]) for key, x in _weights(built.pipe).items())
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("plan", ["patch=1", "patch=2"])
+def test_adapters_come_and_go_beside_hosted_weights(ranks: Any, tmp_path: Path, plan: str) -> None:
+    world = Plan.parse(plan).world_size
+    for found in ranks.run("tests.weights.pipelines:adapted", 4, plan, str(tmp_path), "hosted")[:world]:
+        assert found["equal"] == [True] * 10
+        assert found["differ"] == [False, True, True, True, False]
+        assert found["held"] == [3] * 4, "a transformer and two text encoders stay hosted"
+
+
+@pytest.mark.breadth
+def test_a_rank_killed_while_it_copies(ranks: Any) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGKILL.*last exchange point 'weights of "):
+        ranks.run("tests.weights.pipelines:killed", 4, "hosted")
+    for found in ranks.run(f"{ON_RANKS}:after_an_exception", 2):  # on other workers
+        assert all(found)
+
+
+def test_compiled_modules_are_refused(ranks: Any) -> None:
+    for message in ranks.run(f"{ON_RANKS}:refused", 1, "compiled", "hosted"):
+        assert "compiled modules" in message
+        assert "use weights=whole" in message
+
+
+def test_too_little_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchpar.shard.weights.host_store.free_memory", lambda: 1000)
+    with pytest.raises(PlanError, match=r"GiB of weights in host memory .*smaller dtype, use weights=sharded"):
+        ParallelPipeline(tiny.build("flux").pipe, devices="cpu", plan="weights=hosted")
+
+
+def test_offloading_beside_it_is_refused() -> None:
+    built = tiny.build("flux")
+    built.pipe.transformer.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
+    )
+    with pytest.raises(UnsupportedModel, match=r"hooks that move its weights.*take the place of offloading"):
+        ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted")
+
+
+def test_whole_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = tiny.build("flux")
+    with ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted") as pipe:
+        monkeypatch.setattr("patchpar.shard.weights.sharded.free_bytes", lambda device: 1000)
+        with pytest.raises(PlanError, match=r"GiB when they are whole, more than is free.*close the pipeline"):
+            pipe.restore()

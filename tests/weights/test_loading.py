@@ -1,0 +1,131 @@
+"""With sharded weights a rank never holds the whole model, and its weights are those of plain loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.weights.model import save_model
+from patchpar.models.deferred_casts import DeferredCasts
+from patchpar.models.loading import load_pipeline, with_dtype
+from patchpar.pipeline.held_weights import HeldWeights
+from patchpar.plan.plan import Plan
+from tests.breadth import first_of
+from tests.weights.loading import saved
+
+PLAN = Plan(patch=2, weights="sharded")
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved("flux", tmp_path_factory.mktemp("flux") / "model")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("large") / "model"
+    save_model(folder, heads=4, double=1, single=20, dtype=torch.bfloat16)
+    return str(folder)
+
+
+def no_comm() -> Any:
+    raise AssertionError("a rank asks no other one while it loads")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shards_of_all_ranks_are_the_bytes_of_the_model(flux: str, dtype: torch.dtype) -> None:
+    plain = load_pipeline(flux, with_dtype({"torch_dtype": dtype}))
+    ranks = [HeldWeights(rank, torch.device("cpu"), no_comm) for rank in range(2)]
+    pipes = [rank.load(flux, {"torch_dtype": dtype}, PLAN) for rank in ranks]
+    for name, networks in {key: [pipe.components[key] for pipe in (plain, *pipes)] for key in plain.components}.items():
+        held = [rank._held.get(network) for rank, network in zip(ranks, networks[1:], strict=True)]
+        if not all(held):
+            assert name not in ("transformer", "text_encoder", "text_encoder_2")
+            continue
+        of_plain, in_blocks = dict(networks[0].named_parameters()), set[int]()
+        for index, block in enumerate(held[0].blocks):
+            whole = torch.cat([weights._store._shards[index] for weights in held])
+            names = {id(x): path for path, x in networks[1].named_parameters()}
+            for packed in block.tensors:
+                if id(packed.tensor) in names:
+                    assert torch.equal(packed.view(whole), of_plain[names[id(packed.tensor)]])
+                    in_blocks.add(id(packed.tensor))
+        outside = {path: x for path, x in networks[1].named_parameters() if id(x) not in in_blocks}
+        assert in_blocks
+        assert outside
+        assert all(torch.equal(x, of_plain[path]) for path, x in outside.items())
+        assert all(x.dtype == of_plain[path].dtype for path, x in networks[1].named_parameters())
+
+
+def test_casts_are_noted_and_made_later(flux: str) -> None:
+    casts = DeferredCasts()
+    with casts.loading():
+        pipe = load_pipeline(flux, with_dtype({"torch_dtype": torch.bfloat16}))
+    noted = [cast for cast in casts._casts.values() if cast.storage() is not None]
+    of_large = [x for x in pipe.transformer.parameters() if x.numel() * 4 >= 2**14]
+    assert len(noted) > len(of_large) > 10, "weights of the transformer, and of text encoders from threads"
+    plain = load_pipeline(flux, with_dtype({"torch_dtype": torch.bfloat16}))
+    x, wanted = pipe.transformer.context_embedder.weight, plain.transformer.context_embedder.weight
+    casts.finish()
+    assert torch.equal(x, wanted)
+    for found, same in zip(pipe.text_encoder_2.parameters(), plain.text_encoder_2.parameters(), strict=True):
+        assert torch.equal(found, same)
+
+
+def test_what_is_read_while_loading_is_cast_before() -> None:
+    casts, x = DeferredCasts(), torch.randn(200, 100)
+    with casts.loading():
+        halves = [x.to(torch.float16) for _ in range(3)]
+        assert len(casts._casts) == 3
+        doubled = halves[0] * 2
+        x.zero_()  # of which two casts are missing
+    assert not casts._casts
+    assert bool(halves[1].any())
+    assert torch.equal(halves[0], halves[2])
+    assert torch.equal(doubled, halves[1] * 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plan"),
+    first_of(
+        [
+            (torch.float32, "patch=2,weights=sharded"),
+            (torch.float16, "cfg=2,weights=sharded,resident=1"),
+            (torch.float16, "cfg=2,patch=2,weights=sharded"),
+            (torch.float32, "patch=2,weights=hosted"),
+            (torch.bfloat16, "patch=1,weights=hosted"),
+        ],
+        (torch.float16, "cfg=2,weights=sharded,resident=1"),
+    ),
+)
+def test_same_latents_as_whole_weights(ranks: Any, flux: str, dtype: torch.dtype, plan: str) -> None:
+    found = [each for each in ranks.run("tests.weights.loading:loaded", 4, "flux", flux, dtype, plan) if each]
+    for each in found:
+        assert each["held"] == 3, "a transformer and two text encoders, before the first call"
+        assert all(each["equal"])
+        assert each["restored"]
+
+
+def test_methods_and_other_plans_before_the_first_call(ranks: Any, flux: str) -> None:
+    plan = "patch=2,weights=sharded"
+    for found in ranks.run("tests.weights.loading:changed_before_the_first_call", 4, flux, plan)[:2]:
+        assert found == {"kept": {"needs none": True, "needs all": False}, "whole": True, "other plan": True}
+
+
+def test_private_memory_of_a_rank(ranks: Any, large: str) -> None:
+    """What whole weights take, but only W/n and slots of W, and 10 %: while loading, in the first call and the next."""
+    files = sum(file.stat().st_size for file in Path(large).rglob("*.safetensors"))  # in bfloat16
+    for dtype, of_whole in ((torch.float32, 2 * files), (torch.bfloat16, 0)):  # a CPU maps files in their own dtype
+        weights = files * dtype.itemsize / 2
+        whole, sharded = (
+            ranks.run("tests.weights.loading:memory", 4, large, plan, dtype)[:2]
+            for plan in ("patch=2", "patch=2,weights=sharded")
+        )
+        for phase in ("loading", "first", "generating"):
+            for plain, found in zip(whole, sharded, strict=True):
+                limit = plain[phase] - of_whole + weights / 2 + found["slots"] + weights / 10
+                assert found[phase] <= limit
+                assert not of_whole or plain[phase] > limit, "whole weights do not keep the limit"
