@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.weights.ranks import MeasuredRank
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
@@ -63,8 +62,3 @@ def changed_before_the_first_call(this: PoolRank, folder: str, plan: str) -> dic
     other = all(torch.equal(x, _weights(runner.pipe)[key]) for key, x in _weights(plain).items())
     runner.restore()
     return {"kept": kept, "whole": whole, "other plan": other}
-
-
-def memory(this: PoolRank, folder: str, plan: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Private memory of a rank while it loads and generates."""
-    return MeasuredRank(this.context).measure(folder, Plan.parse(plan), dtype)
