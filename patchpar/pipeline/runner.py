@@ -63,7 +63,7 @@ class PipelineRunner:
         self.clock = StepClock()
         self.pipe: Any = None
         self._installed = InstalledPlan()
-        self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
+        self._installed_for: tuple[Plan, bool | Path, str, bool | str] = (Plan(), True, "auto", False)
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._arguments: dict[str, Any] = {}
@@ -157,8 +157,8 @@ class PipelineRunner:
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
-        """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. `verify` and `vae`: see CallOptions."""
+    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto", graphs: bool | str = False) -> None:
+        """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. All else: see CallOptions."""
         self._uninstall()
         works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
         if self.context.world_size > 1 or works:
@@ -166,15 +166,14 @@ class PipelineRunner:
         if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
             self._transport.collectives.form(rank_sets(plan.world_size, **plan.degrees()))
         if self.context.rank < plan.world_size and works:
-            mesh, verifications = (
-                Mesh(self.context.rank, range(plan.world_size), **plan.degrees()),
-                VerificationCache.of(verify),
-            )
+            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
+            verifications = VerificationCache.of(verify)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(vae, communicators[1], verifications)
-        self._installed_for = (plan, verify, vae)
+            self._installed.use_graphs(plan, graphs)
+        self._installed_for = (plan, verify, vae, graphs)
 
     def restore(self) -> None:
         """Remove every hook, and give encoders back to all ranks: the pipeline is as before `install`."""
@@ -183,7 +182,7 @@ class PipelineRunner:
 
     def _uninstall(self) -> None:
         self._installed.restore()
-        self._installed_for = (Plan(), True, "auto")
+        self._installed_for = (Plan(), True, "auto", False)
 
     def _connected(self) -> Transport:
         """Return the transport, connected if it is not yet. Collective."""
@@ -210,8 +209,8 @@ class PipelineRunner:
 
     def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
-        if self._installed_for != (options.plan, options.verify, options.vae):
-            self.install(options.plan, verify=options.verify, vae=options.vae)
+        if self._installed_for != (options.plan, options.verify, options.vae, options.graphs):
+            self.install(options.plan, verify=options.verify, vae=options.vae, graphs=options.graphs)
         self._encoders.arrange(self.pipe, options.plan)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)
