@@ -40,6 +40,7 @@ from patchpar.comm.transport import (
     Transport,
     Work,
 )
+from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.plan.mesh import Axis
 
 SCATTERED = 2**14  # elements from which a sum over more than two ranks is scattered first
@@ -142,14 +143,21 @@ class Communicator:
         return self.all_gather(axis, kind, where, mine).wait().view(-1)[: own.numel()].view(own.shape)
 
     def exchange(
-        self, where: str, parts: Sequence[ExchangePart], label: str = "", *, bulk: bool = False
+        self,
+        where: str,
+        parts: Sequence[ExchangePart],
+        label: str = "",
+        *,
+        bulk: bool = False,
+        memory: MessageMemory | None = None,
     ) -> Work[list[Received]]:
         """Start an exchange of several kinds: one message to each rank, whatever the number of parts.
 
-        `bulk`: what is not needed in this step. The result of the Work: for each part the received tensors by sender.
-        It raises ExchangeError.
+        `bulk`: what is not needed in this step. `memory`: has its buffers, if it is repeated in every step. The result
+        of the Work: for each part the received tensors by sender. It raises ExchangeError.
         """
-        outgoing, incoming, scope = outgoing_of(parts), incoming_of(parts), ExchangeScope.of(parts, bulk=bulk)
+        scope = ExchangeScope.of(parts, bulk=bulk, memory=memory)
+        outgoing, incoming = outgoing_of(parts), incoming_of(parts)
         for part in parts:
             self.traffic.bytes_sent[part.kind] += part.bytes_sent
             self.traffic.bytes_received[part.kind] += part.bytes_received

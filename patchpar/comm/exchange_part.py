@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from patchpar.comm.transport import Collectives, Incoming, Messages, Outgoing, TensorSpec, Transport, Work
+from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.comm.transport.packing import adjacent_rows, copies_of, gather_buffers
 from patchpar.plan.mesh import Axis
 
@@ -58,19 +59,23 @@ class ExchangePart:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeScope:
-    """Who takes part in an exchange. `axis` and `to_all` as of `ExchangePart`. `bulk`: not needed in this step."""
+    """Who takes part in an exchange. `axis` and `to_all` as of `ExchangePart`. `bulk`: not needed in this step.
+
+    `memory`: has the buffers of an exchange that is repeated in every step, where the transport has collectives.
+    """
 
     axis: Axis | None = None
     to_all: bool = False
     bulk: bool = False
+    memory: MessageMemory | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[ExchangePart], *, bulk: bool) -> "ExchangeScope":
+    def of(cls, parts: Sequence[ExchangePart], *, bulk: bool, memory: MessageMemory | None = None) -> "ExchangeScope":
         """Return the scope of an exchange of all parts together."""
         filled = [part for part in parts if part.axis is not None or part.outgoing or part.incoming]
         axes = {part.axis for part in filled}
         axis = axes.pop() if len(axes) == 1 else None
-        return cls(axis, axis is not None and all(part.to_all for part in filled), bulk)
+        return cls(axis, axis is not None and all(part.to_all for part in filled), bulk, memory)
 
 
 def start_messages(
@@ -85,11 +90,13 @@ def start_messages(
     if collectives is None or axis is None:
         return transport.send_recv(outgoing, incoming, where)
     if not scope.to_all:
-        return collectives.exchange(axis.ranks, outgoing, incoming, where, bulk=scope.bulk)
+        return collectives.exchange(axis.ranks, outgoing, incoming, where, bulk=scope.bulk, memory=scope.memory)
     (own,) = outgoing
     buffers = _rows_of_one_buffer(axis, own.tensors, incoming) or gather_buffers(
-        own.tensors, [each.specs for each in incoming]
+        own.tensors, [each.specs for each in incoming], scope.memory
     )
+    if buffers is None and scope.memory is not None:
+        return collectives.exchange(axis.ranks, outgoing, incoming, where, bulk=scope.bulk, memory=scope.memory)
     if buffers is None:
         return transport.send_recv(outgoing, incoming, where)
     return collectives.all_gather(axis.ranks, buffers, incoming, where, bulk=scope.bulk)

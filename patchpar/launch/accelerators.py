@@ -97,6 +97,14 @@ def current_index(device: torch.device) -> int:
     return int(device_module(device.type).current_device()) if device.index is None else device.index
 
 
+def has_graphs(kind: str) -> bool:
+    """Return whether work on devices of this type can be captured as a graph, with the messages between them.
+
+    That is NCCL's in torch.cuda, for GPUs of NVIDIA and AMD.
+    """
+    return kind == CUDA
+
+
 def timing_event(kind: str) -> Any:
     """Return an event of an accelerator's streams that measures times."""
     return device_module(kind).Event(enable_timing=True)

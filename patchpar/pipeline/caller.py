@@ -54,12 +54,13 @@ class CallController:
         del self.kwargs["callback_on_step_end"]
         return callback
 
-    def options(self, plan: Plan, verify: bool | Path, *, vae: str, tracing: bool) -> CallOptions:
+    def options(self, plan: Plan, verify: bool | Path, *, vae: str, graphs: bool | str, tracing: bool) -> CallOptions:
         """Return the settings of the call beside its arguments."""
         return CallOptions(
             plan=plan,
             verify=verify,
             vae=vae,
+            graphs=graphs,
             random=_random_state() if self._kind == "local" else None,
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",

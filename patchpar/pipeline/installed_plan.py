@@ -1,6 +1,7 @@
 """A plan installed in a pipeline: hooks on its denoisers, VAEs in bands. Nothing else of the pipeline changes."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -11,8 +12,10 @@ from torch import nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.graph_option import WAY_OUT, why_no_graphs
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values
 from patchpar.pipeline.stats_recorder import StatsRecorder
@@ -21,6 +24,9 @@ from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
+from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.graphs.recorder import recorder_for
+from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.shard.guidance_branches import layers_by_branch
 from patchpar.shard.hooks import HookSet, InstalledHook
 from patchpar.shard.stages.denoiser import StagedDenoiser
@@ -38,6 +44,7 @@ from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.options import StructureGuidance
 
 HOOK = "patchpar_denoiser"
+log = logging.getLogger(__name__)
 
 
 class InstalledPlan:
@@ -137,6 +144,26 @@ class InstalledPlan:
         if axis.size > 1 or mode == "tiled":
             self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), mode, (comm, axis), verifications)
 
+    def use_graphs(self, plan: Plan, wanted: bool | str) -> None:
+        """Replay steady denoiser calls as graphs, as `pipeline.graph_option` says. Raises PlanError if it cannot be."""
+        reason = why_no_graphs(plan) if wanted else ""
+        if not wanted or self.comm is None:
+            return
+        try:
+            recorder = None if reason else recorder_for(self.comm.transport)
+        except UnsupportedModel as error:
+            recorder, reason = None, str(error)
+        if recorder is None:
+            if wanted is True:
+                raise PlanError(f"graphs=True: {reason}: {WAY_OUT}")
+            log.info("steps run without graphs: %s", reason)
+            return
+        for patched in self._shared():
+            patched.use_graphs(StepGraphs(patched.denoiser, recorder, patched.mesh, required=wanted is True))
+
+    def _shared(self) -> Iterator[SharedDenoiser]:
+        yield from (patched for patched in self.patched if isinstance(patched, SharedDenoiser))
+
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         self._hooked.append(self._hooks.install(module, hook, HOOK))
 
@@ -225,7 +252,14 @@ class InstalledPlan:
         traffic.clear()
         of_vaes.clear()
         stale_states = [patched.history for patched in self.patched if patched.history is not None]
-        return StatsRecorder(traffic, stale_states, tracing=tracing, of_vaes=of_vaes)
+        graphs = self._graphs(paused=tracing)  # a trace has every exchange of a step
+        return StatsRecorder(traffic, stale_states, tracing=tracing, of_vaes=of_vaes, graphs=graphs)
+
+    def _graphs(self, *, paused: bool) -> list[StepGraphs]:
+        found = [patched.graphs for patched in self._shared() if patched.graphs is not None]
+        for graphs in found:
+            graphs.paused = paused
+        return found
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context of a call of the pipeline."""

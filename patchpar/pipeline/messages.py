@@ -28,15 +28,16 @@ class CallOptions:
     """Settings of a call beside the pipeline's arguments.
 
     `plan`: how the ranks divide the call. `verify`: whether a split denoiser is verified first; a path is the folder of
-    the verification results. `vae`: how its VAE runs, see `shard.vae.modes`. `random`: None keeps the ranks' own random
-    states. `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: all ranks take rank 0's random
-    state and final state, since under torchrun each process has its own. `quiet`: no progress bar on the ranks, since
-    the caller shows one. `tracing`: record every event.
+    the verification results. `vae`: how its VAE runs, see `shard.vae.modes`. `graphs`: see `pipeline.graph_option`.
+    `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
+    `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
+    own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event.
     """
 
     plan: Plan
     verify: bool | Path = True
     vae: str = "auto"
+    graphs: bool | str = False
     random: RandomState | None = None
     has_callback: bool = False
     same_everywhere: bool = False

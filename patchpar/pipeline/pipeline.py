@@ -39,7 +39,8 @@ class ParallelPipeline:
     seconds that a rank may make no progress. `start_method`: how CPU workers start, "forkserver" (from a process that
     has imported torch and diffusers), "spawn" (each anew), or "auto". `verify`: compare each split denoiser with its
     plain forward when it is first used, and each VAE; a folder stores the results there instead of in the user's cache.
-    `vae`: how several devices encode and decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0".
+    `vae`: how several devices encode and decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0". `graphs`:
+    replay steady denoiser calls as CUDA graphs: True, False, or "auto" where they can be; see `pipeline.graph_option`.
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
@@ -55,11 +56,12 @@ class ParallelPipeline:
         start_method: str = "auto",
         verify: bool | Path = True,
         vae: str = "auto",
+        graphs: bool | str = False,
     ) -> None:
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; pass a folder or name to from_pretrained")
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
-        request = check_request(devices, plan, **start, verify=verify, vae=vae)
+        request = check_request(devices, plan, **start, verify=verify, vae=vae, graphs=graphs)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
         self._begin(request, "adopt", pipe, request.plan)
@@ -77,6 +79,7 @@ class ParallelPipeline:
         start_method: str = "auto",
         verify: bool | Path = True,
         vae: Any = "auto",
+        graphs: bool | str = False,
         **options: Any,
     ) -> ParallelPipeline:
         """Load `model` (a folder, a hub name, or "embedded") on every rank; `options` go to diffusers' from_pretrained.
@@ -87,7 +90,7 @@ class ParallelPipeline:
         """
         vae, options = way_and_network(vae, options)
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
-        request = check_request(devices, plan, **start, verify=verify, vae=vae)
+        request = check_request(devices, plan, **start, verify=verify, vae=vae, graphs=graphs)
         check_options(options)
         source, options, folder = resolve_model(model, options)
         wanted, need = request.plan, needed_bytes(folder, options)
@@ -158,8 +161,8 @@ class ParallelPipeline:
             return self._call_workers(executor, caller, rule)
 
     def _generate(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
-        request = self._state.request
-        options = caller.options(plan, request.verify, vae=request.vae, tracing=self._state.tracing)
+        request, tracing = self._state.request, self._state.tracing
+        options = caller.options(plan, request.verify, vae=request.vae, graphs=request.graphs, tracing=tracing)
         results = executor.call("generate", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
         return [result for result in results if isinstance(result, CallResult)]
 

@@ -20,6 +20,7 @@ class StepStats:
 
     `exact_calls` and `stale_calls` count denoiser calls with fresh values only, and calls with some stale values. Both
     are 0 with a strategy that never uses stale values, and where another guidance rank makes the call.
+    `replayed_calls` of all calls were replays of graphs, whose waits for other ranks are not in `seconds_waited`.
     """
 
     bytes_sent: Bytes
@@ -27,6 +28,7 @@ class StepStats:
     seconds_waited: Seconds
     exact_calls: int = 0
     stale_calls: int = 0
+    replayed_calls: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -61,10 +63,16 @@ class RankStats:
         """Denoiser calls with stale values."""
         return sum(step.stale_calls for step in self.steps)
 
+    @property
+    def replayed_calls(self) -> int:
+        """Denoiser calls that were replays of graphs."""
+        return sum(step.replayed_calls for step in self.steps)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics for JSON, without the trace, which has its own file."""
         steps = [step.as_dict() for step in self.steps]
-        calls = {"exact_calls": self.exact_calls, "stale_calls": self.stale_calls, "steps": steps}
+        names = ("exact_calls", "stale_calls", "replayed_calls")
+        calls = {name: getattr(self, name) for name in names} | {"steps": steps}
         return {**_as_dict(replace(self, trace=None, steps=())), **calls}
 
 

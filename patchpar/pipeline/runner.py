@@ -63,7 +63,7 @@ class PipelineRunner:
         self.clock = StepClock()
         self.pipe: Any = None
         self._installed = InstalledPlan()
-        self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
+        self._installed_for: tuple[Plan, bool | Path, str, bool | str] = (Plan(), True, "auto", False)
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
@@ -151,8 +151,8 @@ class PipelineRunner:
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
-        """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. `verify` and `vae`: see CallOptions."""
+    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto", graphs: bool | str = False) -> None:
+        """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. All else: see CallOptions."""
         self._uninstall()
         held = self._held.take(plan)
         one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
@@ -162,15 +162,14 @@ class PipelineRunner:
         if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
             self._transport.collectives.form(rank_sets(plan.world_size, **plan.degrees()))
         if self.context.rank < plan.world_size and works:
-            mesh, verifications = (
-                Mesh(self.context.rank, range(plan.world_size), **plan.degrees()),
-                VerificationCache.of(verify),
-            )
+            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
+            verifications = VerificationCache.of(verify)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(vae, communicators[1], verifications)
-        self._installed_for = (plan, verify, vae)
+            self._installed.use_graphs(plan, graphs)
+        self._installed_for = (plan, verify, vae, graphs)
 
     def restore(self) -> None:
         """Remove every hook, and give encoders and weights to all ranks: the pipeline is as before `install`."""
@@ -180,7 +179,7 @@ class PipelineRunner:
 
     def _uninstall(self) -> None:
         self._installed.restore()
-        self._installed_for = (Plan(), True, "auto")
+        self._installed_for = (Plan(), True, "auto", False)
 
     def _connected(self) -> Transport:
         """Return the transport, connected if it is not yet. Collective."""
@@ -207,8 +206,8 @@ class PipelineRunner:
 
     def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
-        if self._installed_for != (options.plan, options.verify, options.vae):
-            self.install(options.plan, verify=options.verify, vae=options.vae)
+        if self._installed_for != (options.plan, options.verify, options.vae, options.graphs):
+            self.install(options.plan, verify=options.verify, vae=options.vae, graphs=options.graphs)
         self._encoders.arrange(self.pipe, options.plan)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)

@@ -12,6 +12,7 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.pipeline.graph_option import check_graphs
 from patchpar.plan.plan import Plan
 from patchpar.shard.vae.modes import check_mode
 
@@ -35,6 +36,7 @@ class PipelineOptions:
     start_method: str
     verify: bool | Path
     vae: str
+    graphs: bool | str
 
     @property
     def starts_workers(self) -> bool:
@@ -70,6 +72,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     start_method: object,
     verify: object,
     vae: object,
+    graphs: object = False,
 ) -> PipelineOptions:
     """Return the checked arguments. Raises PlanError for an invalid one."""
     wanted = plan_of(plan)
@@ -86,6 +89,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         start_method=_start_method(start_method, found),
         verify=verify,
         vae=check_mode(vae),
+        graphs=check_graphs(graphs, None if torchrun_world() is not None else found.names),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 from patchpar.comm.trace import RankTrace, TraceEvent
 from patchpar.comm.traffic import CommStats
 from patchpar.pipeline.rank_stats import VAE, RankStats, StepStats
+from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.shard.stale.state import StaleState
 
 N = TypeVar("N", int, float)
@@ -16,15 +17,22 @@ class StatsRecorder:
     """Created when a call begins, with `traffic` at zero. `stale_states`: those of denoisers that have one.
 
     `tracing`: also record every event, for a trace. `of_vaes`: exchanges of encoding and decoding, which belong to no
-    step and are counted as one kind.
+    step and are counted as one kind. `graphs`: those of denoisers that have any.
     """
 
     def __init__(
-        self, traffic: CommStats, stale_states: Sequence[StaleState], *, tracing: bool, of_vaes: CommStats | None = None
+        self,
+        traffic: CommStats,
+        stale_states: Sequence[StaleState],
+        *,
+        tracing: bool,
+        of_vaes: CommStats | None = None,
+        graphs: Sequence[StepGraphs] = (),
     ) -> None:
         of_vaes = of_vaes or CommStats()
         traffic.events = of_vaes.events = [] if tracing else None
         self._traffic, self._stale_states, self._of_vaes = traffic, tuple(stale_states), of_vaes
+        self._graphs = tuple(graphs)
         self._epoch = time.time() - time.perf_counter()
         self._step_began = time.perf_counter()
         self._before = self._counted()
@@ -42,6 +50,7 @@ class StatsRecorder:
                 seconds_waited=_more(now.seconds_waited, before.seconds_waited),
                 exact_calls=now.exact_calls - before.exact_calls,
                 stale_calls=now.stale_calls - before.stale_calls,
+                replayed_calls=now.replayed_calls - before.replayed_calls,
             )
         )
         self._before = now
@@ -75,6 +84,7 @@ class StatsRecorder:
             seconds_waited=dict(self._traffic.seconds_waited),
             exact_calls=sum(history.exact_calls for history in self._stale_states),
             stale_calls=sum(history.stale_calls for history in self._stale_states),
+            replayed_calls=sum(graphs.replays for graphs in self._graphs),
         )
 
     def _note_step(self) -> None:

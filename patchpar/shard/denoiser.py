@@ -1,6 +1,7 @@
 """Base of denoisers that ranks compute together, in bands or by tokens: the local patch, stale state, start and end."""
 
 import inspect
+from collections.abc import Callable, Hashable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.graphs.step_graphs import Stateless, StepGraphs
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.stale.state import StaleState
@@ -23,7 +25,8 @@ class SharedDenoiser:
     `policy` defines what is exchanged and when; one with stale values needs the `clock`. Call `reset` before every
     image and `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures:
     "off" computes every part alone, "frozen" sends nothing after the exact steps. `error`: relative error of the
-    verification at first use. `unsure`: the denoiser may have been changed since the last call.
+    verification at first use. `unsure`: the denoiser may have been changed since the last call. `graphs`: captures
+    steady steps and replays them, if there is any; see `use_graphs`.
     """
 
     denoiser: nn.Module
@@ -39,7 +42,14 @@ class SharedDenoiser:
         self.exchange = "on"
         self.history = StaleState(self.mesh[0], self.policy, self.clock) if self.policy.remembers else None
         self.watched, self.unsure = WatchedNetwork(self.denoiser), False
+        self.graphs: StepGraphs | None = None
         self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
+
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """Capture steady steps and replay them. What is sent for the next step is received by the end of the call."""
+        self.graphs = graphs
+        if self.history is not None:
+            self.history.cache.joins = True
 
     def reset(self) -> None:
         """Begin an image: no value of the last one is used. Raises ExchangeError."""
@@ -54,6 +64,7 @@ class SharedDenoiser:
 
     def forget(self) -> None:
         """Remove the hooks and discard what is known; the next call discovers anew, so modules may change meanwhile."""
+        self._drop_graphs("the denoiser may change")
         self.restore()
         self.watched.forget()
         self._unlearn()
@@ -62,13 +73,31 @@ class SharedDenoiser:
 
     def _make_sure(self) -> None:
         """Discard what is known of the denoiser if it has changed since its last verification."""
+        if self.unsure and self.graphs is not None:
+            self.graphs.look_at_network()
         if self.unsure and self.watched.has_changed:
+            self._drop_graphs("the denoiser has changed")
             self.restore()
             self.watched.forget()
             self._unlearn()
             if self.history is not None:
                 self.history.lose()
         self.unsure = False
+
+    def _steady(self, kind: Hashable | None, step: Callable[..., Any], call: tuple[Any, Any]) -> Any:
+        """Return the output of `step` for a call. `kind`: of a step like others, which may be a graph; else None."""
+        if self.graphs is None or kind is None or self.exchange != "on":
+            return step(*call[0], **call[1])
+        return self.graphs.run(kind, step, call, Stateless() if self.history is None else self.history.cache)
+
+    @property
+    def _exact_kind(self) -> Hashable | None:
+        """Kind of a step without stale values; None for the first of an image, in which grids of tokens are found."""
+        return None if self.clock is None or self.clock.evaluation == 0 else ("exact",)
+
+    def _drop_graphs(self, reason: str = "") -> None:
+        if self.graphs is not None:
+            self.graphs.clear(reason)
 
     def restore(self) -> None:
         """Leave the denoiser as it was. Idempotent."""

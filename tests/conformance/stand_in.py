@@ -25,6 +25,8 @@ class SimulatedRank(threading.local):
     number = -1
     where = ""
     num_groups = 0
+    tape: Any = None
+    """What is told of every operation begun and awaited, if a step is being recorded; see `tests.gpu.op_tape`."""
     guard: BufferGuard
 
 
@@ -56,6 +58,8 @@ class SimulatedWork:
         self._stand_in.turns.wait(rank.number, lambda: self._group.is_over)
         rank.guard.waited(self._regions)
         self._stand_in.unawaited.discard(self._group)
+        if rank.tape is not None:
+            rank.tape.waited(self)
         return True
 
     def is_completed(self) -> bool:
@@ -110,10 +114,10 @@ class StandIn:
             "irecv": "receive",
             "P2POp": lambda what, x, peer, group: (what, x, peer, group),
             "ProcessGroupNCCL": mock.Mock(),
-            "batch_isend_irecv": self._batch,
-            "all_gather_single": self._all_gather,
-            "all_gather_into_tensor": self._all_gather,
-            "all_to_all_single": self._all_to_all,
+            "batch_isend_irecv": self._taped(self._batch),
+            "all_gather_single": self._taped(self._all_gather),
+            "all_gather_into_tensor": self._taped(self._all_gather),
+            "all_to_all_single": self._taped(self._all_to_all),
         }
         start = TorchTransport._start
 
@@ -128,6 +132,15 @@ class StandIn:
             stack.enter_context(mock.patch.object(torch.cpu, "Event", _Event))
             stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))
             yield
+
+    def _taped(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            found = begin(*args, **kwargs)
+            if self.rank.tape is not None:
+                self.rank.tape.begun(begin, args, kwargs, found)
+            return found
+
+        return begun
 
     def _new_group(self, ranks: Sequence[int], *_: Any) -> RankGroup:
         """All ranks make the same groups in the same order."""

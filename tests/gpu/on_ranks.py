@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.graphs.recorder import recorder_for
+from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched
@@ -39,3 +42,28 @@ def parity(this: PoolRank, name: str, dtype: torch.dtype, strategy: str = "exact
     for bands.exchange in ("on", "off"):
         errors.append(relative(first(bands.denoise(denoiser.forward, **call)).cpu().double(), exact))
     return GpuErrors(*errors)
+
+
+@torch.no_grad()
+def replayed(this: PoolRank, name: str, dtype: torch.dtype, strategy: str, evaluations: int) -> tuple[list[float], int]:
+    """Relative differences between steps that run and the same ones as graphs, and how many were replays."""
+    device, predictions, replays = torch.device(this.context.device), [], 0
+    for with_graphs in (False, True):
+        denoiser, clock = denoisers.build(name).to(device, dtype), StepClock()
+        bands = parse_strategy(strategy).install(
+            denoiser, this.comm(), this.mesh(patch=this.world)["patch"], clock=clock
+        )
+        if with_graphs:
+            bands.use_graphs(StepGraphs(denoiser, recorder_for(this.transport), bands.mesh, required=True))
+        found = []
+        for evaluation in range(evaluations):
+            call = on(device, dtype, denoisers.call(name, 32, 16))
+            call["sample"] = call["sample"] * (1 + 0.1 * evaluation)
+            call["timestep"] = torch.tensor(900.0 - 20 * evaluation, device=device)
+            clock.next_call()
+            found.append(first(bands.denoise(denoiser.forward, **call)).double().cpu())
+            clock.tick()
+        bands.finish()
+        predictions.append(found)
+        replays = bands.graphs.replays if bands.graphs is not None else 0
+    return [relative(*pair) for pair in zip(*reversed(predictions), strict=True)], replays

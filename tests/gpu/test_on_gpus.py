@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.gpu.battery.timing import prepared_rank
 from patchpar.launch.local import LocalExecutor
+from patchpar.shard.graphs import step_graphs
+from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.host_memory import HostCopy, to_device
 from patchpar.shard.kernels.fused_op import has_triton
 from tests.exact import denoisers
@@ -57,6 +59,20 @@ def test_ranks_with_a_card_each(kind: str, dtype: torch.dtype) -> None:
     check(on_ranks(devices, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
 
 
+@pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges"])
+def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, strategy: str) -> None:
+    """Kernels and messages of a step as one CUDA graph, on ranks with a card each."""
+    count, evaluations = torch.cuda.device_count() if kind != "cpu" else 0, 7
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    devices = [f"{kind}:{rank}" for rank in range(min(count, 4))]
+    for differences, replays in on_ranks(
+        devices, "tests.gpu.on_ranks:replayed", "sdxl", torch.float16, strategy, evaluations
+    ):
+        assert max(differences) <= ROUNDING[torch.float16] / 10
+        assert replays == evaluations - (2 if strategy == "exact" else 3)
+
+
 @pytest.fixture(params=["exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled"])
 def step(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[[], Any]]:
     """One steady step of a strategy on rank 1 of 4, whose messages go nowhere."""
@@ -67,6 +83,26 @@ def step(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[[], Any
         for _ in range(3):
             run()
         yield run
+
+
+def test_a_steady_step_can_be_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one card: messages go nowhere, so that only the capture and its replay are tried."""
+    if kind == "cpu":
+        pytest.skip("a CPU has no graphs")
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    denoiser, moved = denoisers.build("sdxl").to(kind, torch.float16), denoisers.call("sdxl", 32, 16)
+    moved = tree_map_only(torch.Tensor, lambda x: x.to(kind, torch.float16), moved)
+    moved["timestep"] = torch.tensor(500.0, device=kind)
+    for strategy in ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled"):
+        splits: list[Any] = []
+        with torch.no_grad(), prepared_rank(kind, denoiser, strategy, splits.append, moved) as run:
+            (split,) = splits
+            recorder = recorder_for(split.mesh[0].transport)
+            split.use_graphs(step_graphs.StepGraphs(denoiser, recorder, split.mesh, required=True))
+            for _ in range(6):
+                run()
+            torch.cuda.synchronize()
+            assert split.graphs.replays >= 3, strategy
 
 
 def test_no_step_waits_for_the_gpu(kind: str, step: Callable[[], Any]) -> None:

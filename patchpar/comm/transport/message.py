@@ -11,6 +11,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from patchpar.comm.transport.message_memory import MessageMemory
+
 T = TypeVar("T")
 U = TypeVar("U")
 Messages = list[list[Tensor]]  # the tensors of each message
@@ -237,5 +239,9 @@ class Collectives(Protocol):
         where: str,
         *,
         bulk: bool = False,
+        memory: MessageMemory | None = None,
     ) -> Work[Messages]:
-        """Start an exchange of at most one message from each rank to each. Ranks without any take part as well."""
+        """Start an exchange of at most one message from each rank to each. Ranks without any take part as well.
+
+        `memory`: has the buffers of an exchange that is repeated, if given.
+        """

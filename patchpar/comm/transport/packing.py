@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.transport.message import TensorSpec
+from patchpar.comm.transport.message_memory import MessageMemory, buffer_for
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU
 LAYOUTS_KEPT = 4096  # messages of different shapes that a model may have
@@ -63,15 +64,16 @@ def copies_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
-def pack(tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
+def pack(tensors: Sequence[Tensor], size: int | None = None, memory: MessageMemory | None = None) -> Tensor:
     """Return a buffer [size] with `tensors`, of any shape, as `layout_of` their specs lays them out.
 
-    `size` may be larger than the layout's; the rest has no values. A single contiguous tensor is not copied.
+    `size` may be larger than the layout's; the rest has no values. A single contiguous tensor is not copied, unless to
+    `memory`, which then has the buffer.
     """
     flat = [x.detach().reshape(-1) for x in tensors]
     layout = layout_of(tuple(map(TensorSpec.of, tensors)))
     size = layout.size if size is None else size
-    if len(flat) == 1 and size == layout.size:
+    if len(flat) == 1 and size == layout.size and memory is None:
         return flat[0]
     parts, end = [], 0
     for x, offset in zip(flat, layout.offsets, strict=True):
@@ -81,7 +83,12 @@ def pack(tensors: Sequence[Tensor], size: int | None = None) -> Tensor:
         end = offset + parts[-1].numel()
     if size > end:
         parts.append(flat[0].new_empty(size - end, dtype=layout.dtype))
-    return torch.cat(parts)
+    if memory is None:
+        return torch.cat(parts)
+    packed = torch.cat(parts, out=memory.take("sent", size, layout.dtype, flat[0].device))
+    starts = (offset * layout.dtype.itemsize for offset in layout.offsets)
+    memory.hold_sent(packed, dict(zip(map(id, tensors), starts, strict=True)))
+    return packed
 
 
 def offset_of(x: Tensor) -> tuple[int, int]:
@@ -100,19 +107,22 @@ def adjacent_rows(parts: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((len(parts), size), (size, 1))
 
 
-def gather_buffers(own: Sequence[Tensor], others: Sequence[tuple[TensorSpec, ...]]) -> tuple[Tensor, Tensor] | None:
+def gather_buffers(
+    own: Sequence[Tensor], others: Sequence[tuple[TensorSpec, ...]], memory: MessageMemory | None = None
+) -> tuple[Tensor, Tensor] | None:
     """Return `own`, tensors of any shape, as [elements], and a buffer [ranks, elements] for those of all ranks.
 
     `others`: what the other ranks send. All rows are as long as the longest. None where a gather of equal rows would
-    send much more than there is; all ranks find the same.
+    send much more than there is; all ranks find the same. `memory`: has the buffers, if given.
     """
     layouts = [layout_of(tuple(map(TensorSpec.of, own))), *map(layout_of, others)]
     sizes = [layout.size for layout in layouts]
     width = max(sizes)
     if len({layout.dtype for layout in layouts}) > 1 or width * len(sizes) > MOST_PADDING * sum(sizes):
         return None
-    packed = pack(own, width)
-    return packed, packed.new_empty((len(sizes), width))
+    packed = pack(own, width, memory)
+    rows = buffer_for(memory, "received", len(sizes) * width, packed.dtype, packed.device)
+    return packed, rows.view(len(sizes), width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +159,13 @@ def row_of(messages: tuple[tuple[TensorSpec, ...], ...]) -> MessageRow:
     return MessageRow(layouts, tuple(starts), end)
 
 
-def pack_row(messages: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, MessageRow]:
-    """Return a buffer [bytes] on `device` with the tensors of `messages`, of any shape, and where they lie."""
+def pack_row(
+    messages: Sequence[Sequence[Tensor]], device: torch.device, memory: MessageMemory | None = None
+) -> tuple[Tensor, MessageRow]:
+    """Return a buffer [bytes] on `device` with the tensors of `messages`, of any shape, and where they lie.
+
+    `memory`: has the buffer, if given.
+    """
     row = row_of(tuple(tuple(map(TensorSpec.of, tensors)) for tensors in messages))
     given = {id(x): x.detach() for tensors in messages for x in tensors}  # a tensor to several ranks: once
     strided = [key for key, x in given.items() if not x.is_contiguous()]
@@ -158,10 +173,10 @@ def pack_row(messages: Sequence[Sequence[Tensor]], device: torch.device) -> tupl
     flat = {key: x.view(-1) for key, x in given.items()}
     dtypes = {x.dtype for x in flat.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-    parts, end = [], 0
+    parts, offsets, end = [], dict[int, int](), 0
     for tensors, layout, start in zip(messages, row.layouts, row.starts, strict=True):
         for x, offset in zip(tensors, layout.offsets, strict=True):
-            at = start + offset * layout.dtype.itemsize
+            at = offsets[id(x)] = start + offset * layout.dtype.itemsize
             if at > end:
                 parts.append(torch.empty((at - end) // dtype.itemsize, dtype=dtype, device=device))
             parts.append(flat[id(x)] if x.dtype == dtype else flat[id(x)].view(torch.uint8))
@@ -170,5 +185,8 @@ def pack_row(messages: Sequence[Sequence[Tensor]], device: torch.device) -> tupl
         parts.append(torch.empty((row.size - end) // dtype.itemsize, dtype=dtype, device=device))
     if not parts:
         return torch.empty(0, dtype=torch.uint8, device=device), row
-    buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if memory is None:
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(torch.uint8), row
+    buffer = torch.cat(parts, out=memory.take("sent", row.size // dtype.itemsize, dtype, device))
+    memory.hold_sent(buffer, offsets)
     return buffer.view(torch.uint8), row

@@ -45,10 +45,10 @@ class StreamStall:
 
 
 class _Awaited(NamedTuple):
-    """Works that a stream waits for since `since`. `what` names rank, exchange point, peers and shapes."""
+    """What a stream waits for since `since`. `what` names rank, exchange point, peers and shapes."""
 
     since: float
-    works: tuple[dist.Work, ...]
+    is_over: Callable[[], bool]
     what: Callable[[], str]
 
 
@@ -66,22 +66,36 @@ class StreamWaits:
         self._news = threading.Event()  # set while works are awaited, and at the end
         self._closed = False
         self._paused = 0
+        self._captures = False
+        self._moved_on = 0.0  # when something awaited was last seen to be over
         self._late = ""
         self._watch: threading.Thread | None = None
 
-    def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall:
-        """Make the current stream wait."""
+    def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall | None:
+        """Make the current stream wait. Returns the duration of that; None while a graph is captured."""
+        if self._captures:
+            for work in works:
+                work.wait()
+            return None
         stall = StreamStall(self._kind)
         for work in works:
             work.wait()
         stall.end()
+        awaited = tuple(works)
+        self.watch(lambda: all(work.is_completed() for work in awaited), what)
+        return stall
+
+    def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
+        """See to it that something which a stream has begun is over before the deadline; `what` says what it is.
+
+        Its time begins when that which the stream began before is over.
+        """
         with self._lock:
-            self._awaited.append(_Awaited(time.monotonic(), tuple(works), what))
+            self._awaited.append(_Awaited(time.monotonic(), is_over, what))
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
             self._watch.start()
         self._news.set()
-        return stall
 
     def look_back(self) -> None:
         """Raise ExchangeError if a work is not complete after the deadline."""
@@ -106,6 +120,16 @@ class StreamWaits:
             with self._lock:
                 self._paused -= 1
 
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """This thread captures a graph: works awaited in it have no end that could be asked for, and no duration."""
+        with self.paused():
+            self._captures = True
+            try:
+                yield
+            finally:
+                self._captures = False
+
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._closed = True
@@ -122,14 +146,15 @@ class StreamWaits:
         with self._lock:
             if self._paused or self._late:
                 return
-            while self._awaited and all(work.is_completed() for work in self._awaited[0].works):
+            while self._awaited and self._awaited[0].is_over():
                 self._awaited.popleft()
+                self._moved_on = time.monotonic()
             if not self._awaited:
                 if not self._closed:
                     self._news.clear()
                 return
             since, _, what = self._awaited[0]
-            if time.monotonic() - since <= self._deadline():
+            if time.monotonic() - max(since, self._moved_on) <= self._deadline():
                 return
             self._late = f"{what()} within {self._deadline():g} s"
         self._on_late(self._late)

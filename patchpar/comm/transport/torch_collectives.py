@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchpar.comm.transport.message import FlatParts, Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport.message_memory import MessageMemory, buffer_for
 from patchpar.comm.transport.packing import pack_row, row_of
 from patchpar.comm.transport.torch_groups import ProcessGroups
 
@@ -70,13 +71,14 @@ class TorchCollectives:
         where: str,
         *,
         bulk: bool = False,
+        memory: MessageMemory | None = None,
     ) -> Work[Messages]:
         """See `Collectives`."""
         leaving = {peer: message.tensors for message in outgoing for peer in message.peers}
         pending = {message.peer: message.specs for message in incoming}
-        sent, row_sent = pack_row([leaving.get(rank, ()) for rank in ranks], self._device)
+        sent, row_sent = pack_row([leaving.get(rank, ()) for rank in ranks], self._device, memory)
         row = row_of(tuple(pending.get(rank, ()) for rank in ranks))
-        received = torch.empty(row.size, dtype=torch.uint8, device=self._device)
+        received = buffer_for(memory, "received", row.size, torch.uint8, self._device)
         group = self._groups.of(ranks, bulk=bulk)
 
         def begin() -> Sequence[dist.Work]:

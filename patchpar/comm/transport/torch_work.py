@@ -71,7 +71,8 @@ class TorchWork(Work[Messages]):
         self._transport.check(self.where)
         try:
             if self._transport.waits is not None:
-                self._stalled = (self._transport.waits.wait_for(self._works, self._missing),)
+                stall = self._transport.waits.wait_for(self._works, self._missing)
+                self._stalled = () if stall is None else (stall,)
                 self._works.clear()
             with self._transport.waiting:
                 while self._works:

@@ -133,12 +133,13 @@ def _attend_beside_tokens(
         state.repeat(attended, patch.step_ratio)
         return state.attend(call, attended)
     state.refresh(attended, patch.step_ratio, _fits_of_all(patch, where, attended, state))
-    if state.derived:
-        if not isinstance(state, LateTokens):
-            entry.pending = _sent(patch, where, attended, state)
+    if isinstance(state, LateTokens):
+        return state.attend(call, attended)
+    if state.derived and not state.layout.joins:
+        entry.pending = _sent(patch, where, attended, state, entry)
         return state.attend(call, attended)
     result = state.attend(call, attended)  # before the next values may arrive where it reads
-    entry.pending = _sent(patch, where, attended, state)
+    entry.pending = _sent(patch, where, attended, state, entry)
     return result
 
 
@@ -174,14 +175,16 @@ def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: Stale
     )
 
 
-def _sent(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens) -> Callable[[], Received]:
+def _sent(
+    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens, entry: StaleEntry
+) -> Callable[[], Received]:
     """Send this rank's tokens for the next step; return a function that waits for the others'."""
     assert patch.cache is not None
     if patch.policy.published:
-        return patch.cache.send(state.part(attended), where)
+        return patch.cache.send(state.part(attended), where, entry)
     if state.rows is not None:
         return patch.cache.gather_at_once(patch.axis, where, state.rows)
-    return patch.cache.send_at_once(state.part(attended), where)
+    return patch.cache.send_at_once(state.part(attended), where, entry.memory)
 
 
 def _fits_of_all(
@@ -222,22 +225,25 @@ def _attend_beside_partials(
         entry.drop()
         arriving = _gather(patch, where, grid, _own(grid, call, patch.group_rank)).arriving()
         whole = dict(zip(patch.axis.others, arriving, strict=True))
-        state.kept = renewed(whole)
+        state.keep(renewed(whole))
         if state.is_due(cache.evaluation + 1, layer):  # the refresh of the next step uses these keys
             entry.keep({ranks[group_rank]: tensors for group_rank, tensors in whole.items()}, entry.own)
     elif state.is_due(cache.evaluation, layer) and not patch.frozen:
         received = entry.take()
         if received:
-            state.kept = renewed({ranks.index(rank): tensors for rank, tensors in received.items()})
+            state.keep(renewed({ranks.index(rank): tensors for rank, tensors in received.items()}))
     if not patch.fresh and state.is_due(cache.evaluation + 1, layer) and not patch.frozen:
-        entry.pending = cache.send_at_once(state.part(_own(grid, call, patch.group_rank)), where)
+        entry.pending = cache.send_at_once(state.part(_own(grid, call, patch.group_rank)), where, entry.memory)
     return merge_partials([_attend_here(grid, call, patch.group_rank), state.remote]).out_BNlD
 
 
 def _note_drift(patch: LocalPatch, entry: StaleEntry, key_BlND: Tensor) -> None:
     """Add the drift of this rank's keys since the previous step, from every sixteenth token."""
     assert patch.cache is not None
-    sample = key_BlND[:, ::DRIFT_STRIDE].to(torch.float32, copy=True)  # a view would keep all of it
-    if entry.own is not None and entry.own.shape == sample.shape:
-        patch.cache.drift += torch.stack([(sample - entry.own).square().sum(), sample.square().sum()])
-    entry.own = sample
+    sample = key_BlND[:, ::DRIFT_STRIDE]
+    stored = entry.memory.like("keys", sample, torch.float32)  # a view would keep all keys
+    known = entry.own is stored
+    change = (sample - stored).square().sum() if known else None
+    entry.own = stored.copy_(sample)
+    if change is not None:
+        patch.cache.drift += torch.stack([change, stored.square().sum()])

@@ -41,6 +41,14 @@ class RemotePartials:
         """Whether this layer is refreshed in this evaluation."""
         return (evaluation + layer) % self.refresh == 0
 
+    def keep(self, remote: Partial) -> None:
+        """Store the partial of a refresh, [B, N, l, D] and [B, N, l], where the last one lies."""
+        if self.kept is None:
+            self.kept = remote
+            return
+        for stored, new in zip(self.kept, remote, strict=True):
+            stored.copy_(new)
+
     @property
     def remote(self) -> Partial:
         """The cached partial."""

@@ -1,7 +1,7 @@
-"""Stale values of one rank's exchange points, exchanges pending for the next step, and buckets of small messages.
+"""Stale values of one rank's exchange points, and exchanges pending for the next step.
 
     entry     one exchange point in one guidance call: values last received, the rank's own last value, pending exchange
-    bucket    small messages of several exchange points, sent as one
+    bucket    small messages of several exchange points, sent as one: `message_bucket`
     cache     all entries; decides whether the previous step may be used in this call
 
 An entry is identified by the denoiser call within the step (guidance may need two), by the exchange point, and by how
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart, Received
-from patchpar.comm.transport import Work
-from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.comm.transport.message_memory import MessageMemory
+from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
+from patchpar.shard.stale.message_bucket import BucketMemories, MessageBucket
 from patchpar.shard.stale.send_window import ReceiveMemory, SendWindow
 from patchpar.shard.stale.workspace import Workspace
 
@@ -43,13 +44,14 @@ class StaleBytes(NamedTuple):
 class StaleEntry:
     """One exchange point in one guidance call. `received` and `own` are of the previous evaluation.
 
-    `state` belongs to the exchange point.
+    `state` belongs to the exchange point. `memory`: of its messages for the next step, unless these are in a bucket.
     """
 
     received: Received = field(default_factory=dict)
     own: Tensor | None = None
     state: Any = None
     pending: Callable[[], Received] | None = None
+    memory: MessageMemory = field(default_factory=MessageMemory)
 
     def wait(self) -> Received:
         """Wait for the pending exchange, if any, and return the stale values received. Raises ExchangeError."""
@@ -89,55 +91,24 @@ class StaleEntry:
             yield from self.state.arriving()
 
 
-class MessageBucket:
-    """Collects small messages and sends `size` of them as one. All ranks add parts in the same order."""
-
-    def __init__(self, comm: Communicator, size: int) -> None:
-        self._comm, self._size = comm, size
-        self._parts: list[ExchangePart] = []
-        self._tickets: list[_Ticket] = []
-
-    def put(self, part: ExchangePart, where: str) -> Callable[[], Received]:
-        """Add a part; return a function that waits for its received values. Its tensors must not change afterwards."""
-        ticket = _Ticket(len(self._parts), where)
-        self._parts.append(part)
-        self._tickets.append(ticket)
-        if len(self._parts) >= self._size:
-            self.flush(where)
-        return ticket.wait
-
-    def flush(self, where: str) -> None:
-        """Send the collected parts."""
-        if not self._parts:
-            return
-        exchange = self._comm.exchange(where, self._parts, label="bucket", bulk=True)
-        for ticket in self._tickets:
-            ticket.exchange = exchange
-        self._parts, self._tickets = [], []
-
-
-class _Ticket:
-    def __init__(self, index: int, where: str) -> None:
-        self.index, self.where, self.exchange = index, where, None
-
-    exchange: Work[list[Received]] | None
-
-    def wait(self) -> Received:
-        assert self.exchange is not None, "a bucket is flushed before the call that filled it ends"
-        try:
-            return self.exchange.wait()[self.index]
-        except ExchangeError as error:  # it names the exchange point that filled the bucket
-            raise ExchangeError(f"{self.where} waits for stale values: {error}") from error
-
-
 @dataclass(slots=True)
 class _GuidanceCall:
-    """One guidance call of the step: its entries, and the evaluation and form they belong to."""
+    """One guidance call of the step: its entries, and the evaluation and form they belong to.
+
+    `memories` of its buckets.
+    """
 
     window: SendWindow
     entries: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
+    memories: BucketMemories = field(default_factory=dict)
     evaluation: int = -2
     form: Any = None
+
+    def clear(self) -> None:
+        """Forget all exchange points. None may be in flight."""
+        self.entries.clear()
+        self.memories.clear()
+        self.window.clear()
 
 
 class StaleCache:
@@ -153,7 +124,11 @@ class StaleCache:
         self.continues = False  # whether the previous evaluation of this call is known
         self.next_is_exact = False  # whether the next evaluation is known to be
         self.attentions = 0  # attention exchange points run in this call
-        self.drift = torch.zeros(2)  # squared change of this rank's keys in this call, and their square
+        self.joins = False  # whether exchanges for the next step end with the call, as those in a graph have to
+        self.generation = 0  # how often exchange points have been forgotten
+        self.measures_drift = False
+        self.drift = torch.zeros(2, device=comm.transport.device)
+        """Squared change of this rank's keys in this call, and their square."""
 
     def begin(self, call: int, evaluation: int, form: Any) -> bool:
         """Start a denoiser call; return whether the previous evaluation of the same call is known with the same `form`.
@@ -169,13 +144,15 @@ class StaleCache:
         usable = known.form == form and evaluation - known.evaluation == 1
         if known.form != form:
             _settle(known)
-            known.entries.clear()
-            known.window.clear()
+            known.clear()
+            self.generation += 1
         known.window.begin()
         known.form, known.evaluation = form, evaluation
         self._call, self.evaluation, self.attentions = known, evaluation, 0
+        self.bucket.memories = known.memories
         self.continues = usable
-        self.drift = torch.zeros(2, device=self.comm.transport.device)
+        if self.measures_drift:
+            self.drift.zero_()
         self._passed.clear()
         return usable
 
@@ -193,13 +170,15 @@ class StaleCache:
         """Whether no exchange point of this call has a state yet."""
         return all(entry.state is None for entry in self._call.entries.values())
 
-    def send(self, part: ExchangePart, where: str) -> Callable[[], Received]:
-        """Send for the next step, in a bucket with others. The part's tensors must not change afterwards."""
-        return self.bucket.put(part, where)
+    def send(self, part: ExchangePart, where: str, entry: StaleEntry | None = None) -> Callable[[], Received]:
+        """Send for the next step, in a bucket with others; see `MessageBucket.put`."""
+        return self.bucket.put(part, where, entry)
 
-    def send_at_once(self, part: ExchangePart, where: str) -> Callable[[], Received]:
-        """Send for the next step."""
-        exchange = self.comm.exchange(where, [part], bulk=True)
+    def send_at_once(
+        self, part: ExchangePart, where: str, memory: MessageMemory | None = None
+    ) -> Callable[[], Received]:
+        """Send for the next step. `memory`: of the exchange point's messages, whose last values have been read."""
+        exchange = self.comm.exchange(where, [part], bulk=True, memory=memory)
         return lambda: exchange.wait()[0]
 
     def gather_at_once(self, axis: Axis, where: str, rows: Tensor, own: Tensor | None = None) -> Callable[[], Received]:
@@ -225,6 +204,8 @@ class StaleCache:
         """End a denoiser call: send what is left in the bucket, and wait for what was to be read in this call."""
         self.bucket.flush("end of the call")
         self._call.window.end()
+        if self.joins:
+            _settle(self._call)
 
     def settle(self) -> None:
         """Wait for every pending exchange. Raises ExchangeError."""
@@ -240,10 +221,38 @@ class StaleCache:
             for entry in call.entries.values():
                 entry.own = None  # or drift of the first step would be measured against the last image
 
+    def snapshot(self) -> list[Any]:
+        """Return what the process knows of the exchange points of this call: values are not copied."""
+        return [(entry, entry.received, entry.own, entry.pending) for entry in self._call.entries.values()]
+
+    def set_back(self, snapshot: list[Any]) -> None:
+        """Return to what the process knew of this call's exchange points before any of them has run.
+
+        Nothing is sent, and no value is changed.
+        """
+        self.bucket.empty()
+        self._call.window.begin()
+        self._passed.clear()
+        self.attentions = 0
+        for entry, received, own, pending in snapshot:
+            entry.received, entry.own, entry.pending = received, own, pending
+
+    def stored(self) -> Iterator[Tensor]:
+        """Yield every tensor, of any shape, that a call leaves to the next or receives for it."""
+        entries = [entry for call in self._calls.values() for entry in call.entries.values()]
+        yield from (x for entry in entries for each in (entry.tensors(), entry.arriving()) for x in each)
+        yield from (x for memory in self._memories() for x in memory.tensors())
+        yield from (*self.workspace.tensors(), *self._arriving.tensors(), self.drift)
+
+    def _memories(self) -> Iterator[MessageMemory]:
+        for call in self._calls.values():
+            yield from (*call.memories.values(), *(entry.memory for entry in call.entries.values()))
+
     def num_bytes(self) -> "StaleBytes":
         """Return the bytes stored for the next step; storage shared by several tensors counts once."""
         entries = [entry for call in self._calls.values() for entry in call.entries.values()]
         held = [*(x for entry in entries for x in entry.tensors()), *self.workspace.tensors()]
+        held += [x for memory in self._memories() for x in memory.tensors()]
         arriving = [*(x for entry in entries for x in entry.arriving()), *self._arriving.tensors()]
         return StaleBytes(_num_bytes(held), _num_bytes(arriving))
 

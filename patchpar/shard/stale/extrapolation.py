@@ -5,18 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+KNOWN = 3  # evaluations: this one and those of the last two values
 FARTHEST = 2.0  # limit of the extrapolation: steps that grow faster are cut to it
 
 
 class StepExtrapolator:
-    """The timesteps of the last evaluations. Nothing is read from the device, so there is no synchronisation."""
+    """The timesteps of the last evaluations. Nothing is read from the device, so there is no synchronisation.
+
+    They lie in one tensor [3], which stays where it is: evaluation `e` in element `e % 3`.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[int, Tensor | None] = {}
+        self._times = torch.empty(KNOWN, dtype=torch.float32).unbind()
+        self._known: dict[int, bool] = {}  # evaluations, and whether their timesteps are known
 
     def reset(self) -> None:
         """Begin an image."""
-        self._times.clear()
+        self._known.clear()
 
     def step_ratio(self, evaluation: int, timestep: Any) -> Tensor | float:
         """Return (now - last) / (last - the one before), clamped to 0..2; 0 where both of these are one timestep.
@@ -24,15 +29,20 @@ class StepExtrapolator:
         A scalar tensor, or a number: 1 where the call has no timestep, 0 while fewer than three are known.
         `timestep` is a number or a tensor of any shape, whose first value counts.
         """
-        now = None if timestep is None else torch.as_tensor(timestep).detach().flatten()[0].float()
-        self._times = {at: time for at, time in self._times.items() if evaluation - at in (0, 1, 2)} | {evaluation: now}
-        if len(self._times) < 3:
+        known = {at: has for at, has in self._known.items() if evaluation - at in range(KNOWN)}
+        if timestep is not None:
+            now = torch.as_tensor(timestep).detach().flatten()[0]
+            if now.device != self._times[0].device:
+                self._times, known = torch.empty(KNOWN, dtype=torch.float32, device=now.device).unbind(), {}
+            self._times[evaluation % KNOWN].copy_(now)
+        self._known = known | {evaluation: timestep is not None}
+        if len(self._known) < KNOWN:
             return 0.0
-        last, before = self._times[evaluation - 1], self._times[evaluation - 2]
-        if now is None or last is None or before is None:
+        if not all(self._known.values()):
             return 1.0
-        went = last - before
-        return torch.where(went == 0, 0.0, (now - last) / went).clamp(0.0, FARTHEST)
+        now, last, before = (self._times[(evaluation - age) % KNOWN] for age in range(KNOWN))
+        # Steps of no length divide by zero.
+        return ((now - last) / (last - before)).nan_to_num_(0.0, 0.0, 0.0).clamp_(0.0, FARTHEST)
 
 
 def timestep_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

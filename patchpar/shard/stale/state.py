@@ -1,7 +1,7 @@
 """Whether a denoiser call is exact or uses stale values: warm-up, missed steps, and resynchronisation."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
-from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
+from patchpar.plan.exchange_policy import CachedPartials, ExchangePolicy, StaleKV
 from patchpar.plan.resync import ResyncDecider
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.host_memory import HostCopy
@@ -26,9 +26,11 @@ class StaleState:
             raise PlanError(f"strategy {policy.name!r} uses stale values, so it needs the step clock: pass clock=")
         self.comm, self.policy, self.clock = comm, policy, clock
         self.cache = StaleCache(comm, policy.bucket)
+        self.cache.measures_drift = policy.resync is not None
         self.exact_calls, self.stale_calls = 0, 0
         self._deciders: dict[int, ResyncDecider] = {}
         self._reports: defaultdict[int, list[_Report]] = defaultdict(list)  # by call: those not decided upon yet
+        self._stale_in_a_row: Counter[int] = Counter()  # by call
         self._sent_before = 0
         self._extrapolator = StepExtrapolator()
         self._ratio = torch.zeros((), device=comm.transport.device)
@@ -37,7 +39,9 @@ class StaleState:
     def anew(self) -> "StaleState":
         """Wait for pending exchanges and return an empty state."""
         self.cache.settle()
-        return StaleState(self.comm, self.policy, self.clock)
+        found = StaleState(self.comm, self.policy, self.clock)
+        found.cache.joins = self.cache.joins
+        return found
 
     def reset(self) -> None:
         """Begin an image."""
@@ -49,6 +53,7 @@ class StaleState:
         self.cache.reset()
         self._deciders.clear()
         self._reports.clear()
+        self._stale_in_a_row.clear()
         self._extrapolator.reset()
 
     def step_ratio(self, timestep: Any) -> Tensor:
@@ -76,8 +81,21 @@ class StaleState:
         self.cache.next_is_exact = clock.step + 1 < self.policy.warmup_steps
         fresh = not usable or clock.step < self.policy.warmup_steps or self._is_to_be_fresh(call)
         self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)
+        self._stale_in_a_row[call] = 0 if fresh else self._stale_in_a_row[call] + 1
         self._sent_before = self.comm.traffic.total_bytes
         return fresh
+
+    @property
+    def steady_kind(self) -> Hashable | None:
+        """Which kind of steady step the call that has begun is; None for one that is unlike those that follow.
+
+        The first stale step reads what an exact one has stored, elsewhere than stale steps store it.
+        """
+        call, context = max(0, self.clock.call), self.policy.context
+        if self._stale_in_a_row[call] <= 1:
+            return None
+        refresh = context.refresh if isinstance(context, CachedPartials) else 1  # layers are refreshed in turn
+        return ("stale", f"call {call}", f"turn {self.clock.evaluation % refresh}")
 
     def report(self) -> list[Tensor]:
         """Return what all ranks need to decide on the next call: [3], two sums of drift, and bytes sent; or nothing."""

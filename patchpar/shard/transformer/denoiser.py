@@ -4,7 +4,7 @@ The counterpart of `shard.unet` for transformers.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,12 @@ class TokenDenoiser(SharedDenoiser):
         if self.history is not None:
             return self._with_stale_state(self.history, signature, forward, *call[0], **call[1])
         self._this_step()
-        return self._shard.denoise(forward, *call[0], **call[1])
+        return self._steady(self._of_grids(self._exact_kind), partial(self._shard.denoise, forward), call)
+
+    def _of_grids(self, kind: Hashable | None) -> Hashable | None:
+        """Return a kind of step with the grids of the tokens: as many may lie in another grid in the next image."""
+        assert self._shard is not None
+        return None if kind is None else (kind, tuple(self._shard.grids.items()))
 
     def _log_ranges(self, shard: TransformerSharder) -> None:
         for name, ranges in shard.ranges.items():
@@ -228,10 +233,18 @@ class TokenDenoiser(SharedDenoiser):
         """Run with stale keys, where there are any and the policy uses them."""
         assert self._shard is not None
         self._look_back(history, signature, (args, kwargs))
-        output = self._shard.denoise(forward, *args, **kwargs)
-        history.cache.end()
-        history.receive(self._gathered(history.report()), fresh=self.patch.fresh)
+        step = partial(self._stale_step, history, self._shard, forward)
+        output, gathered = self._steady(self._of_grids(history.steady_kind), step, (args, kwargs))
+        history.receive(gathered, fresh=self.patch.fresh)
         return output
+
+    def _stale_step(
+        self, history: StaleState, shard: TransformerSharder, forward: Forward, *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[list[Tensor]]]:
+        """Return the output, and what all ranks report: all of a step that depends on its arguments alone."""
+        output = shard.denoise(forward, *args, **kwargs)
+        history.cache.end()
+        return output, self._gathered(history.report())
 
     def _gathered(self, own: list[Tensor]) -> list[list[Tensor]]:
         if not own:
@@ -255,6 +268,7 @@ class TokenDenoiser(SharedDenoiser):
         self._plans.clear()
 
     def _take_out(self) -> None:
+        self._drop_graphs()
         if self._shard is not None:
             self._shard.restore()
             self._shard = None

@@ -43,14 +43,15 @@ _COMPILED = (
 class TransformerSharder:
     """A transformer whose tokens are split. Every rank passes and gets whole tensors.
 
-    `ranges`: the token ranges of the last call, by list of blocks. `restore()` removes all hooks.
+    `ranges`: the token ranges of the last call, by list of blocks; `grids`: those found so far for the image.
+    `restore()` removes all hooks.
     """
 
     def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: TokenSplit) -> None:
         self.denoiser, self.plan, self.split = denoiser, plan, split
         self.call: TokenCall | None = None
         self.ranges: dict[str, TokenRanges] = {}
-        self._grids: Grids = {}
+        self.grids: Grids = {}
         self._hooks = HookSet()
         blocks = plan.paths | {path for path, _ in plan.others}
         for path, module in denoiser.named_modules():
@@ -72,7 +73,7 @@ class TransformerSharder:
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run one denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
         arguments = CallArguments.of(self.denoiser, args, kwargs)
-        self.call = TokenCall(self.split, TokenLayout(self.split, arguments, self.plan.latent, self._grids))
+        self.call = TokenCall(self.split, TokenLayout(self.split, arguments, self.plan.latent, self.grids))
         self.ranges = self.call.ranges
         try:
             return all_whole(forward(*args, **kwargs))
@@ -82,7 +83,7 @@ class TransformerSharder:
 
     def begin(self) -> None:
         """Begin an image: the same number of tokens may lie in another grid."""
-        self._grids.clear()
+        self.grids.clear()
 
     def restore(self) -> None:
         """Remove every hook. Idempotent."""

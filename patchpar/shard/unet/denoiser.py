@@ -53,7 +53,7 @@ class PatchedDenoiser(SharedDenoiser):
         try:
             self._check_here(forward, (args, kwargs))
             if self.history is None:
-                return self._exactly(forward, *args, **kwargs)
+                return self._steady(self._exact_kind, partial(self._exactly, forward), (args, kwargs))
             return self._with_stale_state(self.history, forward, *args, **kwargs)
         finally:
             self.patch.active = False  # other calls of the denoiser's forward are plain ones
@@ -141,11 +141,16 @@ class PatchedDenoiser(SharedDenoiser):
         patch, sample = self.patch, map_of(args, kwargs)
         self._look_back(history, (sample.shape, sample.dtype, patch.dim), (args, kwargs))
         patch.policy = history.policy.frozen() if patch.frozen else history.policy
-        output = self._in_bands(forward, *args, **kwargs)
-        # The prediction is awaited now, the rest of the bucket a step later: so the prediction is sent first.
-        whole, gathered = self._join(output, history.report(), meanwhile=history.cache.end)
+        step = partial(self._stale_step, history, forward)
+        whole, gathered = self._steady(history.steady_kind, step, (args, kwargs))
         history.receive(gathered, fresh=patch.fresh)
         return whole
+
+    def _stale_step(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the whole prediction, and what all ranks report: all of a step that depends on its arguments alone."""
+        output = self._in_bands(forward, *args, **kwargs)
+        # The prediction is awaited now, the rest of the bucket a step later: so the prediction is sent first.
+        return self._join(output, history.report(), meanwhile=history.cache.end)
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.sites is not None
@@ -194,6 +199,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def restore(self) -> None:
         """Remove the exchange points. Idempotent."""
+        self._drop_graphs()
         if self._sharded is not None:
             self._sharded.restore()
             self._sharded = None

@@ -82,12 +82,14 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         others = [values[0] for values in entry.wait().values()]
         before = entry.own
         assert before is not None
+        # Before the message, whose memory is that of the last.
+        moments = torch.stack([own if patch.policy.moments == "stale" else before, *others])
         if patch.cache is not None and not patch.frozen:
             entry.own = own
-            entry.pending = patch.cache.send(moments_part(patch.axis, [own]), self.where)
+            entry.pending = patch.cache.send(moments_part(patch.axis, [own]), self.where, entry)
         if patch.policy.moments == "stale":
-            return normalise(module, x, torch.stack([own, *others]), published=patch.policy.published)[0]
-        moments, least = torch.stack([before, *others]), LEAST_VARIANCE[patch.policy.moments]
+            return normalise(module, x, moments, published=patch.policy.published)[0]
+        least = LEAST_VARIANCE[patch.policy.moments]
         return normalise(module, x, moments, own, least=least, published=patch.policy.published)[0]
 
 
@@ -161,13 +163,15 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             edges = _edges_to_all(patch, own, max(stencil.before, stencil.after))
         sends = patch.cache is not None and not patch.frozen
         if not _joins(module, own, dim, stencil, has_halo=True):
-            if sends:
-                entry.pending = self._send(edges.kept(), stencil)
-            return mend_borders(module, own, self.fn_ref.original_forward(x), dim, stencil, halo)
+            kept = edges.kept() if sends else None
+            y = mend_borders(module, own, self.fn_ref.original_forward(x), dim, stencil, halo)
+            if kept is not None:
+                self._send(kept, stencil, entry)
+            return y
         first, last = self._rows_sent(stencil) if sends else (0, 0)
         joined, *copies = join_halo(own, dim, stencil, halo, first, last)
         if sends:
-            entry.pending = self._send(edges.with_copies([rows for rows in copies if rows.shape[dim]]), stencil)
+            self._send(edges.with_copies([rows for rows in copies if rows.shape[dim]]), stencil, entry)
         return convolve(module, joined, dim)
 
     def _rows_sent(self, stencil: Stencil) -> tuple[int, int]:
@@ -178,14 +182,12 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         up, down = patch.group_rank > 0, patch.group_rank + 1 < len(patch.bands)
         return stencil.after if up else 0, stencil.before if down else 0
 
-    def _send(self, edges: ExchangePart, stencil: Stencil) -> Callable[[], Received]:
-        """Send this rank's edge rows for the next step; the returned function waits for the neighbours'."""
+    def _send(self, edges: ExchangePart, stencil: Stencil, entry: StaleEntry) -> None:
+        """Send this rank's edge rows for the next step; the stale ones have been read."""
         patch = self.patch
         assert patch.cache is not None
-        wait = patch.cache.send(edges, self.where)
-        if not patch.policy.published:
-            return wait
-        return lambda: _of_neighbours(patch, wait(), stencil)
+        wait = patch.cache.send(edges, self.where, entry)
+        entry.pending = (lambda: _of_neighbours(patch, wait(), stencil)) if patch.policy.published else wait
 
 
 def _joins(conv: Conv, own: Tensor, dim: int, stencil: Stencil, *, has_halo: bool) -> bool:

@@ -1,0 +1,1 @@
+"""Steps of a denoiser captured as graphs of the device and replayed."""

@@ -1,0 +1,82 @@
+"""Capture of a step as a graph of the device, whose replay is one launch for all kernels and messages of the step.
+
+Nothing else in this folder knows the device: a recorder of another kind can take the place of this one.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from patchpar.comm.transport import Transport
+from patchpar.comm.transport.stream_waits import StreamWaits
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.launch.accelerators import device_module, has_graphs
+
+
+class CaptureRefused(Exception):
+    """A step that cannot be captured; the message is the reason."""
+
+
+class Recording(Protocol):
+    """A captured step. `output`: its tree of tensors, which each replay writes to. `has_run`: the capture ran it."""
+
+    output: Any
+    has_run: bool
+
+    def replay(self) -> None:
+        """Run the step again, on the memory of the capture."""
+
+
+class StepRecorder(Protocol):
+    """What captures steps. `what` names the step for errors."""
+
+    def capture(self, step: Callable[[], Any], what: str) -> Recording:
+        """Return what `step` does. Raises CaptureRefused."""
+
+
+class GraphRecorder:
+    """Captures steps as graphs of a GPU with the messages of NCCL in them. Each graph has memory of its own."""
+
+    def __init__(self, kind: str, waits: StreamWaits) -> None:
+        self._module, self._waits = device_module(kind), waits
+
+    def capture(self, step: Callable[[], Any], what: str) -> Recording:
+        """See `StepRecorder`. The step does not run before the first replay."""
+        graph = self._module.CUDAGraph()
+        try:
+            # Other threads of the process, such as those of libraries, may use the GPU meanwhile.
+            with self._waits.capturing(), self._module.graph(graph, capture_error_mode="thread_local"):
+                output = step()
+        except PatchparError:
+            raise
+        except RuntimeError as error:
+            raise CaptureRefused(f"the device refuses the capture: {str(error).splitlines()[0]}") from error
+        return _DeviceGraph(graph, output, self._module, self._waits, what)
+
+
+class _DeviceGraph:
+    """A graph of the device. The end of each replay is watched from outside: one deadline for all waits in it."""
+
+    def __init__(self, graph: Any, output: Any, module: Any, waits: StreamWaits, what: str) -> None:
+        self.output, self.has_run = output, False
+        self._graph, self._module, self._waits, self._what = graph, module, waits, what
+
+    def replay(self) -> None:
+        """See `Recording`. Returns at once."""
+        self._graph.replay()
+        end = self._module.Event()
+        end.record()
+        self._waits.watch(end.query, lambda: f"{self._what}: the replay of its graph has not ended")
+
+
+def recorder_for(transport: Transport) -> StepRecorder:
+    """Return what captures the steps of a rank. Raises UnsupportedModel where its device or transport has no graphs."""
+    kind = transport.device.type
+    if not has_graphs(kind):
+        raise UnsupportedModel(f"a device of type {kind!r} has no graphs that steps could be captured as")
+    if not isinstance(transport, TorchTransport) or transport.waits is None:
+        raise UnsupportedModel(
+            "messages between these ranks pass through memory of the host, which no graph of a GPU can do: graphs need "
+            "NCCL, and so a GPU for each rank"
+        )
+    return GraphRecorder(kind, transport.waits)

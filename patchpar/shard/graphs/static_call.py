@@ -1,0 +1,69 @@
+"""The arguments of a captured call, and what must not change from one such call to the next."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from patchpar.comm.pytree import map_leaves
+
+Call = tuple[Any, Any]  # args, kwargs
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+class StaticCall:
+    """A call with copies of its tensors, to which those of later calls are written.
+
+    `call`: its args and kwargs. A tensor that is passed twice is one tensor here too.
+    """
+
+    def __init__(self, call: Call) -> None:
+        leaves, form = tree_flatten(call)
+        own = {id(x): torch.empty_like(x) for x in leaves if isinstance(x, Tensor)}
+        self._own = list(own.values())
+        self.call: Call = tree_unflatten([own.get(id(x), x) for x in leaves], form)
+        self.take(call)
+
+    def take(self, call: Call) -> None:
+        """Write the tensors of a call of the same signature."""
+        for own, x in zip(self._own, _distinct(call), strict=True):
+            own.copy_(x)
+
+
+def _distinct(call: Call) -> Iterator[Tensor]:
+    """Yield each tensor of a call once, of any shape."""
+    leaves, _ = tree_flatten(call)
+    yield from {id(x): x for x in leaves if isinstance(x, Tensor)}.values()
+
+
+def signature_of(call: Call) -> Any:
+    """Return the form of a call, layouts of its tensors, which of them are the same, and all other values."""
+    leaves, form = tree_flatten(call)
+    first_at: dict[int, int] = {}
+    return str(form), tuple(
+        (tuple(x.shape), x.stride(), x.dtype, str(x.device), first_at.setdefault(id(x), number))
+        if isinstance(x, Tensor)
+        else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else id(x))
+        for number, x in enumerate(leaves)
+    )
+
+
+def why_not_static(call: Call, device: torch.device) -> str:
+    """Return why a call cannot be captured, on account of its arguments; empty if it can."""
+    for path, x in tree_flatten_with_path(call)[0]:
+        name = keystr(path)
+        if isinstance(x, Tensor):
+            if x.device.type != device.type:
+                return f"argument {name} is on {x.device}, and a graph reads memory of {device} only"
+            if type(x) is not Tensor:
+                return f"argument {name} is a {type(x).__name__}, whose values may come later"
+        elif not isinstance(x, PLAIN):
+            return f"argument {name} is a {type(x).__name__}, which the denoiser may change in each step"
+    return ""
+
+
+def copies_of_output(output: Any) -> Any:
+    """Return a tree with copies of its tensors, of any shape: the next replay writes to the originals."""
+    return map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, output)

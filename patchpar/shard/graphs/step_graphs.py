@@ -1,0 +1,226 @@
+"""Which steps of a denoiser are captured, when they are replayed, and what ends that.
+
+    a kind of step runs first      as always: buffers are allocated, communicators are set up, kernels are chosen
+    ... for the second time        captured
+    ... afterwards                 replayed: nothing of it runs in Python
+
+A kind is what the process decides before a step: fresh or stale, which guidance call, shapes, and all arguments that
+are no tensors. Of exact strategies the first step of an image always runs, since grids of tokens are found in it.
+All ranks of the axis capture and replay the same steps: they have the same calls, and vote on each capture.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import AxisComm
+from patchpar.comm.traffic import CommStats
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.fingerprint import Fingerprint, fingerprint
+from patchpar.shard.graphs.recorder import CaptureRefused, Recording, StepRecorder
+from patchpar.shard.graphs.refusals import baked_in, why_not_repeated
+from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
+from patchpar.shard.verification import every_rank_has
+
+MOST_GRAPHS = 8  # of one denoiser: each holds the memory of a step
+MOST_KINDS = 64  # that have run once: with so many the arguments differ from step to step
+log = logging.getLogger(__name__)
+
+
+class CarriedState(Protocol):
+    """What crosses steps. `generation` changes when all of it lies elsewhere."""
+
+    generation: int
+
+    def stored(self) -> Iterable[Tensor]:
+        """Yield every tensor, of any shape, that one step leaves to the next."""
+
+    def snapshot(self) -> Any:
+        """Return what the process knows of it now, in this guidance call."""
+
+    def set_back(self, snapshot: Any) -> None:
+        """Return to what the process knew, as `snapshot` says. Values of tensors stay."""
+
+
+class Stateless:
+    """The state of a strategy that keeps nothing between steps. See `CarriedState`."""
+
+    generation = 0
+
+    def stored(self) -> Iterable[Tensor]:
+        """Yield no tensor of any shape."""
+        return ()
+
+    def snapshot(self) -> None:
+        """Return nothing."""
+
+    def set_back(self, snapshot: Any) -> None:
+        """Do nothing."""
+
+
+class _Sent:
+    """Bytes and rounds that `traffic` counts from now on."""
+
+    def __init__(self, traffic: CommStats) -> None:
+        self._traffic, self._before = traffic, self._copy(traffic)
+        self._more: list[Counter[str]] = []
+
+    @staticmethod
+    def _copy(traffic: CommStats) -> list[Counter[str]]:
+        return [each.copy() for each in _counters(traffic)]
+
+    def taken_off(self) -> "_Sent":
+        """Set the counts back to what they were, and hold the difference."""
+        for counted, before in zip(_counters(self._traffic), self._before, strict=True):
+            self._more.append(counted - before)
+            counted.subtract(self._more[-1])
+        return self
+
+    def add_to(self, traffic: CommStats) -> None:
+        """Count once more what is held."""
+        for counted, more in zip(_counters(traffic), self._more, strict=True):
+            counted.update(more)
+
+
+def _counters(traffic: CommStats) -> tuple[Counter[str], ...]:
+    return traffic.bytes_sent, traffic.bytes_received, traffic.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step. `after`: snapshot of the state at its end; `held`: what must stay; `sent`: its messages."""
+
+    recording: Recording
+    arguments: StaticCall
+    sent: _Sent | None = None
+    after: Any = None
+    held: tuple[Tensor, ...] = ()
+
+
+_Key = tuple[Hashable, int, Any]  # kind, generation of the state, signature of the call
+
+
+class StepGraphs:
+    """The graphs of one denoiser on one rank of `mesh`.
+
+    `required`: raise UnsupportedModel where a capture is refused, instead of going on without graphs.
+    """
+
+    def __init__(self, network: nn.Module, recorder: StepRecorder, mesh: AxisComm, *, required: bool = False) -> None:
+        self._network, self._recorder, self._mesh, self._required = network, recorder, mesh, required
+        self._graphs: dict[_Key, _Graph] = {}
+        self._ran: dict[_Key, Fingerprint] = {}  # kinds that have run once, and the network then
+        self._facts: Any = None
+        self.replays = 0
+        self.refused = ""
+        """Why nothing more is captured."""
+        self.paused = False
+        """Steps run without graphs, such as while every exchange is traced."""
+
+    def run(self, kind: Hashable, step: Callable[..., Any], call: Call, state: CarriedState) -> Any:
+        """Return the output of `step` for this call: it runs, is captured, or is replayed. Raises what it raises."""
+        if self.paused or self.refused:
+            return step(*call[0], **call[1])
+        key = (kind, state.generation, signature_of(call))
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.arguments.take(call)
+            return self._replayed(graph, state)
+        if key in self._ran:
+            return self._captured(key, step, call, state)
+        self._note(key, state)
+        return step(*call[0], **call[1])
+
+    def _note(self, key: _Key, state: CarriedState) -> None:
+        """Note a kind of step that runs for the first time."""
+        for known in [known for known in self._graphs if known[1] != state.generation]:
+            del self._graphs[known]  # its buffers are of no more use
+        self._ran[key] = fingerprint(self._network)
+        if len(self._ran) > MOST_KINDS:
+            self._refuse(f"its arguments differ from step to step: {len(self._ran)} calls were of as many kinds")
+
+    def _captured(self, key: _Key, step: Callable[..., Any], call: Call, state: CarriedState) -> Any:
+        """Capture a step that all ranks can capture, and run it."""
+        before, traffic = state.snapshot(), _Sent(self._mesh[0].traffic)
+        found, reason = self._attempt(key, step, call, state)
+        sent, after = traffic.taken_off(), state.snapshot()
+        if found is not None and found.recording.has_run:
+            sent.add_to(self._mesh[0].traffic)
+        if not every_rank_has(self._mesh, "capture of a step", not reason):
+            self._refuse(reason or "another rank could not capture this step")
+            if found is not None and found.recording.has_run:
+                return found.recording.output
+            state.set_back(before)
+            return step(*call[0], **call[1])
+        assert found is not None
+        graph = self._graphs[key] = replace(found, after=after, sent=sent, held=tuple(state.stored()))
+        log.info("%s: captured as a graph", self._named(key))
+        return copies_of_output(found.recording.output) if found.recording.has_run else self._replayed(graph, state)
+
+    def _attempt(
+        self, key: _Key, step: Callable[..., Any], call: Call, state: CarriedState
+    ) -> tuple[_Graph | None, str]:
+        """Return what has been captured, if anything, and why it cannot be used, if so."""
+        reason = why_not_static(call, self._mesh[0].transport.device)
+        reason = reason or why_not_repeated(self._network, self._ran[key], fingerprint(self._network))
+        if len(self._graphs) >= MOST_GRAPHS:
+            reason = reason or f"it has {MOST_GRAPHS} graphs already, each with the memory of a step"
+        if reason:
+            return None, reason
+        arguments, weights, buffers = StaticCall(call), baked_in(self._network), _addresses(state)
+        try:
+            recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
+        except CaptureRefused as error:
+            return None, str(error)
+        if baked_in(self._network) != weights:
+            reason = "its weights lie elsewhere after each step"
+        elif _addresses(state) != buffers:
+            reason = "a buffer that one step leaves to the next lies elsewhere each time"
+        return _Graph(recording, arguments), reason
+
+    def _replayed(self, graph: _Graph, state: CarriedState) -> Any:
+        """Replay a step whose arguments have been written."""
+        comm, _ = self._mesh
+        comm.beat("replay of a step")
+        graph.recording.replay()
+        state.set_back(graph.after)
+        if graph.sent is not None:
+            graph.sent.add_to(comm.traffic)
+        self.replays += 1
+        return copies_of_output(graph.recording.output)
+
+    def _named(self, key: _Key) -> str:
+        _, axis = self._mesh
+        return f"rank {axis.ranks[axis.rank]}, {type(self._network).__name__}, step of kind {key[0]}"
+
+    def _refuse(self, reason: str) -> None:
+        """Capture nothing more, and say why. Raises UnsupportedModel if graphs are required."""
+        self.clear()
+        self.refused = reason
+        text = f"{type(self._network).__name__} cannot be captured as a graph: {reason}"
+        if self._required:
+            raise UnsupportedModel(f"{text}. Use graphs='auto', which goes on without graphs, or graphs=False")
+        log.warning("%s: its steps run without graphs", text)
+
+    def look_at_network(self) -> None:
+        """Drop all graphs if weights lie elsewhere, or factors of adapters are others, than at the last look."""
+        facts, before = baked_in(self._network), self._facts
+        self._facts = facts
+        if before is not None and facts != before:
+            self.clear("weights have moved, or factors of adapters have changed")
+
+    def clear(self, reason: str = "") -> None:
+        """Drop all graphs; say so if there are any and there is a `reason`. What is refused may be tried again."""
+        if self._graphs and reason:
+            log.info("%s: %s, so its steps are captured again", type(self._network).__name__, reason)
+        self._graphs.clear()
+        self._ran.clear()
+        self.refused = ""
+
+
+def _addresses(state: CarriedState) -> list[int]:
+    return sorted({x.untyped_storage()._cdata for x in state.stored()})

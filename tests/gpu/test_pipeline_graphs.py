@@ -1,0 +1,208 @@
+"""Whole pipelines whose denoiser calls are replayed: the images of the same pipelines without graphs, to the bit.
+
+Ranks are threads over NCCL's simulator, and a tape of operators takes the place of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.errors import PlanError
+from patchpar.pipeline import installed_plan, runner
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.pipeline.startup import check_request
+from patchpar.plan.plan import Plan
+from patchpar.shard.graphs.recorder import recorder_for
+from tests import tiny
+from tests.breadth import first_of
+from tests.conformance.stand_in import StandIn
+from tests.gpu.op_tape import TapeRecorder
+
+STEPS = 5
+SIZES = ((64, 64), (64, 96))  # rows, columns
+PLANS = ("patch=2", "patch=2,strategy=displaced:warmup_steps=1", "cfg=2,patch=2,strategy=fresh-edges")
+Between = Callable[[PipelineRunner], object]
+
+
+@dataclass(frozen=True)
+class ThreadContext:
+    """A rank that is a thread."""
+
+    rank: int
+    world_size: int
+    device: str = "cpu"
+    deadline: float = 60.0
+    wait_limit: float = 60.0
+    waiting: Any = field(default_factory=nullcontext)
+    links: Any = None
+
+    def emit(self, event: object) -> None: ...
+
+    def beat(self, where: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Images of calls one after the other, and how many denoiser calls of each were replays, by rank."""
+
+    images: Sequence[bytes]
+    replays: Sequence[Sequence[int]]
+
+
+def generated(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    plan: str,
+    *,
+    graphs: bool | str,
+    sizes: Sequence[tuple[int, int]] = SIZES[:1] * 2,
+    between: Between = lambda engine: None,
+    tracing: bool = False,
+    recorder: Any = None,
+) -> Images:
+    """A call for each of `sizes`; on every rank `between` runs before the second."""
+    parsed = Plan.parse(plan)
+    found, stand_in = tiny.build(name), StandIn(parsed.world_size)
+    pipes = [deepcopy(found.pipe) for _ in range(parsed.world_size)]
+    monkeypatch.setattr(runner, "silence_libraries", lambda: None)
+    monkeypatch.setattr(installed_plan, "recorder_for", recorder or (lambda _: TapeRecorder(stand_in.rank)))
+
+    def on_rank(transport: TorchTransport) -> list[Any]:
+        engine = PipelineRunner(ThreadContext(transport.rank, parsed.world_size))  # type: ignore[arg-type]
+        engine._transport = transport
+        engine.adopt(pipes[transport.rank])
+        options = CallOptions(plan=parsed, verify=False, quiet=True, graphs=graphs, tracing=tracing)
+        results = []
+        for number, (height, width) in enumerate(sizes):
+            if number == 1:
+                between(engine)
+            results.append(engine.generate(_arguments(found, height, width), options))
+        engine.restore()
+        return results
+
+    by_rank = stand_in.run(on_rank)
+    for each in by_rank:
+        if isinstance(each, BaseException):
+            raise each
+    assert stand_in.faults == []
+    images = [np.asarray(result.output.images).tobytes() for result in by_rank[0]]
+    return Images(images, [[result.figures[0].replayed_calls for result in results] for results in by_rank])
+
+
+def _arguments(found: tiny.Tiny, height: int, width: int) -> dict[str, Any]:
+    given = {"num_inference_steps": STEPS, "output_type": "np", "height": height, "width": width}
+    return found.call_kwargs | given | {"generator": torch.Generator().manual_seed(3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), first_of([(name, plan) for name in ("sdxl", "flux") for plan in PLANS[:2]], ("sdxl", PLANS[1]))
+)
+def test_images_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
+    wanted = generated(monkeypatch, name, plan, graphs=False)
+    found = generated(monkeypatch, name, plan, graphs=True)
+    assert found.images == wanted.images
+    assert {sum(each) for each in wanted.replays} == {0}
+    steady = STEPS - 1 if "strategy" not in plan else STEPS - 2
+    assert [list(each) for each in found.replays] == [[steady - 1, steady]] * len(found.replays)
+
+
+DISPLACED = PLANS[1]
+
+
+def changed_attention(engine: PipelineRunner) -> None:
+    engine.apply("unet.set_attn_processor", (AttnProcessor2_0(),), {})
+
+
+@pytest.mark.breadth
+def test_a_method_of_the_network_ends_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generated(monkeypatch, "sdxl", DISPLACED, graphs=True, between=changed_attention)
+    assert found.images == generated(monkeypatch, "sdxl", DISPLACED, graphs=False).images
+    assert [list(each) for each in found.replays] == [[STEPS - 3, STEPS - 3]] * 2, "captured anew"
+
+
+def scaled(engine: PipelineRunner) -> None:
+    """Weights in place: a graph reads them where they lie."""
+    for x in engine.pipe.unet.parameters():
+        x.data.mul_(0.9)
+
+
+def moved(engine: PipelineRunner) -> None:
+    """Weights in other memory, without a word to the pipeline."""
+    scaled(engine)
+    for x in engine.pipe.unet.parameters():
+        x.data = x.data.clone()
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize(("change", "kept"), [(scaled, True), (moved, False)])
+def test_weights_that_move_end_graphs(monkeypatch: pytest.MonkeyPatch, change: Between, kept: bool) -> None:
+    found = generated(monkeypatch, "sdxl", DISPLACED, graphs=True, between=change)
+    wanted = generated(monkeypatch, "sdxl", DISPLACED, graphs=False, between=change)
+    assert found.images == wanted.images
+    assert wanted.images[0] != wanted.images[1], "the change is one"
+    assert [list(each) for each in found.replays] == [[STEPS - 3, STEPS - 2 if kept else STEPS - 3]] * 2
+
+
+@pytest.mark.breadth
+def test_another_size_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (SIZES[0], SIZES[1], SIZES[0])
+    found = generated(monkeypatch, "sdxl", "patch=2", graphs=True, sizes=sizes)
+    assert found.images == generated(monkeypatch, "sdxl", "patch=2", graphs=False, sizes=sizes).images
+    assert found.images[0] == found.images[2]
+
+
+@pytest.mark.breadth
+def test_guidance_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generated(monkeypatch, "sdxl", PLANS[2], graphs=True)
+    assert found.images == generated(monkeypatch, "sdxl", PLANS[2], graphs=False).images
+    assert [list(each) for each in found.replays] == [[STEPS - 3, STEPS - 2]] * 4
+
+
+@pytest.mark.breadth
+def test_a_traced_call_has_every_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generated(monkeypatch, "sdxl", "patch=2", graphs=True, sizes=SIZES[:1], tracing=True)
+    assert [list(each) for each in found.replays] == [[0]] * 2
+
+
+def test_auto_changes_nothing_where_no_device_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = generated(monkeypatch, "sdxl", "patch=2", graphs="auto", sizes=SIZES[:1], recorder=recorder_for)
+    assert [list(each) for each in found.replays] == [[0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("patch=2", "a device of type 'cpu' has no graphs"),
+        ("cfg=2", "only denoisers that axis 'patch' splits are captured, and plan cfg=2 has none"),
+        ("patch=2,weights=sharded", "weights=sharded gathers weights into other memory in each step"),
+    ],
+)
+def test_a_plan_that_cannot_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, plan: str, said: str) -> None:
+    with pytest.raises(PlanError, match=f"graphs=True: {said}.*: use graphs='auto', which captures where it can"):
+        generated(monkeypatch, "sdxl", plan, graphs=True, recorder=recorder_for)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "said"),
+    [
+        (True, "graphs are captured on CUDA devices, and this pipeline is on cpu, cpu: use graphs='auto'"),
+        ("always", "graphs='always': use True, False or 'auto'"),
+        (1, "graphs=1: use True, False or 'auto'"),
+    ],
+)
+def test_the_option_is_checked_before_a_worker_starts(graphs: object, said: str) -> None:
+    start: dict[str, Any] = {"deadline": 60.0, "start_timeout": 60.0, "start_method": "auto"}
+    with pytest.raises(PlanError, match=said):
+        check_request("cpu:2", "auto", **start, verify=True, vae="auto", graphs=graphs)
+    assert check_request("cpu:2", "auto", **start, verify=True, vae="auto", graphs="auto").graphs == "auto"

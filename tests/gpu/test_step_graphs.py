@@ -1,0 +1,211 @@
+"""A step that is recorded once and repeated on the same addresses gives, later, what the step itself would: all bits.
+
+Ranks are threads over NCCL's simulator, tensors are on the CPU, and a tape of operators takes the place of a CUDA
+graph (`tests.gpu.op_tape`). Buffers of one step lie where those of the step before lay, so that one tape serves all.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.comm.transport.message_memory import MessageMemory
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.fingerprint import fingerprint
+from patchpar.shard.graphs.refusals import why_not_repeated
+from patchpar.shard.graphs.static_call import StaticCall, signature_of, why_not_static
+from patchpar.shard.stale.cache import StaleCache
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from tests.breadth import first_of
+from tests.conformance.stand_in import StandIn
+from tests.gpu.op_tape import TapeRecorder
+from tests.gpu.steps import Case, Found, model, predicted, predicted_without_graphs
+
+POOLED, PARTIALS = "fresh-edges:context=pooled", "fresh-edges:context=partials,refresh=2"
+STRATEGIES = (
+    "exact",
+    "exact:ulysses=2",
+    "displaced",
+    "displaced:preset=paper",
+    "pcpp",
+    "fresh-edges",
+    "fresh-edges:correction=none",
+    "fresh-edges:correction=linear",
+    "fresh-edges:bits=8",
+    POOLED,
+    PARTIALS,
+)
+ALWAYS = (
+    ("sdxl", "displaced", 2),
+    ("flux", "exact", 2),
+    ("flux", "fresh-edges", 2),
+    ("flux", PARTIALS, 2),
+)
+
+
+def taped(stand_in: StandIn, transport: TorchTransport) -> TapeRecorder:
+    return TapeRecorder(stand_in.rank)
+
+
+def assert_equal(found: list[Found], wanted: list[Found]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert [bits(x) for x in one.predictions] == [bits(x) for x in other.predictions]
+
+
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().numpy().tobytes()
+
+
+def expected_replays(case: Case) -> int:
+    """Of two images: the first step that is like later ones runs, the second is captured, and runs as a replay.
+
+    In the second image all that are like others are replays.
+    """
+    evaluations = 2 * case.evaluations - 2  # of both images
+    if case.strategy.startswith("exact"):
+        return case.calls * (evaluations - 2) - 1  # all but the first of each image
+    kinds = 2 if case.strategy == PARTIALS else 1  # layers are refreshed in turn
+    return case.calls * (evaluations - 4 - kinds)  # after the exact step, and the stale one that reads its values
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "world"),
+    first_of(
+        [(model, strategy, world) for model in ("sdxl", "flux") for strategy in STRATEGIES for world in (2, 4)], *ALWAYS
+    ),
+)
+def test_replayed_steps_equal_steps_that_run_bit_for_bit(model: str, strategy: str, world: int) -> None:
+    case = Case(model=model, strategy=strategy, world=world)
+    found, wanted = predicted(case, taped), predicted_without_graphs(case)
+    assert_equal(found, wanted)
+    assert {each.replays for each in found} == {expected_replays(case)}
+    assert [each.sent for each in found] == [each.sent for each in wanted], "replays count what they send"
+
+
+@pytest.mark.breadth
+def test_calls_of_one_step_are_graphs_of_their_own() -> None:
+    case = Case(model="sdxl", strategy="displaced", calls=2)
+    found = predicted(case, taped)
+    assert_equal(found, predicted(case))
+    assert {each.replays for each in found} == {expected_replays(case)}
+
+
+# --- controls -------------------------------------------------------------------------------------------------------
+
+
+def moving(memory: MessageMemory, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Other memory in every step, as without `MessageMemory`."""
+    found = memory._buffers[name] = torch.empty(size, dtype=dtype, device=device)
+    return found
+
+
+def test_a_buffer_that_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MessageMemory, "take", moving)
+    with pytest.raises(UnsupportedModel, match="a buffer that one step leaves to the next lies elsewhere each time"):
+        predicted(Case(model="sdxl", strategy="displaced"), taped)
+
+
+def test_bits_show_a_buffer_that_moves_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check of addresses a graph reads what the step before has left in another place."""
+    case = Case(model="sdxl", strategy="displaced")
+    wanted = predicted_without_graphs(case)
+    monkeypatch.setattr(MessageMemory, "take", moving)
+    monkeypatch.setattr(StaleCache, "stored", lambda _: ())
+    with pytest.raises(AssertionError):
+        assert_equal(predicted(case, taped), wanted)
+
+
+def reads_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each stale step."""
+    step = PatchedDenoiser._stale_step
+
+    def reading(bands: PatchedDenoiser, history: Any, *args: Any, **kwargs: Any) -> Any:
+        found = step(bands, history, *args, **kwargs)
+        history.cache.drift.sum().item()
+        return found
+
+    monkeypatch.setattr(PatchedDenoiser, "_stale_step", reading)
+
+
+def test_a_value_that_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads_a_value(monkeypatch)
+    with pytest.raises(UnsupportedModel, match=r"_local_scalar_dense reads a value .* Use graphs='auto'"):
+        predicted(Case(model="sdxl", strategy="displaced"), taped)
+
+
+def test_where_a_capture_is_refused_in_the_middle_the_step_runs_as_if_nothing_had_been(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(model="sdxl", strategy="displaced")
+    wanted = predicted_without_graphs(case)
+    reads_a_value(monkeypatch)
+    found = predicted(case, taped, required=False)
+    assert_equal(found, wanted)
+    assert {each.replays for each in found} == {0}
+    assert "reads a value" in found[0].refused
+    assert "its steps run without graphs" in caplog.text
+
+
+# --- what is refused before a capture -------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def test_a_network_that_decides_in_each_step() -> None:
+    network = deepcopy(model("sdxl").network)
+    before = fingerprint(network)
+    assert not why_not_repeated(network, before, fingerprint(network))
+
+    network.conv_in.calls = 1
+    assert why_not_repeated(network, before, fingerprint(network)) == "calls of conv_in changes from step to step"
+    del network.conv_in.calls
+
+    network.enable_layerwise_casting(torch.float16, torch.float32)
+    assert "may move weights or skip layers in each step" in why_not_repeated(network, before, fingerprint(network))
+
+    network = deepcopy(model("sdxl").network)
+    forward = network.conv_in.forward
+    network.conv_in.forward = lambda x: forward(x)
+    before = fingerprint(network)
+    assert "is code of another library" in why_not_repeated(network, before, before)
+
+
+def test_arguments_of_a_graph_are_plain_tensors_of_its_device() -> None:
+    x = torch.ones(2)
+    assert not why_not_static(((x,), {"scale": 0.5, "names": ["a", None]}), CPU)
+    assert why_not_static(((), {"timestep": x}), torch.device("meta")) == (
+        "argument [1]['timestep'] is on cpu, and a graph reads memory of meta only"
+    )
+    assert "is a Parameter, whose values may come later" in why_not_static(((torch.nn.Parameter(x),), {}), CPU)
+    assert "is a object, which the denoiser may change" in why_not_static(((object(),), {}), CPU)
+
+
+def test_a_signature_has_all_that_a_graph_repeats() -> None:
+    x, y = torch.ones(2, 3), torch.ones(2, 3)
+    calls: list[Any] = [
+        ((x, y), {}),
+        ((x, x), {}),
+        ((x, y.t().contiguous().t()), {}),
+        ((x, y.double()), {}),
+        ((x, y), {"scale": 0.5}),
+        ((x, y), {"scale": 0.25}),
+        ((x,), {"y": y}),
+    ]
+    assert len({signature_of(call) for call in calls}) == len(calls)
+    assert signature_of(calls[0]) == signature_of(((x + 1, y + 1), {}))
+
+
+def test_later_arguments_are_written_where_the_first_are() -> None:
+    x = torch.ones(2)
+    static = StaticCall(((x, [x]), {"y": torch.zeros(2)}))
+    (first, (again,)), kwargs = static.call
+    assert first is again
+    assert first is not x
+    later = torch.full((2,), 3.0)
+    static.take(((later, [later]), {"y": torch.ones(2)}))
+    assert (first.tolist(), kwargs["y"].tolist()) == ([3.0, 3.0], [1.0, 1.0])

@@ -1,0 +1,125 @@
+"""How a step is captured on a GPU and its replays are watched, on a torch.cuda that only pretends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.comm.transport import Incoming, TensorSpec
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.shard.graphs import recorder
+from patchpar.shard.graphs.recorder import CaptureRefused, GraphRecorder, recorder_for
+from tests.unit.test_stream_waits import Gpu, gpu, transport
+
+__all__ = ["gpu"]
+SPEC = TensorSpec((2,), torch.float32)
+
+
+class Graphs:
+    """In the place of torch.cuda. `refused`: what the device says when a capture ends."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.refused, self.threads = gpu, "", list[Any]()
+        self.replays = 0
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=self._replay)
+
+    def _replay(self) -> None:
+        self.replays += 1
+
+    @contextmanager
+    def graph(self, graph: Any, capture_error_mode: str) -> Any:
+        self.threads.append((threading.get_ident(), capture_error_mode))
+        yield
+        if self.refused:
+            raise RuntimeError(f"{self.refused}\nand more")
+
+    def Event(self) -> Any:
+        return SimpleNamespace(record=lambda: None, query=lambda: not self.gpu.stuck)
+
+
+@pytest.fixture
+def graphs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    found = Graphs(gpu)
+    monkeypatch.setattr(recorder, "device_module", lambda kind: found)
+    monkeypatch.setattr(recorder, "has_graphs", lambda kind: True)
+    return found
+
+
+def exchanged(line: TorchTransport) -> Any:
+    return line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+
+
+def test_messages_in_a_graph_are_neither_timed_nor_asked_for(graphs: Graphs) -> None:
+    line = transport(deadline=0.0)
+    graphs.gpu.stuck = True
+    found = recorder_for(line).capture(lambda: exchanged(line), "a step")
+    assert not found.has_run
+    assert graphs.threads == [(threading.get_ident(), "thread_local")]
+    graphs.gpu.stuck = False
+    line.settle("end of the call")  # nothing is awaited
+    assert line.waits is not None
+    assert not line.waits._awaited
+
+
+def test_each_replay_has_one_deadline(graphs: Graphs) -> None:
+    line = transport()
+    found = recorder_for(line).capture(lambda: "prediction", "rank 2, a step")
+    assert found.output == "prediction"
+    assert graphs.replays == 0
+    for _ in range(2):
+        found.replay()
+    assert graphs.replays == 2
+    line.settle("end of the call")
+    graphs.gpu.stuck = True
+    found.replay()
+    line.deadline = 0.0
+    with pytest.raises(ExchangeError, match="rank 2, a step: the replay of its graph has not ended within 0 s"):
+        exchanged(line)
+    assert graphs.gpu.enqueued[-1] == "abort"
+
+
+def test_a_replay_behind_others_has_its_whole_time(graphs: Graphs) -> None:
+    """The process is far ahead of the GPU: a deadline begins when the replay before is over."""
+    line = transport()
+    found = recorder_for(line).capture(lambda: None, "a step")
+    found.replay()
+    graphs.gpu.stuck = True
+    found.replay()
+    assert line.waits is not None
+    line.waits._awaited[0] = line.waits._awaited[0]._replace(is_over=lambda: True)
+    time.sleep(0.3)
+    line.deadline = 0.2
+    line.waits.look_back()
+    assert len(line.waits._awaited) == 1
+
+
+def test_what_the_device_refuses_is_the_reason(graphs: Graphs) -> None:
+    graphs.refused = "operation not permitted when stream is capturing"
+    with pytest.raises(CaptureRefused, match="the device refuses the capture: operation not permitted when stream is"):
+        recorder_for(transport()).capture(lambda: None, "a step")
+
+
+def test_errors_of_an_exchange_stay_what_they_are(graphs: Graphs) -> None:
+    line = transport()
+    line.poison("a rank is gone")
+    with pytest.raises(ExchangeError, match="a rank is gone"):
+        recorder_for(line).capture(lambda: exchanged(line), "a step")
+
+
+def test_where_there_are_no_graphs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedModel, match="a device of type 'cpu' has no graphs"):
+        recorder_for(transport())
+    monkeypatch.setattr(recorder, "has_graphs", lambda kind: True)
+    through_host: Any = SimpleNamespace(device=torch.device("cpu"), waits=None)
+    with pytest.raises(UnsupportedModel, match="pass through memory of the host"):
+        recorder_for(through_host)
+    assert isinstance(recorder_for(transport()), GraphRecorder)
