@@ -36,8 +36,8 @@ def why_no_graphs(plan: Plan) -> str:
         return "structure guidance decides in each step which patches to compute"
     if plan.patch == 1:
         return f"only denoisers that axis 'patch' splits are captured, and plan {plan} has none"
-    if plan.weights == "sharded":
-        return "weights=sharded gathers weights into other memory in each step"
+    if plan.weights != "whole":
+        return f"weights={plan.weights} brings weights of blocks into other memory in each step"
     if plan.tensor > 1 or plan.stage > 1:
         return "denoisers whose features or blocks are divided between ranks are not captured"
     return ""

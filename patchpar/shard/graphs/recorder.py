@@ -17,7 +17,7 @@ class CaptureRefused(Exception):
     """A step that cannot be captured; the message is the reason."""
 
 
-class Recording(Protocol):
+class CapturedStep(Protocol):
     """A captured step. `output`: its tree of tensors, which each replay writes to. `has_run`: the capture ran it."""
 
     output: Any
@@ -30,7 +30,7 @@ class Recording(Protocol):
 class StepRecorder(Protocol):
     """What captures steps. `what` names the step for errors."""
 
-    def capture(self, step: Callable[[], Any], what: str) -> Recording:
+    def capture(self, step: Callable[[], Any], what: str) -> CapturedStep:
         """Return what `step` does. Raises CaptureRefused."""
 
 
@@ -40,7 +40,7 @@ class GraphRecorder:
     def __init__(self, kind: str, waits: StreamWaits) -> None:
         self._module, self._waits = device_module(kind), waits
 
-    def capture(self, step: Callable[[], Any], what: str) -> Recording:
+    def capture(self, step: Callable[[], Any], what: str) -> CapturedStep:
         """See `StepRecorder`. The step does not run before the first replay."""
         graph = self._module.CUDAGraph()
         try:
@@ -62,7 +62,7 @@ class _DeviceGraph:
         self._graph, self._module, self._waits, self._what = graph, module, waits, what
 
     def replay(self) -> None:
-        """See `Recording`. Returns at once."""
+        """See `CapturedStep`. Returns at once."""
         self._graph.replay()
         end = self._module.Event()
         end.record()

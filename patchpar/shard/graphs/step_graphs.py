@@ -21,7 +21,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import Fingerprint, fingerprint
-from patchpar.shard.graphs.recorder import CaptureRefused, Recording, StepRecorder
+from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder
 from patchpar.shard.graphs.refusals import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
 from patchpar.shard.verification import every_rank_has
@@ -94,7 +94,7 @@ def _counters(traffic: CommStats) -> tuple[Counter[str], ...]:
 class _Graph:
     """A captured step. `after`: snapshot of the state at its end; `held`: what must stay; `sent`: its messages."""
 
-    recording: Recording
+    recording: CapturedStep
     arguments: StaticCall
     sent: _Sent | None = None
     after: Any = None
