@@ -13,22 +13,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
-from patchpar.launch.accelerators import timing_event
+from patchpar.launch.accelerators import timing_events
 
 GLANCE = 0.5  # seconds between two looks at works in flight
 POLL = 1e-3
 
 
 class StreamStall:
-    """Measures how long the current stream of an accelerator waits between the construction of this and `end`."""
+    """Measures how long the current stream waits between the construction of this and `end`, by two timing events."""
 
-    def __init__(self, kind: str) -> None:
-        self._begin, self._end = timing_event(kind), timing_event(kind)
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._begin, self._end = event(), event()
         self._begin.record()
 
     def end(self) -> None:
@@ -60,7 +60,7 @@ class StreamWaits:
     """
 
     def __init__(self, kind: str, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
-        self._kind, self._deadline, self._on_late = kind, deadline, on_late
+        self._event, self._deadline, self._on_late = timing_events(kind), deadline, on_late
         self._awaited: deque[_Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
@@ -71,21 +71,27 @@ class StreamWaits:
 
     def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall:
         """Make the current stream wait."""
-        stall = StreamStall(self._kind)
+        stall = StreamStall(self._event)
         for work in works:
             work.wait()
         stall.end()
-        with self._lock:
+        with self._lock:  # `_news` is cleared under it
             self._awaited.append(_Awaited(time.monotonic(), tuple(works), what))
+            is_watched = self._news.is_set()
+        if not is_watched:
+            self._begin_watching()
+        return stall
+
+    def _begin_watching(self) -> None:
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
             self._watch.start()
         self._news.set()
-        return stall
 
     def look_back(self) -> None:
         """Raise ExchangeError if a work is not complete after the deadline."""
-        self._look()
+        if self._awaited:
+            self._look()
         if self._late:
             raise ExchangeError(self._late)
 
@@ -116,17 +122,18 @@ class StreamWaits:
             self._news.wait()
             time.sleep(GLANCE)
             self._look()
+            with self._lock:
+                if not self._awaited and not self._closed:
+                    self._news.clear()
 
     def _look(self) -> None:
         """Forget works that are complete; report the first that is late."""
         with self._lock:
             if self._paused or self._late:
                 return
-            while self._awaited and all(work.is_completed() for work in self._awaited[0].works):
+            while self._awaited and all([work.is_completed() for work in self._awaited[0].works]):
                 self._awaited.popleft()
             if not self._awaited:
-                if not self._closed:
-                    self._news.clear()
                 return
             since, _, what = self._awaited[0]
             if time.monotonic() - since <= self._deadline():

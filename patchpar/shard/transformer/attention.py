@@ -22,10 +22,9 @@ from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention_backend import BackendKernel
-from patchpar.shard.transformer.split_tokens import SplitTokens
-from patchpar.shard.transformer.token_plan import AttentionTokens
-from patchpar.shard.transformer.token_ranges import Cut, TokenRanges
-from patchpar.shard.transformer.token_runs import Runs, runs_of
+from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
+from patchpar.shard.transformer.token_ranges import Cut
+from patchpar.shard.transformer.token_runs import Runs
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
@@ -88,9 +87,7 @@ def cut_for(policy: ExchangePolicy) -> Cut:
     return "bands" if everything else "rows"
 
 
-def attend_split(
-    split: TokenSplit, where: str, runs: Sequence[tuple[AttentionTokens, TokenRanges]], call: AttentionCall
-) -> Tensor:
+def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall) -> Tensor:
     """Return the attention output [B, N, q, E] of this rank's queries, or [B, q, E] of a call without heads.
 
     `call` has the tensors of this rank: common tokens and its own of each run, [B, N, q, D], [B, M, k, D] and
@@ -100,22 +97,20 @@ def attend_split(
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.query.ndim == 3:
         return attend_split(split, where, runs, call.with_heads()).squeeze(1)
-    if runs[0][0].mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
+    if call.attn_mask is not None and call.attn_mask.ndim == 2 and runs.runs[0][0].mask_dims == 4:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = replace(call, attn_mask=call.attn_mask[:, None, None])
-    queries = SplitTokens.of(call.query.shape[-2], runs_of((tokens.queries, ranges) for tokens, ranges in runs))
-    key_runs = runs_of((tokens.keys, ranges) for tokens, ranges in runs)
-    if not key_runs:
+    queries, keys, first = runs.placed(call.query.shape[-2], call.key.shape[-2])
+    if not first:
         return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
-    keys = SplitTokens.of(call.key.shape[-2], key_runs)
-    call = _with_whole_mask(split, where, call, queries, keys, key_runs[:1])
+    call = _with_whole_mask(split, where, call, queries, keys, first)
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return replace(call, attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
     entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
     if split.patch is not None and entry is not None:
         stale = _common_first(where, call, queries, keys)
-        return queries.in_order(attend_with_past(split.patch, where, runs[0][1].rows, stale, entry), 2)
+        return queries.in_order(attend_with_past(split.patch, where, runs.rows, stale, entry), 2)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
