@@ -1,6 +1,7 @@
 """Count what one rank of every strategy does on GPUs in a call of SDXL and of FLUX, without a GPU.
 
 python -m benchmarks.gpu.count --host-time --write docs/figures/gpu-counts.md
+python -m benchmarks.gpu.count --only-host-time --write docs/figures/gpu-counts.md     # counts stay as they are there
 python -m benchmarks.gpu.count --models flux --strategies "exact;fresh-edges" --short     # a quick look
 """
 
@@ -39,6 +40,7 @@ are not counted, messages on their way are.
 
 Strategies with stale values run an exact step first; `stale` is a step like all later ones."""
 
+HOST_TIME = "Time of the process"
 NO_HOST_TIME = """\
 The time of the process is not measured here: `python -m benchmarks.gpu.count --host-time` adds it, on a machine that \
 does nothing else."""
@@ -101,31 +103,39 @@ def row(strategy: str, step: str, counts: CallCounts, plain: CallCounts) -> str:
 
 def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[str] | None) -> Iterator[str]:
     """Yield the section on the time of the process."""
-    yield "## Time of the process"
+    yield f"## {HOST_TIME}"
     yield ""
     yield (
-        f"Rank 1 of {world}, measured: networks as deep as these, so narrow that only Python and the launches count; "
-        "CPU tensors, so that eager twins stand for kernels of patchpar's own; messages go nowhere, but all Python of "
-        f"torch.distributed runs. The least processor time of {turns} turns with the plain step of the same band."
+        f"Rank 1 of {world}, measured: networks as deep as these, so narrow that only Python and the launches count. "
+        "Tensors are on the CPU. A kernel of patchpar's own is one call, as on a GPU: all of its Python runs up to the "
+        "launch, which is left out, and so is what Triton takes for it. Messages go nowhere, but all Python of "
+        f"torch.distributed runs. The least processor time of {turns} turns with the plain step of the same band. "
+        "`calls`: functions written in Python that an exchange point adds, with the layer around it."
     )
     yield ""
-    yield "| model | strategy | plain, ms | split, ms | of plain | exchanges | added by each, µs |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | strategy | plain, ms | split, ms | of plain | exchanges | added by each, µs | calls |"
+    yield "|---|---|---|---|---|---|---|---|"
     for model in models:
         strategies = [strategy for strategy in chosen or STRATEGIES[model] if strategy != CFG]
         for strategy, found in host_times(model, 1, world, strategies, turns):
             times = f"{found.plain * 1e3:.0f} | {found.split * 1e3:.0f} | {found.split / found.plain:.2f}"
-            yield f"| {model} | `{strategy}` | {times} | {found.exchanges} | {found.added * 1e6:.0f} |"
+            added = f"{found.exchanges} | {found.added * 1e6:.0f} | {found.calls:.0f}"
+            yield f"| {model} | `{strategy}` | {times} | {added} |"
     yield ""
     yield "A single exchange from start to the end of the wait, without the layer around it:"
     yield ""
-    yield "| exchange | µs |"
-    yield "|---|---|"
-    yield from (f"| {name} | {seconds * 1e6:.0f} |" for name, seconds in exchange_times(1, world, turns).items())
+    yield "| exchange | µs | calls |"
+    yield "|---|---|---|"
+    for name, (seconds, calls) in exchange_times(1, world, turns).items():
+        yield f"| {name} | {seconds * 1e6:.0f} | {calls} |"
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
     """Yield the page."""
+    if options.only_host_time:
+        yield from counts_of(options.write)
+        yield from host_lines(options.world, TURNS, options.models, options.strategies)
+        return
     yield INTRODUCTION
     if find_spec("triton") is None:
         yield ""
@@ -142,6 +152,14 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         yield NO_HOST_TIME
 
 
+def counts_of(page: Path) -> Iterator[str]:
+    """Yield the lines of a page that is there, up to the time of the process."""
+    for line in page.read_text().splitlines():
+        if line in (f"## {HOST_TIME}", NO_HOST_TIME):
+            return
+        yield line
+
+
 def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -151,8 +169,11 @@ def main() -> None:
     parser.add_argument("--strategies", type=lambda text: text.split(";"), help="several with ; between them")
     parser.add_argument("--short", action="store_true", help="with few layers, for a quick look")
     parser.add_argument("--host-time", action="store_true", help="also measure the time of the process")
+    parser.add_argument("--only-host-time", action="store_true", help="measure that alone, for the page to --write")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
+    if options.only_host_time and options.write is None:
+        parser.error("--only-host-time needs --write, a page with the counts")
     quiet_process(threads=1)
     publish(lines(options), options.write)
 

@@ -1,30 +1,36 @@
 """Time of the process in a step, without a GPU: networks as deep as SDXL and FLUX, so narrow that only Python counts.
 
 On a GPU this is the time in which the process enqueues a step. Tensors are on the CPU and messages go nowhere, but all
-of torch.distributed's own Python runs. The split step and the plain one of the same band run in turns; of each the
-least processor time counts, which other programs on the machine disturb least.
+of torch.distributed's own Python runs. A fused operator, one launch on a GPU, is what it is there up to the launch,
+which is left out (`fake_launch`), instead of its eager twin of many operators. The split step and the plain one of the
+same band run in turns; of each the least processor time counts, which other programs on the machine disturb least.
+
+Beside the time stands how many functions written in Python run, which is the same on every machine.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.denoisers import Denoiser, knowing_sites, knowing_tokens
 from benchmarks.gpu.fake_cuda import EventCounts, cuda_names
+from benchmarks.gpu.fake_launch import kernels_on_cpu
 from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
 from benchmarks.gpu.strategies import DEADLINE, installed
 from benchmarks.volumes.shapes import SDXL
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import edges_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.mesh import Mesh
 from patchpar.shard.transformer.token_ranges import TokenGrid
 from patchpar.shard.unet.discover import discover
 
@@ -47,11 +53,15 @@ class Tiny:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Seconds of the process in one step, plain and split, and the number of exchanges in the split one."""
+    """Seconds of the process in one step, plain and split, and the number of exchanges in the split one.
+
+    `calls`: of functions written in Python, that each exchange point adds.
+    """
 
     plain: float
     split: float
     exchanges: int
+    calls: float
 
     @property
     def added(self) -> float:
@@ -59,8 +69,8 @@ class HostTime:
         return (self.split - self.plain) / self.exchanges
 
 
-def tiny_sdxl(world: int) -> Tiny:
-    """A UNet as deep as SDXL's, both guidance branches in one call."""
+def tiny_sdxl(world: int, layers: Mapping[str, Any] | None = None) -> Tiny:
+    """A UNet as deep as SDXL's, both guidance branches in one call. `layers` replaces its numbers of layers."""
     from diffusers import UNet2DConditionModel
 
     narrow = {
@@ -70,9 +80,9 @@ def tiny_sdxl(world: int) -> Tiny:
         "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 32 + 6 * 8,
     }
-    network = UNet2DConditionModel(**{**SDXL, **narrow}).eval().requires_grad_(False)
+    network = UNet2DConditionModel(**{**SDXL, **narrow, **(layers or {})}).eval().requires_grad_(False)
     call = {
-        "sample": torch.randn(2, 4, 8 * world, 32),
+        "sample": torch.randn(2, 4, 8 * world, COLUMNS),
         "timestep": torch.tensor([500.0]),
         "encoder_hidden_states": torch.randn(2, 4, 32),
         "added_cond_kwargs": {"text_embeds": torch.randn(2, 32), "time_ids": torch.zeros(2, 6)},
@@ -83,8 +93,8 @@ def tiny_sdxl(world: int) -> Tiny:
     return Tiny(whole=whole, band=lambda: network(**band))
 
 
-def tiny_flux(world: int) -> Tiny:
-    """A transformer as deep as FLUX.1 dev."""
+def tiny_flux(world: int, layers: Mapping[str, Any] | None = None) -> Tiny:
+    """A transformer as deep as FLUX.1 dev. `layers` replaces its numbers of layers."""
     from diffusers import FluxTransformer2DModel
 
     network = FluxTransformer2DModel(
@@ -94,6 +104,7 @@ def tiny_flux(world: int) -> Tiny:
         joint_attention_dim=16,
         pooled_projection_dim=16,
         axes_dims_rope=(4, 6, 6),
+        **(layers or {}),
     )
     network = network.eval().requires_grad_(False)
     rows = 2 * world
@@ -119,7 +130,7 @@ def _tiny_flux_call(rows: int) -> dict[str, object]:
     }
 
 
-TINY: dict[str, Callable[[int], Tiny]] = {"sdxl": tiny_sdxl, "flux": tiny_flux}
+TINY: dict[str, Callable[..., Tiny]] = {"sdxl": tiny_sdxl, "flux": tiny_flux}
 
 
 @torch.no_grad()
@@ -127,44 +138,72 @@ def host_times(
     model: str, rank: int, world: int, strategies: Sequence[str], turns: int
 ) -> Iterator[tuple[str, HostTime]]:
     """Yield for each strategy the time of a steady step of rank `rank` beside the plain one."""
-    with _quiet_rank(rank, world):
+    with quiet_rank(rank, world):
         tiny = TINY[model](world)
         for strategy in strategies:
-            comm = Communicator(TorchTransport(CPU, DEADLINE))
-            with installed(tiny.whole, strategy, comm, Mesh(rank, range(world), patch=world)) as step:
-                for _ in range(STEPS_BEFORE):
-                    step()
-                comm.traffic.clear()
-                step()
-                exchanges = sum(comm.traffic.rounds.values())
+            with steady(tiny, strategy, rank, world) as (step, exchanges):
+                calls = (python_calls(step) - python_calls(tiny.band)) / exchanges
                 plain, split = in_turns((tiny.band, step), turns)
-            yield strategy, HostTime(plain=plain, split=split, exchanges=exchanges)
+            yield strategy, HostTime(plain=plain, split=split, exchanges=exchanges, calls=calls)
+
+
+@contextmanager
+def steady(tiny: Tiny, strategy: str, rank: int, world: int) -> Iterator[tuple[Step, int]]:
+    """Yield what runs one step of a strategy after those in which caches fill, and its number of exchanges."""
+    comm = Communicator(TorchTransport(CPU, DEADLINE))
+    with installed(tiny.whole, strategy, comm, Mesh(rank, range(world), patch=world)) as step:
+        for _ in range(STEPS_BEFORE):
+            step()
+        comm.traffic.clear()
+        step()
+        yield step, sum(comm.traffic.rounds.values())
+
+
+def python_calls(step: Step) -> int:
+    """Return how many functions written in Python run in a step, in this thread."""
+    calls = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 @torch.no_grad()
-def exchange_times(rank: int, world: int, turns: int) -> dict[str, float]:
-    """Return seconds of the process for one exchange with the other ranks: start, and wait of the stream."""
-    with _quiet_rank(rank, world):
-        comm, axis = Communicator(TorchTransport(CPU, DEADLINE)), Mesh(rank, range(world), patch=world)["patch"]
+def exchange_times(rank: int, world: int, turns: int) -> dict[str, tuple[float, int]]:
+    """Return seconds of the process, and calls of Python, for one exchange: start, and wait of the stream."""
+    with quiet_rank(rank, world):
         found = {}
-        for name, exchange in _exchanges(comm, axis).items():
+        for name, exchange in single_exchanges(rank, world).items():
 
             def many(exchange: Step = exchange) -> None:
                 for _ in range(EXCHANGES):
                     exchange()
-                comm.traffic.clear()
 
-            found[name] = in_turns((many,), turns)[0] / EXCHANGES
+            many()
+            found[name] = in_turns((many,), turns)[0] / EXCHANGES, python_calls(exchange)
         return found
 
 
-def _exchanges(comm: Communicator, axis: Axis) -> dict[str, Step]:
-    keys, values, moments, row = (torch.zeros(1, 4, 1, 8) for _ in range(4))
-    spec = TensorSpec.of(keys)
+def single_exchanges(rank: int, world: int) -> dict[str, Step]:
+    """Return what runs one exchange of each kind, from its start to the end of its wait."""
+    comm, axis = Communicator(TorchTransport(CPU, DEADLINE)), Mesh(rank, range(world), patch=world)["patch"]
+    moments, row = torch.zeros(129), torch.zeros(1, 4, 8, 8).half()[:, :, :1]
+    fit, tokens = torch.zeros(2, 1, 4, 17), torch.zeros(axis.size, 8, 1, 8, 16)
+    spec = TensorSpec.of(row)
     return {
-        "keys and values of all ranks": lambda: (
-            AllGather(comm, axis, "kv", "here").start([keys, values], lambda _: [spec, spec]).wait()
-        ),
+        "keys and values of all ranks, into one buffer": lambda: comm.all_gather(
+            axis, "kv", "here", tokens[axis.rank], into=tokens
+        ).wait(),
+        "corrections of all ranks": lambda: comm.all_gather(axis, "correction", "here", fit).wait(),
+        "moments of all ranks": lambda: comm.all_gather(axis, "moments", "here", moments).wait(),
         "moments of all ranks, edge rows of two": lambda: comm.gather_with_edges(
             axis, "here", [moments], edges_part(axis, row, row, spec, spec)
         ).wait(),
@@ -188,11 +227,11 @@ def in_turns(steps: Sequence[Step], turns: int) -> list[float]:
 
 
 @contextmanager
-def _quiet_rank(rank: int, world: int) -> Iterator[None]:
+def quiet_rank(rank: int, world: int) -> Iterator[None]:
     """Messages go nowhere; what should have come with them is whatever is in memory, flushed where it is denormal."""
     torch.set_flush_denormal(True)
     try:
-        with fake_nccl(rank, world, GroupCounts()), cuda_names(EventCounts()):
+        with fake_nccl(rank, world, GroupCounts()), cuda_names(EventCounts()), kernels_on_cpu():
             yield
     finally:
         torch.set_flush_denormal(False)

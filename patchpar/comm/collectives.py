@@ -12,6 +12,7 @@ Each starts at once and returns a `Work`; its `wait()` blocks. Steps and stale v
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ from patchpar.comm.exchange_part import (
     outgoing_of,
     start_messages,
 )
+from patchpar.comm.layouts import all_to_all_layout, edge_layout, gather_layout
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
+    Collectives,
     FlatParts,
     Incoming,
     Messages,
@@ -43,6 +46,7 @@ from patchpar.comm.transport import (
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.plan.mesh import Axis
 
+T = TypeVar("T")
 SCATTERED = 2**14  # elements from which a sum over more than two ranks is scattered first
 
 
@@ -72,8 +76,8 @@ class Communicator:
         self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], scope: ExchangeScope
     ) -> Work[Messages]:
         """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
-        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
-        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
+        sent, received = (sum(message.num_bytes for message in messages) for messages in (outgoing, incoming))
+        self.traffic.book(kind, sent, received)
         return self._start(kind, where, partial(start_messages, self.transport, where, outgoing, incoming, scope))
 
     def all_gather(
@@ -88,20 +92,24 @@ class Communicator:
         """
         if axis.size == 1:
             return Arrived(own.unsqueeze(0), where)
-        own = own.detach().contiguous()
+        own, collectives = _sendable(own), collectives_of(self.transport, axis)
+        if collectives is None:
+            return self._gather_messages(axis, kind, where, own, into)
+        layout = gather_layout(axis, own.shape, own.dtype)
+        rows = own.new_empty(layout.joined) if into is None else into
+        self.traffic.book(kind, layout.num_bytes, layout.num_bytes)
+        begin = partial(collectives.all_gather, axis.ranks, own, rows, layout.incoming, where, bulk=bulk)
+        pending = self._start(kind, where, begin)
+        return pending if into is not None else pending.then(layout.as_stacked)
+
+    def _gather_messages(self, axis: Axis, kind: str, where: str, own: Tensor, into: Tensor | None) -> Work[Tensor]:
         out = own.new_empty((axis.size, *own.shape)) if into is None else into.view(axis.size, *own.shape)
+        if into is None:
+            out[axis.rank] = own
         specs = (TensorSpec.of(own),)
         incoming = [Incoming(axis.ranks[other], specs, (out[other],)) for other in axis.others]
-        outgoing, collectives = [_to_others(axis, [own])], collectives_of(self.transport, axis)
-        if collectives is None:
-            if into is None:
-                out[axis.rank] = own
-            return self.send_recv(kind, where, outgoing, incoming).then(lambda _: out)
-        self.traffic.bytes_sent[kind] += outgoing[0].num_bytes
-        self.traffic.bytes_received[kind] += outgoing[0].num_bytes
-        buffers = own.view(-1), out.view(axis.size, own.numel())
-        begin = partial(collectives.all_gather, axis.ranks, buffers, incoming, where, bulk=bulk)
-        return self._start(kind, where, begin).then(lambda _: out)
+        pending = self.send_recv(kind, where, [Outgoing(axis.other_ranks, (own,))], incoming)
+        return pending.then(lambda _: out if into is None else into)
 
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
@@ -109,19 +117,22 @@ class Communicator:
         One operation where the transport has it. The result of the Work: the flat buffer of `into` with its own
         part. It raises ExchangeError.
         """
+        collectives = collectives_of(self.transport, axis)
+        if collectives is None:
+            return self._exchange_parts(axis, kind, where, own, into)
+        layout = all_to_all_layout(axis, tuple(own.sizes), tuple(into.sizes), own.buffer.dtype)
+        self.traffic.book(kind, layout.sent, layout.received)
+        begin = partial(collectives.all_to_all, axis.ranks, own, into, layout.incoming, where)
+        return self._start(kind, where, begin)
+
+    def _exchange_parts(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         sent, received = own.parts(), into.parts()
         outgoing = [Outgoing((axis.ranks[other],), (sent[other],)) for other in axis.others]
         incoming = [
             Incoming(axis.ranks[other], (TensorSpec.of(received[other]),), (received[other],)) for other in axis.others
         ]
-        collectives = collectives_of(self.transport, axis)
-        if collectives is None:
-            received[axis.rank].copy_(sent[axis.rank])
-            return self.send_recv(kind, where, outgoing, incoming, axis).then(lambda _: into.buffer)
-        self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
-        self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
-        begin = partial(collectives.all_to_all, axis.ranks, own, into, incoming, where)
-        return self._start(kind, where, begin).then(lambda _: into.buffer)
+        received[axis.rank].copy_(sent[axis.rank])
+        return self.send_recv(kind, where, outgoing, incoming, axis).then(lambda _: into.buffer)
 
     def add_up(self, axis: Axis, kind: str, where: str, own: Tensor) -> Tensor:
         """Return the sum of `own`, of any shape, but the same shape and dtype on all ranks of the axis, over them.
@@ -159,8 +170,7 @@ class Communicator:
         scope = ExchangeScope.of(parts, bulk=bulk, memory=memory)
         outgoing, incoming = outgoing_of(parts), incoming_of(parts)
         for part in parts:
-            self.traffic.bytes_sent[part.kind] += part.bytes_sent
-            self.traffic.bytes_received[part.kind] += part.bytes_received
+            self.traffic.book(part.kind, part.bytes_sent, part.bytes_received)
         label = label or "+".join(part.kind for part in parts)
         begin = partial(start_messages, self.transport, where, outgoing, incoming, scope)
         return self._start(label, where, begin).then(partial(by_part, tuple(parts), incoming))
@@ -173,6 +183,9 @@ class Communicator:
         One message to each. `edges` comes from `edges_part`. The result of the Work: the other ranks' `shared` by group
         rank, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
         """
+        collectives = collectives_of(self.transport, axis)
+        if collectives is not None and edges is not None and edges.axis is not None:
+            return self._rounds_with_edges(collectives, axis, where, shared, edges)
         parts = [moments_part(axis, shared)] if shared else []
         parts += [] if edges is None else [edges]
 
@@ -182,7 +195,20 @@ class Communicator:
 
         return self.exchange(where, parts).then(arranged)
 
-    def _start(self, kind: str, where: str, begin: Callable[[], Work[Messages]]) -> Work[Messages]:
+    def _rounds_with_edges(
+        self, collectives: Collectives, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart
+    ) -> Work[tuple[Received, "Halo"]]:
+        """As `gather_with_edges`, by one operation of all ranks."""
+        layout = edge_layout(axis, shared, edges)
+        tensors = [*shared, *(x for _, tensors in edges.outgoing for x in tensors)]
+        for booked in layout.booked:
+            self.traffic.book(*booked)
+        device = self.transport.device
+        parts = layout.pack(tensors, device), layout.buffer(device)
+        begin = partial(collectives.all_to_all, axis.ranks, *parts, layout.incoming, where)
+        return self._start(layout.label, where, begin).then(layout.unpack)
+
+    def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         """Start what `begin` starts, at the exchange point `where`."""
         self.beat(where)
         self.traffic.rounds[kind] += 1
@@ -206,15 +232,15 @@ class Communicator:
         return self.send_recv(kind, where, [], [Incoming(peer, tuple(specs))])
 
 
+def _sendable(x: Tensor) -> Tensor:
+    """Return the values of `x`, of any shape, contiguous: themselves where they are."""
+    return (x.detach() if x.requires_grad else x).contiguous()
+
+
 def _sum_of(parts: Tensor) -> Tensor:
     """Return the sum [...] of parts [P, ...] in their order, in their dtype."""
     dtype = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
     return parts.sum(0, dtype=dtype).to(parts.dtype)
-
-
-def _to_others(axis: Axis, tensors: Sequence[Tensor]) -> Outgoing:
-    """Return the message with `tensors`, of any shape, to all other ranks of the axis."""
-    return Outgoing(tuple(axis.ranks[other] for other in axis.others), tuple(tensors))
 
 
 AxisComm = tuple[Communicator, Axis]
@@ -245,7 +271,9 @@ class AllGather:
             return [of_others.get(group_rank, own_tensors) for group_rank in range(axis.size)]
 
         scope = ExchangeScope(axis, to_all=True, bulk=bulk)
-        return self.comm.start(self.kind, self.where, [_to_others(axis, own)], incoming, scope).then(in_order)
+        return self.comm.start(self.kind, self.where, [Outgoing(axis.other_ranks, tuple(own))], incoming, scope).then(
+            in_order
+        )
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks in order, all of the same shape as `own`. Blocks. Raises ExchangeError."""

@@ -99,7 +99,7 @@ def start_messages(
         return collectives.exchange(axis.ranks, outgoing, incoming, where, bulk=scope.bulk, memory=scope.memory)
     if buffers is None:
         return transport.send_recv(outgoing, incoming, where)
-    return collectives.all_gather(axis.ranks, buffers, incoming, where, bulk=scope.bulk)
+    return collectives.gather_messages(axis.ranks, *buffers, incoming, where, bulk=scope.bulk)
 
 
 def _rows_of_one_buffer(axis: Axis, own: Tensors, incoming: Sequence[Incoming]) -> tuple[Tensor, Tensor] | None:

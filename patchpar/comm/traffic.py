@@ -37,10 +37,16 @@ class CommStats:
         """Bytes sent by this rank, of all kinds."""
         return sum(self.bytes_sent.values())
 
+    def book(self, kind: str, sent: int, received: int) -> None:
+        """Add bytes sent and received by an exchange of this kind."""
+        self.bytes_sent[kind] += sent
+        self.bytes_received[kind] += received
+
     def waited(self, kind: str, where: str, start: float, stalls: Sequence[Stall]) -> None:
         """Record a wait at the exchange point `where` that began at `start` (time.perf_counter) and ends now."""
         self.book_wait(kind, time.perf_counter() - start)
-        self.stalls += ((kind, stall) for stall in stalls)
+        for stall in stalls:
+            self.stalls.append((kind, stall))
         self.note("wait", kind, where, start)
 
     def book_wait(self, kind: str, seconds: float) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import LaunchError
@@ -105,9 +107,9 @@ def has_graphs(kind: str) -> bool:
     return kind == CUDA
 
 
-def timing_event(kind: str) -> Any:
-    """Return an event of an accelerator's streams that measures times."""
-    return device_module(kind).Event(enable_timing=True)
+def timing_events(kind: str) -> Callable[[], Any]:
+    """Return what makes events of an accelerator's streams that measure times."""
+    return partial(device_module(kind).Event, enable_timing=True)
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """How queries of one rank attend to the keys of others in an exact step, as data. No torch, for a fast import."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, make_plain
@@ -39,10 +40,15 @@ class AttentionMode:
 
     def on_link(self, *, overlap: bool) -> "AttentionMode":
         """Return the mode with `overlap` decided where it is open."""
-        return replace(self, overlap=overlap) if self.overlap is None and self.way == "gather" else self
+        return _on_link(self, overlap=overlap) if self.overlap is None and self.way == "gather" else self
 
     def check_group_size(self, group_ranks: int) -> None:
         """Raise PlanError unless `ulysses` divides the number of ranks."""
         if group_ranks % self.ulysses:
             fitting = ", ".join(str(each) for each in range(1, group_ranks + 1) if group_ranks % each == 0)
             raise PlanError(f"ulysses={self.ulysses} does not divide {group_ranks} ranks into groups: use {fitting}")
+
+
+@cache  # every attention asks
+def _on_link(mode: AttentionMode, *, overlap: bool) -> AttentionMode:
+    return replace(mode, overlap=overlap)

@@ -39,6 +39,11 @@ class Axis:
         """Group ranks (not global ranks) of all others, the nearest first."""
         return _nearest_first(self.rank, self.size)
 
+    @property
+    def other_ranks(self) -> tuple[int, ...]:
+        """Global ranks of all others, in the order of `others`."""
+        return tuple([self.ranks[other] for other in self.others])
+
 
 @cache
 def _nearest_first(rank: int, size: int) -> tuple[int, ...]:

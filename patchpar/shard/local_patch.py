@@ -71,7 +71,7 @@ class LocalPatch:
         try:
             return self.bands.at_level(self.group_rank, own_rows, self.bands.total)
         except ValueError as error:
-            raise UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N") from error
+            raise _not_of_a_band(error) from error
 
     def whole_map(self, kind: str, where: str, own: Tensor) -> Tensor:
         """All-gather a whole map [B, C, ..., H, W] from each rank's fresh band `own` [B, C, ..., h, W].
@@ -88,19 +88,14 @@ class LocalPatch:
 
         A layer reads `before` and `after` rows beyond its band. Raises PlanError, UnsupportedModel.
         """
-        size, shape = x.shape[self.dim], list(x.shape)
-        reach = max(before, after)
-        if reach > 1:  # every band has a row
-            self._refuse_thin(size, reach)
-
-        def spec(rows: int) -> TensorSpec | None:
-            shape[self.dim] = rows
-            return TensorSpec(tuple(shape), x.dtype) if rows else None
-
-        up, down = self.group_rank > 0, self.group_rank + 1 < len(self.bands)
-        first = x.narrow(self.dim, 0, after) if up and after else None
-        last = x.narrow(self.dim, size - before, before) if down and before else None
-        return edges_part(self.axis, first, last, spec(before) if up else None, spec(after) if down else None)
+        shape, dtype, dim, axis = x.shape, x.dtype, self.dim, self.axis
+        if before > 1 or after > 1:  # every band has a row
+            self._refuse_thin(shape[dim], max(before, after))
+        up, down = axis.rank > 0, axis.rank + 1 < len(self.bands)
+        first = x.narrow(dim, 0, after) if up and after else None
+        last = x.narrow(dim, shape[dim] - before, before) if down and before else None
+        above = _rows_spec(shape, dtype, dim, before) if up else None
+        return edges_part(axis, first, last, above, _rows_spec(shape, dtype, dim, after) if down else None)
 
     def _refuse_thin(self, own_rows: int, reach: int) -> None:
         """Check all bands on all ranks, so that all raise together."""
@@ -116,23 +111,36 @@ class LocalPatch:
         """Return the tokens of all ranks on the level where this rank has `own_tokens`. Raises UnsupportedModel."""
         assert self.whole is not None
         across = self.whole.shape[-1 if self.dim == -2 else -2]
-        found = _grid_of(self.bands, self.group_rank, across, own_tokens)
+        try:
+            found = _grid_of(self.bands, self.group_rank, self.dim, across, own_tokens)
+        except ValueError as error:
+            raise _not_of_a_band(error) from error
         if found is None:
             raise UnsupportedModel(
                 f"{own_tokens} tokens of this rank fit no level of a band of {self.bands.size(self.group_rank)} rows, "
                 f"{across} across: this attention cannot be split, use plan cfg=2 or data=N"
             )
-        rows, columns = found
-        return LevelGrid(self.level(rows), TokensAcross(columns), self.dim)
+        return found
+
+
+def _not_of_a_band(error: ValueError) -> UnsupportedModel:
+    return UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N")
 
 
 @lru_cache(maxsize=1024)  # every attention layer asks, in every call
-def _grid_of(bands: Bands, group_rank: int, across: int, own_tokens: int) -> tuple[int, int] | None:
-    """Return the rows of the band and the columns of the map that has so many tokens."""
+def _grid_of(bands: Bands, group_rank: int, dim: int, across: int, own_tokens: int) -> LevelGrid | None:
+    """Return the tokens of all ranks on the level where the band's map has so many."""
     own, stride = bands.size(group_rank), 1
     while stride <= max(own, across):
         rows, columns = -(-own // stride), -(-across // stride)
         if own_tokens == rows * columns:
-            return rows, columns
+            return LevelGrid(bands.at_level(group_rank, rows, bands.total), TokensAcross(columns), dim)
         stride *= 2
     return None
+
+
+@lru_cache(maxsize=1024)  # every norm and convolution asks, in every call
+def _rows_spec(shape: tuple[int, ...], dtype: torch.dtype, dim: int, rows: int) -> TensorSpec | None:
+    """Return the spec of so many rows of a map along `dim`, counted from the end; None of no rows."""
+    dim %= len(shape)
+    return TensorSpec((*shape[:dim], rows, *shape[dim + 1 :]), dtype) if rows else None

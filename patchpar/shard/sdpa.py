@@ -194,4 +194,7 @@ def as_torch_lays(out_BNlD: Tensor) -> Tensor:
 
     The heads of a token are contiguous, so that `view` can make [B, l, N * D] of its transpose.
     """
-    return out_BNlD.transpose(1, 2).contiguous().transpose(1, 2) if out_BNlD.ndim == 4 else out_BNlD
+    if out_BNlD.ndim != 4:
+        return out_BNlD
+    out_BlND = out_BNlD.transpose(1, 2)
+    return out_BNlD if out_BlND.is_contiguous() else out_BlND.contiguous().transpose(1, 2)

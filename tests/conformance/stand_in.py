@@ -121,9 +121,9 @@ class StandIn:
         }
         start = TorchTransport._start
 
-        def noted(transport: TorchTransport, begin: Any, buffers: Any, incoming: Any, where: str) -> Any:
-            self.rank.where = where
-            return start(transport, begin, buffers, incoming, where)
+        def noted(transport: TorchTransport, *operations: Any) -> Any:
+            self.rank.where = operations[-1]
+            return start(transport, *operations)
 
         with ExitStack() as stack:
             for name, found in stand_ins.items():

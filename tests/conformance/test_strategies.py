@@ -106,9 +106,21 @@ def test_a_strategy_keeps_the_rules(strategy: str, world: int) -> None:
 )
 def test_equal_parts_are_received_where_they_are_read(strategy: str, world: int) -> None:
     """One operation into the buffer of all ranks' keys and values, without a copy."""
-    with mock.patch.object(torch_work, "_into", wraps=torch_work._into) as received:
+    all_gather, gathered = Communicator.all_gather, []
+
+    def noted(comm: Communicator, *args: Any, into: Tensor | None = None, **kwargs: Any) -> Any:
+        work = all_gather(comm, *args, into=into, **kwargs)
+        if into is not None and comm.transport.collectives is not None:
+            gathered.append((into, work))
+        return work
+
+    with (
+        mock.patch.object(torch_work, "_into", wraps=torch_work._into) as received,
+        mock.patch.object(Communicator, "all_gather", noted),
+    ):
         keeps_the_rules(run_of(strategy, (32, 8)), world)
     found = [packing.offset_of(own) == packing.offset_of(x) for (own, x), _ in received.call_args_list]
+    found += [work.wait() is into for into, work in gathered]
     assert found
     assert all(found)
 

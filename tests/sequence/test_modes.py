@@ -256,7 +256,7 @@ class InPlace:
     def all_gather(self, axis: Axis, kind: str, where: str, own: Tensor, *, into: Tensor) -> Arrived[Tensor]:
         found = into.view(axis.size, *own.shape)
         assert found[axis.rank].data_ptr() == own.data_ptr()
-        return Arrived(found, where)
+        return Arrived(into, where)
 
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Arrived[Tensor]:
         assert own.sizes == into.sizes  # of equal shares

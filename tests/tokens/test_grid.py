@@ -19,6 +19,7 @@ from patchpar.shard.transformer.attention import TokenSplit, attend_split, cut_f
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.probe.grid import grid_of_table
+from patchpar.shard.transformer.split_tokens import CallRuns
 from patchpar.shard.transformer.token_plan import AttentionTokens, GridSource, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import Cut, TokenGrid, TokenRanges, spread
 from patchpar.strategies import parse_strategy
@@ -307,7 +308,7 @@ def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: AttentionMode
         own = rows.cut(whole, token_ranges)
         split_ = TokenSplit(Communicator(transport), axis, partial(attend_together, keys))
         asked = AttentionCall(query=own, key=own, value=own, **options)
-        out = attend_split(split_, "here", [(AttentionTokens(rows, rows), token_ranges)], asked)
+        out = attend_split(split_, "here", CallRuns([(AttentionTokens(rows, rows), token_ranges)]), asked)
         return (out - rows.cut(want, token_ranges)).abs().max().item()
 
     assert max(on_threads(3, attend)) <= LIMIT

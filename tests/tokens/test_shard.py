@@ -17,7 +17,7 @@ from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
 from patchpar.shard.transformer.install import TransformerSharder
-from patchpar.shard.transformer.split_tokens import SplitTokens
+from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
 from patchpar.shard.transformer.token_runs import TokenRun
@@ -177,7 +177,7 @@ def test_dropout_and_foreign_masks() -> None:
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         call = AttentionTokens(TokenRows(2), TokenRows(2))
         asked = AttentionCall(query=query, key=query, value=query, **options)
-        return attend_split(split_, "here", [(call, spread(10, transport.rank, 2))], asked)
+        return attend_split(split_, "here", CallRuns([(call, spread(10, transport.rank, 2))]), asked)
 
     for found in on_threads(2, partial(attend, dropout_p=0.1)):
         assert isinstance(found, UnsupportedModel)
@@ -203,7 +203,7 @@ def test_causality() -> None:
         own = whole[:, :, 5 * transport.rank : 5 * transport.rank + 5]
         asked = AttentionCall(query=own, key=own, value=own, is_causal=True)
         tokens = AttentionTokens(TokenRows(2), TokenRows(2))
-        return attend_split(split_, "here", [(tokens, spread(10, transport.rank, 2))], asked)
+        return attend_split(split_, "here", CallRuns([(tokens, spread(10, transport.rank, 2))]), asked)
 
     torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)
 
@@ -231,7 +231,7 @@ def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> N
         mask = _blind_to_each_other(parts.count, 3, boolean=boolean)
         asked = AttentionCall(query=own, key=own, value=own, attn_mask=mask)
         tokens = AttentionTokens(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4)
-        return attend_split(split_, "here", [(tokens, parts)], asked)
+        return attend_split(split_, "here", CallRuns([(tokens, parts)]), asked)
 
     first, second = on_threads(2, attend)
     torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])

@@ -39,7 +39,7 @@ class FlatParts(NamedTuple):
     """A contiguous buffer [elements] of parts that follow each other, of `sizes` elements, one for each rank."""
 
     buffer: Tensor
-    sizes: tuple[int, ...]
+    sizes: Sequence[int]
 
     def parts(self) -> list[Tensor]:
         """Return views of the parts, [elements] each."""
@@ -126,16 +126,20 @@ class Work(ABC, Generic[T]):
         """
         if self._result is None:
             start = time.perf_counter()
-            for index, found in enumerate(self._received):
-                if found is None:
-                    self._received[index] = self._receive(index)
-            self._leave()
+            result = self._finish()
             self._waited(start)
-            result: Any = self._received
             for arrange in self._steps:
                 result = arrange(result)
             self._result = (result,)
         return self._result[0]
+
+    def _finish(self) -> Any:
+        """Wait for all messages, both ways, and return what `then` begins with. Raises ExchangeError."""
+        for index, found in enumerate(self._received):
+            if found is None:
+                self._received[index] = self._receive(index)
+        self._leave()
+        return self._received
 
     def _waited(self, start: float) -> None:
         if self.on_wait is not None:
@@ -212,23 +216,37 @@ class Collectives(Protocol):
     def all_gather(
         self,
         ranks: tuple[int, ...],
-        buffers: tuple[Tensor, Tensor],
+        own: Tensor,
+        rows: Tensor,
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        bulk: bool = False,
+    ) -> Work[Tensor]:
+        """Start to gather `own` [...], contiguous and of the same size on all ranks, into `rows`, contiguous too.
+
+        `rows` is [len(ranks), ...], or with as many dims as `own` and len(ranks) times its first. `incoming`: what
+        comes of the other ranks, for errors. The result of the Work: `rows`.
+        """
+
+    def gather_messages(
+        self,
+        ranks: tuple[int, ...],
+        own: Tensor,
+        rows: Tensor,
         incoming: Sequence[Incoming],
         where: str,
         *,
         bulk: bool = False,
     ) -> Work[Messages]:
-        """Start to gather [elements] of all ranks, of the same size, into [len(ranks), elements].
-
-        `incoming`: the messages of the other ranks that lie in their rows of the latter, see `packing`.
-        """
+        """As `all_gather` of [elements]. `incoming`: the messages of the others in their rows, see `packing`."""
 
     def all_to_all(
         self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
-    ) -> Work[Messages]:
+    ) -> Work[Tensor]:
         """Start to send each rank its part of `own`, and to receive its part of `into` from each, this one's included.
 
-        `incoming`: the messages of the other ranks that lie in their parts of the latter.
+        `incoming`: what comes of the other ranks, for errors. The result of the Work: the flat buffer of `into`.
         """
 
     def exchange(

@@ -13,22 +13,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
-from patchpar.launch.accelerators import timing_event
+from patchpar.launch.accelerators import timing_events
 
 GLANCE = 0.5  # seconds between two looks at works in flight
 POLL = 1e-3
 
 
 class StreamStall:
-    """Measures how long the current stream of an accelerator waits between the construction of this and `end`."""
+    """Measures how long the current stream waits between the construction of this and `end`, by two timing events."""
 
-    def __init__(self, kind: str) -> None:
-        self._begin, self._end = timing_event(kind), timing_event(kind)
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._begin, self._end = event(), event()
         self._begin.record()
 
     def end(self) -> None:
@@ -52,6 +53,10 @@ class _Awaited(NamedTuple):
     what: Callable[[], str]
 
 
+def _are_complete(works: Sequence[dist.Work]) -> bool:
+    return all([work.is_completed() for work in works])
+
+
 class StreamWaits:
     """Works that streams wait for, of devices of type `kind`.
 
@@ -60,7 +65,7 @@ class StreamWaits:
     """
 
     def __init__(self, kind: str, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
-        self._kind, self._deadline, self._on_late = kind, deadline, on_late
+        self._event, self._deadline, self._on_late = timing_events(kind), deadline, on_late
         self._awaited: deque[_Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
@@ -77,12 +82,11 @@ class StreamWaits:
             for work in works:
                 work.wait()
             return None
-        stall = StreamStall(self._kind)
+        stall = StreamStall(self._event)
         for work in works:
             work.wait()
         stall.end()
-        awaited = tuple(works)
-        self.watch(lambda: all(work.is_completed() for work in awaited), what)
+        self.watch(partial(_are_complete, tuple(works)), what)
         return stall
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -90,8 +94,13 @@ class StreamWaits:
 
         Its time begins when that which the stream began before is over.
         """
-        with self._lock:
+        with self._lock:  # `_news` is cleared under it
             self._awaited.append(_Awaited(time.monotonic(), is_over, what))
+            is_watched = self._news.is_set()
+        if not is_watched:
+            self._begin_watching()
+
+    def _begin_watching(self) -> None:
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
             self._watch.start()
@@ -99,7 +108,8 @@ class StreamWaits:
 
     def look_back(self) -> None:
         """Raise ExchangeError if a work is not complete after the deadline."""
-        self._look()
+        if self._awaited:
+            self._look()
         if self._late:
             raise ExchangeError(self._late)
 
@@ -140,6 +150,9 @@ class StreamWaits:
             self._news.wait()
             time.sleep(GLANCE)
             self._look()
+            with self._lock:
+                if not self._awaited and not self._closed:
+                    self._news.clear()
 
     def _look(self) -> None:
         """Forget works that are complete; report the first that is late."""
@@ -150,8 +163,6 @@ class StreamWaits:
                 self._awaited.popleft()
                 self._moved_on = time.monotonic()
             if not self._awaited:
-                if not self._closed:
-                    self._news.clear()
                 return
             since, _, what = self._awaited[0]
             if time.monotonic() - max(since, self._moved_on) <= self._deadline():

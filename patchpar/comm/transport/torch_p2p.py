@@ -1,16 +1,17 @@
 """Messages through torch.distributed: NCCL between GPUs, gloo between hosts. One operation for each message."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from patchpar.comm.transport.message import Incoming, Outgoing
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, T
 from patchpar.comm.transport.packing import layout_of, pack
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.comm.transport.stream_waits import StreamWaits
-from patchpar.comm.transport.torch_collectives import Buffers, TorchCollectives
+from patchpar.comm.transport.torch_collectives import Begin, Buffers, Handle, TorchCollectives
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.comm.transport.torch_work import TorchWork
 from patchpar.errors import ExchangeError
@@ -40,7 +41,7 @@ class TorchTransport(Poisonable):
         if self.waits is not None:  # NCCL's first operation must include all ranks, and an exchange need not
             dist.barrier(self._group, device_ids=[current_index(device)])
 
-    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> TorchWork:
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> TorchWork[Messages]:
         """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier exchange."""
         received = [layout_of(message.specs).empty(self._wire) for message in incoming]
         sent = [pack([x.to(self._wire) for x in message.tensors]) for message in outgoing if message.tensors]
@@ -51,17 +52,18 @@ class TorchTransport(Poisonable):
             if message.specs
         ]
         ops += [dist.P2POp(dist.isend, x, peer, self._group) for x, to in zip(sent, peers, strict=True) for peer in to]
-        return self._start(lambda: dist.batch_isend_irecv(ops) if ops else [], (sent, received), incoming, where)
+        begin: Begin = partial(dist.batch_isend_irecv, ops) if ops else list
+        return self._start(TorchWork, begin, (sent, received), incoming, where)
 
     def _start(
-        self, begin: Callable[[], Sequence[dist.Work]], buffers: Buffers, incoming: Sequence[Incoming], where: str
-    ) -> TorchWork:
+        self, handle: Handle[T], begin: Begin, buffers: Buffers, incoming: Sequence[Incoming], where: str
+    ) -> TorchWork[T]:
         """Begin operations whose messages come in `buffers`, and return their handle. Raises ExchangeError."""
         self.check(where)
         if self.waits is not None:
             self.waits.look_back()
         try:
-            return TorchWork(self, begin(), buffers, incoming, where)
+            return handle(self, begin(), buffers, incoming, where)
         except RuntimeError as error:  # of torch: a peer is gone, or the group was aborted
             text = f"rank {self.rank} at {where}: cannot exchange messages ({error})"
             self.poison(text)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchpar.comm.transport.message import Incoming, Messages, Work
+from patchpar.comm.transport.message import Incoming, T, Work
 from patchpar.comm.transport.packing import layout_of, offset_of
 from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
 from patchpar.errors import ExchangeError
@@ -32,7 +32,7 @@ class Waiter(Protocol):
         """Refuse every exchange from now on."""
 
 
-class TorchWork(Work[Messages]):
+class TorchWork(Work[T]):
     """Works in flight with their tensors: dropping the handle of a gloo send would block the receiver.
 
     `buffers`: those sent, kept until the wait, and one [elements] for each message received.
@@ -88,6 +88,14 @@ class TorchWork(Work[Messages]):
         """With NCCL, the waits of the stream since the last call."""
         found, self._stalled = self._stalled, ()
         return found
+
+
+class FilledBuffer(TorchWork[Tensor]):
+    """Works in flight that fill one buffer, of any shape: the result of `wait`. Its messages are not told apart."""
+
+    def _finish(self) -> Tensor:
+        self._leave()
+        return self._raw[0]
 
 
 def _into(own: Tensor, x: Tensor) -> Tensor:

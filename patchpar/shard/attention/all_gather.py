@@ -53,11 +53,12 @@ def _gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) ->
         return _gathered_from_uneven(comm, axis, where, shared)
     batch, heads, _, width = shared.k_BMlD.shape
     whole = own[0].new_empty((shared.total, batch, 2 * heads, width))
+    gathered = whole
     if common:
         pack_tokens([x.narrow(2, 0, common) for x in keys_values], into=whole.narrow(0, 0, common))
-    start, _ = shared.span(shared.group_rank)
-    packed = pack_tokens(own, into=whole.narrow(0, start, sizes[0]))
-    comm.all_gather(axis, "kv", where, packed, into=whole.narrow(0, common, shared.total - common)).wait()
+        gathered = whole.narrow(0, common, shared.total - common)
+    packed = pack_tokens(own, into=gathered.narrow(0, shared.group_rank * sizes[0], sizes[0]))
+    comm.all_gather(axis, "kv", where, packed, into=gathered).wait()
     return whole
 
 

@@ -17,9 +17,10 @@ def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -
     if into is None:
         return torch.cat([x.permute(2, 0, 1, 3) for x in tensors_BNlD], 2)
     # detached: where gradients are recorded nothing can be written into a buffer, and none pass through other ranks
-    return torch.cat([x.detach().permute(2, 0, 1, 3) for x in tensors_BNlD], 2, out=into)
+    alone = [x.detach() if x.requires_grad else x for x in tensors_BNlD]
+    return torch.cat([x.permute(2, 0, 1, 3) for x in alone], 2, out=into)
 
 
 def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
     """Return views [B, N, l, D] of packed tensors with so many heads."""
-    return [x.permute(1, 2, 0, 3) for x in packed.split_with_sizes(list(heads), 2)]
+    return list(packed.permute(1, 2, 0, 3).split_with_sizes(list(heads), 1))

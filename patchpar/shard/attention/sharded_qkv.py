@@ -52,21 +52,18 @@ class ShardedQKV:
     kernel: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
-        own = self.sizes[self.group_rank]
-        counts = zip((self.q_BNlD, self.k_BMlD, self.v_BMlD), self.beside, strict=True)
-        if any(x.shape[2] != common + own for x, common in counts):
-            shapes = [tuple(x.shape) for x in (self.q_BNlD, self.k_BMlD, self.v_BMlD)]
+        queries, keys, values = self.q_BNlD.shape, self.k_BMlD.shape, self.v_BMlD.shape
+        local = self.common + self.sizes[self.group_rank]
+        if queries[2] != local - self.common + self.asking or keys[2] != local or values[2] != local:
+            shapes = [tuple(shape) for shape in (queries, keys, values)]
             raise UnsupportedModel(
                 f"group rank {self.group_rank} has {self.common} common and {self.sizes[self.group_rank]} own tokens, "
                 f"but queries, keys and values are {shapes}"
             )
-        if self.k_BMlD.shape != self.v_BMlD.shape:
-            shapes = [tuple(x.shape) for x in (self.k_BMlD, self.v_BMlD)]
-            raise UnsupportedModel(f"keys are {shapes[0]} and values {shapes[1]}: they are sent as one tensor")
-        if self.q_BNlD.shape[1] % self.k_BMlD.shape[1]:
-            raise UnsupportedModel(
-                f"{self.q_BNlD.shape[1]} query heads cannot share {self.k_BMlD.shape[1]} key heads evenly"
-            )
+        if keys != values:
+            raise UnsupportedModel(f"keys are {tuple(keys)} and values {tuple(values)}: they are sent as one tensor")
+        if queries[1] % keys[1]:
+            raise UnsupportedModel(f"{queries[1]} query heads cannot share {keys[1]} key heads evenly")
 
     @property
     def total(self) -> int:
@@ -101,6 +98,8 @@ class ShardedQKV:
     @property
     def own_keys(self) -> tuple[Tensor, Tensor]:
         """This rank's own keys and values, [B, M, l, D] each."""
+        if not self.common:
+            return self.k_BMlD, self.v_BMlD
         return self.k_BMlD[:, :, self.common :], self.v_BMlD[:, :, self.common :]
 
     def stacked_keys(self) -> Tensor:

@@ -194,11 +194,10 @@ def _fits_of_all(
     if not state.corrects:
         return None
     own = state.fit(attended, patch.step_ratio)
-    specs = [state.fit_spec(group_rank) for group_rank in range(patch.axis.size)]
-    if len(set(specs)) == 1:
+    if state.fits_are_equal:
         return patch.comm.all_gather(patch.axis, "correction", where, own).wait()
     gather = AllGather(patch.comm, patch.axis, "correction", where)
-    return [fit for (fit,) in gather.start([own], lambda group_rank: [specs[group_rank]]).wait()]
+    return [fit for (fit,) in gather.start([own], lambda group_rank: [state.fit_specs[group_rank]]).wait()]
 
 
 def _attend_beside_partials(

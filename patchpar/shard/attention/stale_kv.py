@@ -12,6 +12,7 @@ that exchange points share: see `shard.stale.send_window`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
 from patchpar.shard.attention.stale_partials import KeysValues
-from patchpar.shard.attention.token_buffer import attend_to_tokens
+from patchpar.shard.attention.token_buffer import TokenViews, attend_to_tokens
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
@@ -48,10 +49,10 @@ class RemoteTokens:
         self._previous = like.new_empty(layout.previous.total, *self._token) if extrapolated else None
         slots, mine = (self._slots, self._newest_slots, layout.previous), self.axis.rank
         self._runs = [RunOfRanks(*run, *(each.starts[run.first] for each in slots)) for run in self._slots.others(mine)]
-        self._flat_runs = [number for run in self._runs for number in run]
+        self._flat_runs = tuple(number for run in self._runs for number in run)
         self._table = table_of(self._runs if self.derived else [], like.device)
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
-        self._bias = self._make_bias(like)
+        self._bias, self._views = self._make_bias(like), TokenViews()
         self._past = OwnPast(self.options.correction, extrapolated=extrapolated)
 
     def _new_newest(self, like: Tensor) -> Tensor:
@@ -139,17 +140,19 @@ class RemoteTokens:
 
     def _own(self, attended: Tensor) -> Tensor:
         """Return this rank's tokens [l, 2, B, N, D] of what attention reads."""
-        return self._slots.of(attended, self.axis.rank)
+        return self._views.part(attended, self._slots.starts[self.axis.rank], self._slots.counts[self.axis.rank])
 
     @property
     def rows(self) -> Tensor | None:
-        """What all ranks gather for the next step, [P, l, 2, B, N, D]; None where they do not send all of equally many.
+        """What all ranks gather for the next step, [P l, 2, B, N, D]; None where they do not send all of equally many.
 
-        This rank's row has its tokens.
+        This rank's part of it has its tokens.
         """
-        slots = self._newest_slots
-        gathers = slots.are_equal and self.options.selection == AllRows() and self.options.bits == 16
-        return self._newest.view(self.axis.size, slots.counts[0], *self._token) if gathers else None
+        return self._newest if self._gathers else None
+
+    @cached_property
+    def _gathers(self) -> bool:
+        return self._newest_slots.are_equal and self.options.selection == AllRows() and self.options.bits == 16
 
     def part(self, attended: Tensor) -> ExchangePart:
         """Return what this rank sends and receives for the next step. The tensors must not change until then."""
@@ -204,10 +207,16 @@ class RemoteTokens:
         """
         return self._past.fit(self._own(attended), ratio)
 
-    def fit_spec(self, group_rank: int) -> TensorSpec:
-        """Return the spec of the correction that a rank sends."""
-        numbers = self._past.numbers(self.grid.num_tokens(group_rank), self._token[-1])
-        return TensorSpec((*self._token[:-1], numbers), self._newest.dtype)
+    @cached_property
+    def fit_specs(self) -> tuple[TensorSpec, ...]:
+        """The specs of the corrections that ranks send, in the order of group ranks."""
+        numbers = [self._past.numbers(tokens, self._token[-1]) for tokens in self.grid.sizes]
+        return tuple(TensorSpec((*self._token[:-1], each), self._newest.dtype) for each in numbers)
+
+    @cached_property
+    def fits_are_equal(self) -> bool:
+        """Whether all corrections have the same shape."""
+        return len(set(self.fit_specs)) == 1
 
     def refresh(self, attended: Tensor, ratio: Tensor, fits: Tensor | Sequence[Tensor] | None) -> None:
         """Write the other ranks' tokens to what attention reads, extrapolated and corrected.
@@ -242,7 +251,7 @@ class RemoteTokens:
         mask = None if self._bias is None else self._bias.expand(1, 1, call.query.shape[2], -1)
         if bias is not None:
             mask = self._bias_of(bias) if bias.shape[-1] > 1 else bias if mask is None else mask + bias
-        return attend_to_tokens(call, tokens, mask)
+        return attend_to_tokens(call, tokens, mask, self._views)
 
     @property
     def _seen(self) -> KVSelection:

@@ -15,9 +15,37 @@ from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.token_slots import TokenSlots
 
 
-def attend_to_tokens(call: AttentionCall, tokens: Tensor, mask: Tensor | None) -> Tensor:
+class TokenViews:
+    """Views of the buffer that an attention reads: made again only when it is another buffer than in the last step."""
+
+    def __init__(self) -> None:
+        self._keys: tuple[Tensor, Tensor, Tensor] | None = None
+        self._part: tuple[Tensor, Tensor] | None = None
+
+    def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, N, T, D] of `tokens` [T, 2, B, N, D]."""
+        if self._keys is None or self._keys[0] is not tokens:
+            self._keys = (tokens, *keys_values(tokens))
+        return self._keys[1:]
+
+    def part(self, tokens: Tensor, start: int, count: int) -> Tensor:
+        """Return `count` of `tokens` [T, 2, B, N, D], always the same ones, from `start` on."""
+        if self._part is None or self._part[0] is not tokens:
+            self._part = tokens, tokens.narrow(0, start, count)
+        return self._part[1]
+
+
+def keys_values(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values [B, N, T, D] of `tokens` [T, 2, B, N, D]."""
+    key, value = tokens.permute(1, 2, 3, 0, 4).unbind(0)
+    return key, value
+
+
+def attend_to_tokens(
+    call: AttentionCall, tokens: Tensor, mask: Tensor | None, views: TokenViews | None = None
+) -> Tensor:
     """Return attention [B, N, q, D] of the call's queries to `tokens` [T, 2, B, N, D]; `mask` has their columns."""
-    key, value = (x.transpose(1, 2) for x in in_batches(tokens))
+    key, value = keys_values(tokens) if views is None else views.keys_values(tokens)
     gqa = call.query.shape[1] != key.shape[1]
     return replace(call, key=key, value=value, attn_mask=mask, enable_gqa=gqa).run()
 

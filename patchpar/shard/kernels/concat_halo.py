@@ -5,12 +5,13 @@ Shape letters: B batch, C channels, h rows of the band, r rows of a neighbour, W
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.shard.kernels.fused_op import fused_op, is_fused
+from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
 from patchpar.shard.kernels.group_norm import scaled
 from patchpar.shard.kernels.map_layout import empty_with_rows, is_channels_last, power_of_2
 
@@ -70,15 +71,17 @@ def launch_concat_halo(
     """Launch the kernel for `x` [B, C, ..., h, W], contiguous or channels_last, and contiguous rows beyond."""
     from patchpar.shard.kernels.programs.concat_halo import concat_halo_program
 
-    found = empty_concat_halo(x, before, after, rows_before, rows_after, dim, None, silu, first, last)
+    if first or last:
+        found = empty_concat_halo(x, before, after, rows_before, rows_after, dim, None, silu, first, last)
+    else:
+        nothing = _no_rows(x.shape, x.dtype, x.device, dim)
+        found = empty_with_rows(x, dim, rows_before + x.shape[dim] + rows_after), nothing, nothing
     channels_last = is_channels_last(x)
-    shape, at = (x.movedim(1, -1).shape, dim - 1) if channels_last else (x.shape, dim)
-    runs, inner = math.prod(shape[:at]), math.prod(shape[at + 1 :]) if at + 1 else 1
     batch, channels = x.shape[:2]
-    length = found[0].shape[dim] * inner
-    positions = min(power_of_2(length), TILE)
-    runs_at_once = min(power_of_2(runs), TILE // positions)
-    concat_halo_program[(-(-runs // runs_at_once) * -(-length // positions),)](
+    grid, runs, inner, runs_at_once, positions = _blocks_of(
+        x.shape, rows_before + rows_after, dim, channels_last=channels_last
+    )
+    concat_halo_program[grid](
         x,
         before,
         after,
@@ -101,6 +104,31 @@ def launch_concat_halo(
         num_warps=8,
     )
     return found
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _no_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, dim: int) -> Tensor:
+    """Return a tensor with no rows of a map of this shape, and no memory."""
+    rows = list(shape)
+    rows[dim] = 0
+    return torch.empty(rows, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _blocks_of(
+    shape: tuple[int, ...], more: int, dim: int, *, channels_last: bool
+) -> tuple[tuple[int], int, int, int, int]:
+    """Return the grid, runs of the band, values of a row in each, and runs and positions of a program.
+
+    `more`: rows that are added to those of `shape`.
+    """
+    rows = shape[dim] + more
+    order, at = ((shape[0], *shape[2:], shape[1]), dim - 1) if channels_last else (shape, dim)
+    runs, inner = math.prod(order[:at]), math.prod(order[at + 1 :]) if at + 1 else 1
+    length = rows * inner
+    positions = min(power_of_2(length), TILE)
+    runs_at_once = min(power_of_2(runs), TILE // positions)
+    return (-(-runs // runs_at_once) * -(-length // positions),), runs, inner, runs_at_once, positions
 
 
 def empty_concat_halo(

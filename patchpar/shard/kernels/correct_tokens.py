@@ -6,13 +6,15 @@ Shape letters: T tokens of a buffer, R ranks in a row with equally many tokens, 
 batch), N heads, D head width. Buffers are [T, X, N, D], in the order of ranks.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op, nothing
+from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -116,9 +118,8 @@ def launch_correct_tokens(
     width = newest.shape[-1]
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
-    most = max((run.tokens for run in runs_of(runs)), default=0)
-    heads = newest[0].numel() // width
-    correct_tokens_program[(-(-most // rows), heads, table.shape[0])](
+    heads = math.prod(newest.shape[1:-1])
+    correct_tokens_program[(-(-_most_tokens(tuple(runs)) // rows), heads, table.shape[0])](
         attended,
         newest,
         newest if previous is None else previous,
@@ -131,6 +132,12 @@ def launch_correct_tokens(
         EXTRAPOLATES=previous is not None,
         CORRECTS=fits is not None,
     )
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _most_tokens(runs: tuple[int, ...]) -> int:
+    """Return the largest number of tokens of a rank."""
+    return max((run.tokens for run in runs_of(runs)), default=0)
 
 
 correct_tokens = fused_op(

@@ -11,6 +11,7 @@ from torch import Tensor
 from patchpar.launch.accelerators import CUDA
 
 NAMESPACE = "patchpar"
+SHAPES_KEPT = 1024  # of arguments, whose launches are computed once: every layer asks, in every call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +31,13 @@ def is_fused(x: Tensor) -> bool:
     return x.device.type == CUDA and x.dtype != torch.float64 and has_triton()
 
 
+def _is_recorded(x: Tensor) -> bool:
+    """Whether what `x`, of any shape, goes through is seen by autograd, a compiler, a mode or a tensor subclass."""
+    if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def registered() -> tuple[str, ...]:
     """Return the names of all fused operators whose modules have been imported."""
     return tuple(_NAMES)
@@ -43,8 +51,9 @@ def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake
     """Register `patchpar::<schema>`; return a function that runs the operator on GPUs and calls `eager` elsewhere.
 
     `launch` is exactly one kernel launch. `fake` returns empty tensors of the same shapes, dtypes and strides as
-    `eager`. The first argument decides, a tensor of any shape; on a CPU the operator's dispatch would cost 10 us. The
-    operator has no backward: denoisers and VAEs run without gradients.
+    `eager`. The first argument decides, a tensor of any shape. An operator's dispatch to Python costs 10 us, so that
+    `launch` is called without it where nothing watches or records operators. The operator has no backward: denoisers
+    and VAEs run without gradients.
     """
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
@@ -55,7 +64,9 @@ def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        function = operator if is_fused(args[0]) else eager  # type: ignore[arg-type]  # a tensor
-        return function(*args, **kwargs)
+        x: Tensor = args[0]  # type: ignore[assignment]
+        if not is_fused(x):
+            return eager(*args, **kwargs)
+        return (operator if _is_recorded(x) else launch)(*args, **kwargs)
 
     return update_wrapper(call, eager)

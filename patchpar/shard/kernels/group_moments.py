@@ -5,12 +5,13 @@ values per group, the means, and the sums of squared deviations, in fp32 or fp64
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op, is_fused
+from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
 from patchpar.shard.kernels.map_layout import dense, is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import merge_moments
 from patchpar.shard.precision import wide
@@ -33,10 +34,15 @@ class GroupLayout(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, groups: int) -> "GroupLayout":
         """Return the layout of `x` [B, C, ...], contiguous or channels_last."""
-        size, width = math.prod(x.shape[2:]), x.shape[1] // groups
-        if is_channels_last(x):
-            return cls(size, width, x.shape[1], width)
-        return cls(size * width, 1, 1, size * width)
+        return _layout_of(x.shape, groups, channels_last=is_channels_last(x))
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _layout_of(shape: tuple[int, ...], groups: int, *, channels_last: bool) -> GroupLayout:
+    size, width = math.prod(shape[2:]), shape[1] // groups
+    if channels_last:
+        return GroupLayout(size, width, shape[1], width)
+    return GroupLayout(size * width, 1, 1, size * width)
 
 
 def parts_of_group(x: Tensor, groups: int) -> int:
@@ -44,10 +50,15 @@ def parts_of_group(x: Tensor, groups: int) -> int:
 
     torch's kernel has one program for each group: 32 for a VAE's map of one image, on a GPU that runs hundreds.
     """
-    values = math.prod(x.shape[1:]) // groups
+    return _parts_of(x.shape, groups)
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _parts_of(shape: tuple[int, ...], groups: int) -> int:
+    values = math.prod(shape[1:]) // groups
     if values < 2 * VALUES_PER_PART:
         return 1
-    return max(1, min(-(-values // VALUES_PER_PART), MOST_PROGRAMS // (x.shape[0] * groups)))
+    return max(1, min(-(-values // VALUES_PER_PART), MOST_PROGRAMS // (shape[0] * groups)))
 
 
 def group_moments_eager(x: Tensor, groups: int, parts: int = 1) -> Tensor:

@@ -5,11 +5,12 @@ norm is (x - mean) * scale + shift; `terms` [3, B * C] are these three for each 
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op
 from patchpar.shard.kernels.map_layout import is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import (
     Moments,
@@ -97,15 +98,9 @@ def launch_group_norm(
     from patchpar.shard.kernels.programs.group_norm import group_norm_program
 
     y, terms = empty_group_norm(x, moments, groups, eps)
-    batch, channels = x.shape[:2]
-    size, last = math.prod(x.shape[2:]), is_channels_last(x)
-    if last:
-        block_channels = min(power_of_2(channels), MOST_CHANNELS)
-        block_pixels = min(power_of_2(size), TILE // block_channels)
-    else:
-        block_pixels = min(power_of_2(size), TILE)
-        block_channels = min(power_of_2(channels), TILE // block_pixels)
-    group_norm_program[(-(-size // block_pixels), -(-channels // block_channels), batch)](
+    channels, last = x.shape[1], is_channels_last(x)
+    grid, size, block_channels, block_pixels = _blocks_of(x.shape, channels_last=last)
+    group_norm_program[grid](
         x,
         y,
         terms,
@@ -130,6 +125,20 @@ def launch_group_norm(
         num_warps=8,
     )
     return y, terms
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _blocks_of(shape: tuple[int, ...], *, channels_last: bool) -> tuple[tuple[int, int, int], int, int, int]:
+    """Return the grid, pixels of a map, and channels and pixels of a program."""
+    channels, size = shape[1], math.prod(shape[2:])
+    if channels_last:
+        block_channels = min(power_of_2(channels), MOST_CHANNELS)
+        block_pixels = min(power_of_2(size), TILE // block_channels)
+    else:
+        block_pixels = min(power_of_2(size), TILE)
+        block_channels = min(power_of_2(channels), TILE // block_pixels)
+    grid = (-(-size // block_pixels), -(-channels // block_channels), shape[0])
+    return grid, size, block_channels, block_pixels
 
 
 def empty_group_norm(x: Tensor, moments: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:

@@ -162,9 +162,12 @@ class StaleCache:
 
     def entry(self, where: str) -> StaleEntry:
         """Return the entry of the exchange point that runs now."""
-        key = (where, self._passed[where])
-        self._passed[where] += 1
-        return self._call.entries.setdefault(key, StaleEntry())
+        passed = self._passed[where]
+        self._passed[where] = passed + 1
+        entries, key = self._call.entries, (where, passed)
+        if key not in entries:
+            entries[key] = StaleEntry()
+        return entries[key]
 
     def is_first_state(self) -> bool:
         """Whether no exchange point of this call has a state yet."""
@@ -182,11 +185,12 @@ class StaleCache:
         return lambda: exchange.wait()[0]
 
     def gather_at_once(self, axis: Axis, where: str, rows: Tensor, own: Tensor | None = None) -> Callable[[], Received]:
-        """Send this rank's row of `rows` [P, ...] to all ranks of the axis, and receive theirs for the next step there.
+        """Send this rank's part of `rows` [P l, ...] to all ranks of the axis, and receive theirs for the next step.
 
-        `own` [...] is sent instead of that row, if given. Neither must change until the function returned has waited.
+        `own` [l, ...] is sent instead of that part, if given. Neither must change until the function returned has
+        waited.
         """
-        own = rows[axis.rank] if own is None else own
+        own = rows.chunk(axis.size)[axis.rank] if own is None else own
         exchange = self.comm.all_gather(axis, "kv", where, own, into=rows, bulk=True)
 
         def wait() -> Received:

@@ -4,6 +4,7 @@ Shape letters: l tokens, p planes, r rows, c columns of each, C numbers of one t
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,12 +40,18 @@ class LevelGrid(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return tuple(map(self.num_tokens, range(len(self.bands))))
+        return _sizes_of(self.bands, self.across.num_tokens)
 
     @property
     def total_tokens(self) -> int:
         """Tokens of all ranks."""
         return self.bands.total * self.across.num_tokens
+
+
+@lru_cache(maxsize=1024)  # every attention layer asks, in every call
+def _sizes_of(bands: Bands, tokens: int) -> tuple[int, ...]:
+    """Return the tokens of each rank, of so many in a row."""
+    return tuple(bands.size(group_rank) * tokens for group_rank in range(len(bands)))
 
 
 def take(x: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:

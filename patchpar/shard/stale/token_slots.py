@@ -5,7 +5,7 @@ view of the buffer, and attention reads keys and values as views with one stride
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -22,25 +22,23 @@ class EqualSlots(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenSlots:
-    """`counts`: tokens of every group rank in the buffer. `common`: tokens before those, which all ranks have."""
+    """`counts`: tokens of every group rank in the buffer. `common`: tokens before those, which all ranks have.
+
+    `total`: tokens of the buffer. `starts`: first token of every group rank in it. `are_equal`: whether all ranks have
+    the same number of tokens.
+    """
 
     counts: tuple[int, ...]
     common: int = 0
+    total: int = field(init=False, compare=False, repr=False)
+    starts: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    are_equal: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def total(self) -> int:
-        """Tokens of the buffer."""
-        return self.common + sum(self.counts)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """First token of every group rank in the buffer."""
-        return tuple(accumulate(self.counts[:-1], initial=self.common))
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether all ranks have the same number of tokens."""
-        return len(set(self.counts)) == 1
+    def __post_init__(self) -> None:
+        """Compute what every attention asks for, once."""
+        object.__setattr__(self, "total", self.common + sum(self.counts))
+        object.__setattr__(self, "starts", tuple(accumulate(self.counts[:-1], initial=self.common)))
+        object.__setattr__(self, "are_equal", len(set(self.counts)) == 1)
 
     def of(self, buffer: Tensor, group_rank: int) -> Tensor:
         """Return the tokens [l, ...] of a rank, a view of the buffer [tokens, ...]."""

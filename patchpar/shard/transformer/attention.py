@@ -22,10 +22,9 @@ from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention_backend import BackendKernel
-from patchpar.shard.transformer.split_tokens import SplitTokens
-from patchpar.shard.transformer.token_plan import AttentionTokens
+from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges, spread
-from patchpar.shard.transformer.token_runs import Runs, runs_of
+from patchpar.shard.transformer.token_runs import Runs
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
@@ -102,9 +101,7 @@ def cut_for(policy: ExchangePolicy) -> Cut:
     return "bands" if everything else "rows"
 
 
-def attend_split(
-    split: TokenSplit, where: str, runs: Sequence[tuple[AttentionTokens, TokenRanges]], call: AttentionCall
-) -> Tensor:
+def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall) -> Tensor:
     """Return the attention output [B, N, q, E] of this rank's queries, or [B, q, E] of a call without heads.
 
     `call` has the tensors of this rank: common tokens and its own of each run, [B, N, q, D], [B, M, k, D] and
@@ -114,21 +111,19 @@ def attend_split(
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.query.ndim == 3:
         return attend_split(split, where, runs, call.with_heads()).squeeze(1)
-    if runs[0][0].mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
+    if call.attn_mask is not None and call.attn_mask.ndim == 2 and runs.runs[0][0].mask_dims == 4:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = replace(call, attn_mask=call.attn_mask[:, None, None])
-    queries = SplitTokens.of(call.query.shape[-2], runs_of((tokens.queries, ranges) for tokens, ranges in runs))
-    key_runs = runs_of((tokens.keys, ranges) for tokens, ranges in runs)
-    if not key_runs:
+    queries, keys, first = runs.placed(call.query.shape[-2], call.key.shape[-2])
+    if not first:
         return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
-    keys = SplitTokens.of(call.key.shape[-2], key_runs)
-    call = _with_whole_mask(split, where, call, queries, keys, key_runs[:1])
-    remembered = split.attend_remembered(where, keys, queries, runs[0][1], call)
-    return _attend_with_others(split, where, runs[0][1], call, queries, keys) if remembered is None else remembered
+    call = _with_whole_mask(split, where, call, queries, keys, first)
+    remembered = split.attend_remembered(where, keys, queries, runs.runs[0][1], call)
+    return _attend_with_others(split, where, runs, call, queries, keys) if remembered is None else remembered
 
 
 def _attend_with_others(
-    split: TokenSplit, where: str, first: TokenRanges, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
+    split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
 ) -> Tensor:
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
@@ -136,7 +131,7 @@ def _attend_with_others(
     entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
     if split.patch is not None and entry is not None:
         stale = common_first(where, call, queries, keys)
-        return queries.in_order(attend_with_past(split.patch, where, first.rows, stale, entry), 2)
+        return queries.in_order(attend_with_past(split.patch, where, runs.rows, stale, entry), 2)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)

@@ -82,11 +82,20 @@ def leaves_and_form(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _form_of(tree: Any, leaves: list[Any]) -> Any:
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return (kind, *[_form_of(each, leaves) for each in tree])
-    if kind is dict:
-        return (kind, tuple(tree), *[_form_of(each, leaves) for each in tree.values()])
+    kind: Any = type(tree)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return _form_of_leaf(tree, kind, leaves)
+    form: list[Any] = [kind, tuple(tree)] if kind is dict else [kind]
+    for each in tree.values() if kind is dict else tree:
+        if type(each) is Tensor:  # most are, and a call for each would cost as much as all else
+            leaves.append(each)
+            form.append(each.ndim)
+        else:
+            form.append(_form_of(each, leaves))
+    return tuple(form)
+
+
+def _form_of_leaf(tree: Any, kind: type, leaves: list[Any]) -> Any:
     if isinstance(tree, _LEAVES):
         leaves.append(tree)
         return tree.own.ndim if isinstance(tree, LocalTokens) else tree.ndim if isinstance(tree, Tensor) else kind
@@ -118,6 +127,9 @@ def _filled(form: Any, leaves: Iterator[Any]) -> Any:
     if not isinstance(form, tuple):
         return next(leaves)
     kind = form[0]
-    if kind is dict:
-        return dict(zip(form[1], [_filled(each, leaves) for each in form[2:]], strict=True))
-    return kind([_filled(each, leaves) for each in form[1:]])
+    items = form[2:] if kind is dict else form[1:]
+    found = [_filled(each, leaves) if isinstance(each, _INNER) else next(leaves) for each in items]
+    return dict(zip(form[1], found, strict=True)) if kind is dict else kind(found)
+
+
+_INNER = (tuple, _Node)

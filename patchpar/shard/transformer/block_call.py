@@ -1,9 +1,62 @@
 """The state of a call of a block whose tokens are split."""
 
+from collections.abc import Mapping
+
 from patchpar.shard.transformer.block_arguments import ArgumentRule
-from patchpar.shard.transformer.token_plan import AttentionTokens, BlockPlan, Replicated
+from patchpar.shard.transformer.split_tokens import CallRuns
+from patchpar.shard.transformer.token_plan import BlockPlan, Replicated, TokenRows
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.token_runs import Runs, runs_of
+
+NO_RANGES = TokenRanges(group_rank=0, starts=(0,))
+
+
+class BlockRuns:
+    """Where tokens of `ranges`, and of `text` if that is split too, are in a block that is called by `rule`.
+
+    `inputs` and `outputs`: the runs in each argument and output that has some, by number. `attentions`: where each run
+    is in each attention call.
+    """
+
+    def __init__(self, plan: BlockPlan, rule: ArgumentRule, ranges: TokenRanges, text: TokenRanges | None) -> None:
+        self.rule, self.ranges, self.text = rule, ranges, text
+        outputs = {} if plan.text is None else plan.text.outputs
+        self.inputs = self._runs(dict(rule.inputs), dict(rule.text))
+        self.outputs = {number: runs for number, runs in self._runs(plan.outputs, outputs).items() if runs}
+        of_text = () if plan.text is None or text is None else plan.text.attentions
+        self.attentions = tuple(
+            CallRuns([(tokens, ranges), *((each, text) for each in of_text[number : number + 1] if text is not None)])
+            for number, tokens in enumerate(plan.attentions)
+        )
+
+    def _runs(self, first: Mapping[int, TokenRows], text: Mapping[int, TokenRows]) -> dict[int, Runs]:
+        return {
+            number: runs_of(((first.get(number), self.ranges), (text.get(number), self.text)))
+            for number in first.keys() | text.keys()
+        }
+
+
+class KnownRuns:
+    """The runs of blocks in calls so far: the same in every step of an image."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, TokenRanges, TokenRanges | None], BlockRuns] = {}
+        self._same: dict[Runs, Runs] = {}
+
+    def of(self, plan: BlockPlan, rule: ArgumentRule, ranges: TokenRanges, text: TokenRanges | None) -> BlockRuns:
+        """Return the runs of a block that is called by `rule`. Equal runs of several blocks are one object."""
+        key = (id(rule), ranges, text)  # what is found keeps the rule
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = BlockRuns(plan, rule, ranges, text)
+            for runs in (found.inputs, found.outputs):
+                runs |= {number: self._same.setdefault(each, each) for number, each in runs.items()}
+        return found
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._found.clear()
+        self._same.clear()
 
 
 class BlockCall:
@@ -11,30 +64,17 @@ class BlockCall:
 
     def __init__(self, path: str, plan: BlockPlan) -> None:
         self.path, self.plan = path, plan
-        self.ranges = TokenRanges(group_rank=0, starts=(0,))
+        self.ranges = NO_RANGES
         self.text: TokenRanges | None = None
+        self.outputs: dict[int, Runs] = {}
+        self.attention_runs: tuple[CallRuns, ...] = ()
         self.attentions = self.sums = self.convolutions = 0
         self.part: str | None = None  # the running part that every rank computes with all tokens
 
-    def input_runs(self, rule: ArgumentRule) -> dict[int, Runs]:
-        """Return the runs of tokens in each argument that has some, by number."""
-        first, text = dict(rule.inputs), dict(rule.text)
-        numbers = first.keys() | text.keys()
-        return {each: runs_of(((first.get(each), self.ranges), (text.get(each), self.text))) for each in numbers}
-
-    def output_runs(self) -> dict[int, Runs]:
-        """Return the runs of tokens in each output that has some, by number."""
-        first, text = self.plan.outputs, {} if self.plan.text is None else self.plan.text.outputs
-        numbers = first.keys() | text.keys()
-        found = {each: runs_of(((first.get(each), self.ranges), (text.get(each), self.text))) for each in numbers}
-        return {number: runs for number, runs in found.items() if runs}
-
-    def attention_runs(self, number: int) -> list[tuple[AttentionTokens, TokenRanges]]:
-        """Return where each run of tokens is in an attention call."""
-        found = [(self.plan.attentions[number], self.ranges)]
-        if self.plan.text is not None and self.text is not None:
-            found.append((self.plan.text.attentions[number], self.text))
-        return found
+    def begin(self, runs: BlockRuns) -> None:
+        """Begin with tokens that lie so."""
+        self.ranges, self.text = runs.ranges, runs.text
+        self.outputs, self.attention_runs = runs.outputs, runs.attentions
 
     def part_at(self, path: str) -> Replicated | None:
         """Return the part at the full `path` that is computed with all tokens; None for any other."""

@@ -23,7 +23,7 @@ from patchpar.shard.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
-from patchpar.shard.transformer.block_call import BlockCall
+from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
 from patchpar.shard.transformer.local_tokens import all_whole
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.replicate import own_of, with_all_tokens
@@ -52,6 +52,7 @@ class TransformerSharder:
         self.call: TokenCall | None = None
         self.ranges: dict[str, TokenRanges] = {}
         self.grids: Grids = {}
+        self._runs = KnownRuns()
         self._hooks = HookSet()
         blocks = plan.paths | {path for path, _ in plan.others}
         for path, module in denoiser.named_modules():
@@ -73,7 +74,8 @@ class TransformerSharder:
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run one denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
         arguments = CallArguments.of(self.denoiser, args, kwargs)
-        self.call = TokenCall(self.split, TokenLayout(self.split, arguments, self.plan.latent, self.grids))
+        layout = TokenLayout(self.split, arguments, self.plan.latent, self.grids)
+        self.call = TokenCall(self.split, layout, self._runs)
         self.ranges = self.call.ranges
         try:
             return all_whole(forward(*args, **kwargs))
@@ -84,6 +86,7 @@ class TransformerSharder:
     def begin(self) -> None:
         """Begin an image: the same number of tokens may lie in another grid."""
         self.grids.clear()
+        self._runs.clear()
 
     def restore(self) -> None:
         """Remove every hook. Idempotent."""

@@ -6,6 +6,7 @@ whole, [common] all [common] all [common]       in this order, of which masks ar
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.transformer.token_plan import AttentionTokens
 from patchpar.shard.transformer.token_ranges import TokenRanges
-from patchpar.shard.transformer.token_runs import TokenRun
+from patchpar.shard.transformer.token_runs import Runs, TokenRun, runs_of
 
 T = TypeVar("T")
 
@@ -26,11 +29,11 @@ class PlacedRun(NamedTuple):
     ranges: TokenRanges
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SplitTokens:
     """Queries or keys of a call: `local` on this rank, among them its tokens of each run, in the order of their starts.
 
-    The others are common tokens, which every rank has.
+    The others are common tokens, which every rank has. What it says of them is computed once.
     """
 
     local: int
@@ -45,32 +48,32 @@ class SplitTokens:
             raise UnsupportedModel(f"two runs of split tokens overlap in {size} rows, which they did not in the search")
         return found
 
-    @property
+    @cached_property
     def own(self) -> int:
         """Split tokens of this rank."""
         return sum(ranges.count for _, ranges in self.runs)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Split tokens of all ranks."""
         return sum(ranges.num_tokens for _, ranges in self.runs)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Split tokens of each rank."""
         return tuple(map(sum, zip(*(ranges.sizes for _, ranges in self.runs), strict=True)))
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """All tokens of the call on one device."""
         return self.local - self.own + self.tokens
 
-    @property
+    @cached_property
     def common(self) -> int:
         """Tokens that every rank has."""
         return self.local - self.own
 
-    @property
+    @cached_property
     def _gaps(self) -> list[int]:
         """Common tokens before each run, and after the last."""
         ends = [0, *(start + ranges.count for start, ranges in self.runs)]
@@ -102,7 +105,7 @@ class SplitTokens:
         """Cut a mask, of any shape, to the rows of these queries."""
         return None if mask is None else self.cut(mask, -2)
 
-    @property
+    @cached_property
     def _is_common_first(self) -> bool:
         return not any(self._gaps[1:])
 
@@ -128,6 +131,37 @@ class SplitTokens:
         gaps, counts = self._gaps, [ranges.count for _, ranges in self.runs]
         pieces = x.split_with_sizes([*gaps, *counts], dim)
         return self.joined(pieces[: len(gaps)], pieces[len(gaps) :], dim)
+
+
+class PlacedCall(NamedTuple):
+    """Where split tokens are among the queries and keys of a call. `first`: the first run of keys, if any."""
+
+    queries: SplitTokens
+    keys: SplitTokens
+    first: Runs
+
+
+class CallRuns:
+    """Where each run of tokens is in an attention call, with the ranges of the run: the same in every step."""
+
+    def __init__(self, runs: Sequence[tuple[AttentionTokens, TokenRanges]]) -> None:
+        self.runs = tuple(runs)
+        self._placed: dict[tuple[int, int], PlacedCall] = {}
+
+    @property
+    def rows(self) -> LevelGrid:
+        """The first run as a grid of rows that are split."""
+        return self.runs[0][1].rows
+
+    def placed(self, queries: int, keys: int) -> PlacedCall:
+        """Return where they are among so many local queries and keys. Raises UnsupportedModel."""
+        found = self._placed.get((queries, keys))
+        if found is None:
+            of_keys = runs_of((tokens.keys, ranges) for tokens, ranges in self.runs)
+            of_queries = runs_of((tokens.queries, ranges) for tokens, ranges in self.runs)
+            found = PlacedCall(SplitTokens.of(queries, of_queries), SplitTokens.of(keys, of_keys), of_keys[:1])
+            self._placed[queries, keys] = found
+        return found
 
 
 def _interleaved(common: Sequence[T], tokens: Sequence[T]) -> list[T]:

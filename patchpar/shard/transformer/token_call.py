@@ -18,7 +18,7 @@ from patchpar.shard.compiled_op import attention_traced
 from patchpar.shard.sdpa import TORCHS, AttentionCall, AttentionReplaced, answered_by, as_torch_lays
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
-from patchpar.shard.transformer.block_call import BlockCall
+from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.replicate import attend_by_heads
 from patchpar.shard.transformer.split_tokens import SplitTokens
@@ -30,10 +30,13 @@ from patchpar.shard.transformer.token_runs import Runs, cut_runs
 
 
 class TokenCall:
-    """One denoiser call. `ranges`: the token ranges by list of blocks; `block`: the running one, if it is split."""
+    """One denoiser call. `ranges`: the token ranges by list of blocks; `block`: the running one, if it is split.
 
-    def __init__(self, split: TokenSplit, layout: TokenLayout) -> None:
-        self.split, self.layout = split, layout
+    `runs`: where tokens are in blocks that have been called so far, also in other calls.
+    """
+
+    def __init__(self, split: TokenSplit, layout: TokenLayout, runs: KnownRuns) -> None:
+        self.split, self.layout, self.runs = split, layout, runs
         self.ranges: dict[str, TokenRanges] = {}
         self.inside = False
         self.block: BlockCall | None = None
@@ -60,7 +63,7 @@ class TokenCall:
                 f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.attention_runs(number), call))
+        return as_torch_lays(attend_split(self.split, where, block.attention_runs[number], call))
 
     def mix(self, block: BlockCall, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run another function than attention in a module of the block that is watched."""
@@ -80,13 +83,14 @@ class TokenCall:
 
     def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
         """Return the arguments of the block for our tokens. Raises PlanError, UnsupportedModel."""
-        block.ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
-        block.text = self.layout.text_ranges(rule, leaves, block.ranges.num_tokens)
-        runs = block.input_runs(rule)
-        own: list[Any] = [
-            self._own(leaf, runs.get(number, ())) if isinstance(leaf, Tensor) else leaf
-            for number, leaf in enumerate(leaves)
-        ]
+        ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
+        found = self.runs.of(block.plan, rule, ranges, self.layout.text_ranges(rule, leaves, ranges.num_tokens))
+        block.begin(found)
+        runs = found.inputs
+        own = list(leaves)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, LocalTokens) or (number in runs and isinstance(leaf, Tensor)):
+                own[number] = self._own(leaf, runs.get(number, ()))
         for number in rule.counts:
             own[number] += block.ranges.count - block.ranges.num_tokens
         if block.text is not None:
@@ -108,7 +112,7 @@ class TokenCall:
         finally:
             self.block = None
         leaves, form = leaves_and_form(output)
-        for number, runs in block.output_runs().items():
+        for number, runs in block.outputs.items():
             leaves[number] = local_tokens(leaves[number], TokenSource(runs, block.path, self._gathered))
         return with_leaves(form, leaves)
 
@@ -132,7 +136,7 @@ class TokenCall:
     def _own(self, x: Tensor, runs: Runs) -> Tensor:
         """Return an argument with our tokens only of the `runs` in it."""
         if isinstance(x, LocalTokens):
-            if x.gathered is None and x.source.runs == runs:
+            if x.gathered is None and (x.source.runs is runs or x.source.runs == runs):
                 return x.own
             x = x.whole()
         return self._cut(x, runs) if runs else x

@@ -8,6 +8,7 @@ in runs         0 0 0 0 | 1 1 1 1
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -63,6 +64,7 @@ class TokenRanges:
     num_tokens: int = field(init=False, compare=False, repr=False)
     sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
     count: int = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Compute what every layer asks for, once."""
@@ -71,6 +73,10 @@ class TokenRanges:
         for name, value in (("num_tokens", self.starts[-1] * tokens), ("sizes", sizes)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "count", sizes[self.group_rank] if sizes else 0)
+        object.__setattr__(self, "_hash", hash((self.group_rank, self.starts, self.across, self.grid)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +93,7 @@ class TokenRanges:
     @property
     def rows(self) -> LevelGrid:
         """The same as a grid of rows that are split, each rank's tokens together."""
-        return LevelGrid(Bands(self.starts), self.across, dim=-2)
+        return _grid_of_rows(self.starts, self.across)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Return our tokens of x, a tensor of any shape with all tokens along `dim`, in their order."""
@@ -125,10 +131,16 @@ class TokenRanges:
         return f"{tokens}; split along {what}: {_listed(tuple(b - a for a, b in pairwise(self.starts)))}"
 
 
+@lru_cache(maxsize=1024)  # every attention to stale keys asks, in every call
+def _grid_of_rows(starts: tuple[int, ...], across: TokensAcross) -> LevelGrid:
+    return LevelGrid(Bands(starts), across, dim=-2)
+
+
 def _listed(counts: Sequence[int]) -> str:
     return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
 
 
+@lru_cache(maxsize=1024)  # every block asks, in every call
 def spread(
     tokens: int, group_rank: int, group_ranks: int, *, grid: TokenGrid | None = None, cut: Cut = "runs"
 ) -> TokenRanges:

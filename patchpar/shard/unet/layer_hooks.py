@@ -112,6 +112,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     def __init__(self, patch: LocalPatch, where: str, *, reads_sample: bool, trailing: int) -> None:
         super().__init__()
         self.patch, self.where, self.reads_sample, self.trailing = patch, where, reads_sample, trailing
+        self._stencil: Stencil | None = None  # of the module, computed once
 
     def new_forward(self, module: Conv, x: Tensor) -> Tensor:
         """Replace Conv2d.forward and Conv3d.forward: `x` [B, C, ..., h, W] and the output are this rank's band.
@@ -122,8 +123,10 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         left = patch.halos.pop(self.where, None)
         if not patch.active:
             return self.fn_ref.original_forward(x)
-        stencil = stencil_of(module, dim)
-        own = x.narrow(dim, 0, x.shape[dim] - self.trailing)
+        if self._stencil is None:
+            self._stencil = stencil_of(module, dim)
+        stencil = self._stencil
+        own = x.narrow(dim, 0, x.shape[dim] - self.trailing) if self.trailing else x
         is_whole_here = self.reads_sample and patch.whole is not None
         entry = None if is_whole_here else patch.entry(self.where, patch.policy.halo)
         if entry is not None and not patch.fresh:

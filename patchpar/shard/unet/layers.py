@@ -185,7 +185,7 @@ def copies_band(conv: ConvolutionLike, x: Tensor, *, has_halo: bool) -> bool:
     Mending convolves the borders again and overlaps the bulk with the exchange; on a GPU its launches cost more than a
     copy of a small map. On a CPU that depends on the weights, and on whether the exchange is over.
     """
-    if x.device.type != "cpu":
+    if is_fused(x) or x.device.type != "cpu":
         return x.numel() * x.element_size() <= LAUNCHES_SAVED * BYTES_PER_LAUNCH
     return has_halo and is_heavy(conv, x)
 

@@ -1,0 +1,31 @@
+"""Fused operators on tensors of the CPU as on a GPU, up to the launch: the kernel itself is left out.
+
+All Python of patchpar around a launch runs, and results are allocated in the shapes that the kernel would fill; their
+values are whatever is in memory. Not there: what Triton itself takes for a launch. Without Triton the eager twins run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from patchpar.shard.kernels import fused_op
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Context in which fused operators take tensors of the CPU for those of a GPU, and launch nothing."""
+    if not fused_op.has_triton():
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    def run(*_: Any, **__: Any) -> None:
+        """In the place of a launch."""
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fused_op, "CUDA", "cpu"))
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        yield

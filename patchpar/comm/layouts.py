@@ -1,0 +1,209 @@
+"""Sizes and messages of an exchange, computed once for tensors of these shapes: a denoiser repeats it in every step.
+
+Of exchanges that are one operation of all ranks of an axis, with one buffer that is sent and one that is received:
+
+    GatherLayout    a tensor of each rank, of the same shape
+    EdgeLayout      moments to all ranks and edge rows to the neighbours, as bytes
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.exchange_part import ExchangePart, Halo, Received
+from patchpar.comm.transport import FlatParts, Incoming, TensorSpec
+from patchpar.comm.transport.packing import LAYOUTS_KEPT, MessageRow, row_of
+from patchpar.plan.mesh import Axis
+
+Specs = tuple[TensorSpec, ...]
+Described = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Sent = tuple[tuple[tuple[int, ...], TensorSpec], ...]  # receivers, and what they get
+Expected = tuple[tuple[int, Specs], ...]  # by sender
+
+
+class GatherLayout(NamedTuple):
+    """A gather of parts into `joined`, one after the other in the first dim, which is a view of `stacked` [P, ...].
+
+    `incoming`: what comes of the others. `num_bytes`: sent, and received.
+    """
+
+    joined: tuple[int, ...]
+    stacked: tuple[int, ...]
+    incoming: tuple[Incoming, ...]
+    num_bytes: int
+
+    def as_stacked(self, rows: Tensor) -> Tensor:
+        """Return what has been gathered, [P, ...]."""
+        return rows.view(self.stacked)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def gather_layout(axis: Axis, shape: tuple[int, ...], dtype: torch.dtype) -> GatherLayout:
+    """Return the layout of a gather of tensors of one `shape` and dtype."""
+    spec = TensorSpec(tuple(shape), dtype)
+    incoming = tuple(Incoming(axis.ranks[other], (spec,)) for other in axis.others)
+    stacked = (axis.size, *spec.shape)
+    joined = (axis.size * spec.shape[0], *spec.shape[1:]) if spec.shape else stacked
+    return GatherLayout(joined, stacked, incoming, len(incoming) * spec.num_bytes)
+
+
+class AllToAllLayout(NamedTuple):
+    """Parts for each rank. `incoming`: what comes of the others. `sent` and `received`: bytes."""
+
+    incoming: tuple[Incoming, ...]
+    sent: int
+    received: int
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def all_to_all_layout(axis: Axis, own: tuple[int, ...], into: tuple[int, ...], dtype: torch.dtype) -> AllToAllLayout:
+    """Return the layout of an exchange of flat parts of `own` and `into` elements."""
+    expected = [(axis.ranks[other], TensorSpec((into[other],), dtype)) for other in axis.others]
+    sent = sum(own[other] for other in axis.others) * dtype.itemsize
+    incoming = tuple(Incoming(rank, (spec,)) for rank, spec in expected)
+    return AllToAllLayout(incoming, sent, sum(spec.num_bytes for _, spec in expected))
+
+
+class _View(NamedTuple):
+    """A contiguous tensor in a buffer of its dtype, which begins at element `offset`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def at(cls, spec: TensorSpec, first_byte: int) -> "_View":
+        strides, size = [], 1
+        for length in reversed(spec.shape):
+            strides.append(size)
+            size *= length
+        return cls(spec.dtype, spec.shape, tuple(reversed(strides)), first_byte // spec.dtype.itemsize)
+
+    def of(self, buffers: Mapping[torch.dtype, Tensor]) -> Tensor:
+        """Return the tensor, of any shape, in one of the buffers [elements] by dtype, which are the same memory."""
+        return buffers[self.dtype].as_strided(self.shape, self.strides, self.offset)
+
+
+class EdgeLayout:
+    """A round of moments to all ranks and edge rows to the neighbours, packed as `transport.packing` packs messages.
+
+    Buffers have the smallest of the dtypes, in which tensors of others lie aligned. `shared`: specs of what all ranks
+    send to all. `sent` and `expected`: of edge rows. `booked`: kind, bytes sent and bytes received of each part.
+    `incoming`: what comes of the others.
+    """
+
+    def __init__(self, axis: Axis, shared: Specs, sent: Sent, expected: Expected) -> None:
+        self._axis, self._num_shared = axis, len(shared)
+        self.label = "moments+halo" if shared else "halo"
+        num_shared = len(axis.others) * sum(spec.num_bytes for spec in shared)
+        moments = [("moments", num_shared, num_shared)] if shared else []
+        rows_out = sum(len(peers) * spec.num_bytes for peers, spec in sent)
+        self.booked = (*moments, ("halo", rows_out, sum(spec.num_bytes for _, (spec,) in expected)))
+        specs = [*shared, *(spec for _, spec in sent)]
+        dtypes = {spec.dtype for spec in (*specs, *(spec for _, (spec,) in expected))}
+        self._dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
+        self._others = tuple(dtypes - {self._dtype})
+        self._plan_sending(specs, sent)
+        self._plan_receiving(shared, expected)
+
+    def _plan_sending(self, specs: Sequence[TensorSpec], sent: Sent) -> None:
+        axis, itemsize = self._axis, self._dtype.itemsize
+        by_rank: dict[int, list[int]] = {rank: list(range(self._num_shared)) for rank in axis.ranks}
+        by_rank[axis.ranks[axis.rank]] = []
+        for number, (peers, _) in enumerate(sent, self._num_shared):
+            for peer in peers:
+                by_rank[peer].append(number)
+        numbers = [by_rank[rank] for rank in axis.ranks]
+        row = row_of(tuple(tuple(specs[number] for number in found) for found in numbers))
+        self._sizes_sent = [size // itemsize for size in row.sizes]
+        self._sizes = [spec.num_bytes // itemsize for spec in specs]
+        self._pieces = tuple(self._pieces_of(row, numbers))
+        self._pads = tuple({size for number, size in self._pieces if number is None})
+        self._filler = max(range(len(specs)), key=self._sizes.__getitem__, default=0)  # has the values of pads
+
+    def _pieces_of(self, row: MessageRow, numbers: Sequence[Sequence[int]]) -> Iterator[tuple[int | None, int]]:
+        """Yield what the row consists of: (number of a tensor, its elements), (None, elements that mean nothing)."""
+        end, itemsize = 0, self._dtype.itemsize
+        for found, layout, start in zip(numbers, row.layouts, row.starts, strict=True):
+            for number, offset in zip(found, layout.offsets, strict=True):
+                at = (start + offset * layout.dtype.itemsize) // itemsize
+                if at > end:
+                    yield None, at - end
+                yield number, self._sizes[number]
+                end = at + self._sizes[number]
+        if row.size > end * itemsize:
+            yield None, row.size // itemsize - end
+
+    def _plan_receiving(self, shared: Specs, expected: Expected) -> None:
+        axis = self._axis
+        pending: dict[int, list[TensorSpec]] = {axis.ranks[other]: list(shared) for other in axis.others if shared}
+        for peer, found in expected:
+            pending.setdefault(peer, []).extend(found)
+        self.incoming = tuple(Incoming(peer, tuple(found)) for peer, found in pending.items())
+        row = row_of(tuple(tuple(pending.get(rank, ())) for rank in axis.ranks))
+        self._sizes_received = [size // self._dtype.itemsize for size in row.sizes]
+        self._size_received = sum(self._sizes_received)
+        self._views: dict[int, list[_View]] = {}
+        for rank, layout, start in zip(axis.ranks, row.layouts, row.starts, strict=True):
+            starts = [start + offset * layout.dtype.itemsize for offset in layout.offsets]
+            self._views[rank] = [_View.at(*each) for each in zip(layout.specs, starts, strict=True)]
+        rows_of = {peer: self._views[peer][-1] for peer, _ in expected}
+        self._before, self._after = (None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after))
+
+    def pack(self, tensors: Sequence[Tensor], device: torch.device) -> FlatParts:
+        """Return the elements sent to each rank. `tensors`: what is shared, then edge rows, of any shape."""
+        if not tensors:
+            return FlatParts(torch.empty(0, dtype=self._dtype, device=device), self._sizes_sent)
+        flat = self._flat(tensors)
+        pads: dict[int, Tensor] = {}
+        for size in self._pads:
+            filler = flat[self._filler]
+            pads[size] = filler.as_strided((size,), (1,)) if filler.numel() >= size else filler.new_empty(size)
+        parts = [pads[size] if number is None else flat[number] for number, size in self._pieces]
+        return FlatParts(torch.cat(parts) if len(parts) > 1 else parts[0], self._sizes_sent)
+
+    def _flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the elements of each tensor, [elements]: strided ones that are alike are copied by one launch."""
+        found = [x.detach() if x.requires_grad else x for x in tensors]
+        strided = [number for number, x in enumerate(found) if not x.is_contiguous()]
+        if len(strided) == 2 and found[strided[0]].shape == found[strided[1]].shape:
+            both = torch.stack([found[number] for number in strided]).contiguous()
+            for index, number in enumerate(strided):
+                found[number] = both.as_strided((size := found[number].numel(),), (1,), index * size)
+        return [self._elements(x) for x in found]
+
+    def _elements(self, x: Tensor) -> Tensor:
+        x = x if x.ndim == 1 else x.reshape(-1)
+        return x if x.dtype == self._dtype else x.view(self._dtype)
+
+    def buffer(self, device: torch.device) -> FlatParts:
+        """Return a buffer for the elements received."""
+        return FlatParts(torch.empty(self._size_received, dtype=self._dtype, device=device), self._sizes_received)
+
+    def unpack(self, received: Tensor) -> tuple[Received, Halo]:
+        """Return the other ranks' shared tensors by group rank, and the neighbours' rows, as views of `received`."""
+        typed = {self._dtype: received}
+        for dtype in self._others:
+            typed[dtype] = received.view(dtype)
+        shared: dict[int, list[Tensor]] = {}
+        for other in self._axis.others if self._num_shared else ():
+            views = self._views[self._axis.ranks[other]][: self._num_shared]
+            shared[other] = [view.of(typed) for view in views]
+        halo = (None if view is None else view.of(typed) for view in (self._before, self._after))
+        return shared, Halo(*halo)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _edge_layout(axis: Axis, shared: Described, sent: Any, expected: Expected) -> EdgeLayout:
+    rows = tuple((peers, TensorSpec(tuple(shape), dtype)) for peers, shape, dtype in sent)
+    return EdgeLayout(axis, tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in shared), rows, expected)
+
+
+def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> EdgeLayout:
+    """Return the layout of a round of `shared`, tensors of any shape, and `edges`, as `edges_part` returns them."""
+    sent = tuple([(peers, x.shape, x.dtype) for peers, (x,) in edges.outgoing])
+    return _edge_layout(axis, tuple([(x.shape, x.dtype) for x in shared]), sent, tuple(edges.incoming.items()))

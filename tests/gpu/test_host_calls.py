@@ -1,0 +1,74 @@
+"""What the process does for an exchange point in a steady step, counted and not timed: functions written in Python.
+
+On a GPU they are most of the time in which the process enqueues a step beyond that of the plain model; the times are
+in docs/figures/gpu-counts.md. The networks have the layers of SDXL and FLUX, narrow and few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.gpu.denoisers import SHORT
+from benchmarks.gpu.fake_launch import kernels_on_cpu
+from benchmarks.gpu.host_time import TINY, Tiny, python_calls, quiet_rank, single_exchanges, steady
+from patchpar.comm.collectives import Communicator
+from patchpar.shard.kernels.group_moments import moments_of_band
+from tests.gpu.short_models import WORLD
+
+# Ceilings only go down: who needs fewer calls enters the new numbers, which a failure prints.
+CEILINGS = {
+    ("sdxl", "exact"): 136,
+    ("sdxl", "fresh-edges"): 133,
+    ("flux", "exact"): 200,
+    ("flux", "fresh-edges"): 179,
+}
+"""Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""
+OF_ONE_EXCHANGE = 90
+"""Calls from the start of an exchange to the end of its wait; of all kinds the most."""
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, Tiny]]:
+    with torch.no_grad(), quiet_rank(1, WORLD):
+        yield {name: build(WORLD, SHORT[name]) for name, build in TINY.items()}
+
+
+def added_calls(tiny: Tiny, strategy: str) -> float:
+    """Calls that an exchange point adds."""
+    with steady(tiny, strategy, 1, WORLD) as (step, exchanges):
+        split = min(python_calls(step) for _ in range(3))  # a thread that watches deadlines wakes up now and then
+        return (split - python_calls(tiny.band)) / exchanges
+
+
+@pytest.mark.parametrize(("model", "strategy"), CEILINGS)
+def test_an_exchange_point_calls_no_more_of_python_than_its_ceiling(
+    models: dict[str, Tiny], model: str, strategy: str
+) -> None:
+    found = added_calls(models[model], strategy)
+    assert found <= CEILINGS[model, strategy], f"{found:.1f} calls"
+
+
+def test_a_call_more_in_every_exchange_is_counted(models: dict[str, Tiny], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = added_calls(models["flux"], "exact")
+    beat = Communicator.beat
+    monkeypatch.setattr(Communicator, "beat", lambda comm, where: beat(comm, where))
+    assert added_calls(models["flux"], "exact") == pytest.approx(before + 1)
+
+
+def test_a_single_exchange_calls_no_more_of_python_than_its_ceiling(models: dict[str, Tiny]) -> None:
+    found = {}
+    for name, exchange in single_exchanges(1, WORLD).items():
+        exchange()
+        found[name] = python_calls(exchange)
+    assert max(found.values()) <= OF_ONE_EXCHANGE, found
+
+
+def test_a_fused_operator_is_no_eager_twin_while_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, eager = torch.zeros(1, 4, 2, 2), []
+    monkeypatch.setattr(torch, "native_group_norm", lambda *_: eager.append("moments"))
+    with torch.no_grad(), kernels_on_cpu():
+        assert moments_of_band(x, 2).shape == (5,)
+    assert not eager
