@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.pytree import map_leaves
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
@@ -27,9 +28,12 @@ def call(name: str, step: int) -> dict[str, Any]:
     """The call of a step: tokens that move along a line, with some noise, as those of an image do; and its time."""
     tiny = TRANSFORMERS[name]
     given = tiny.call(0)
-    x = given[tiny.tokens]
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(step))
-    return given | {tiny.tokens: x + 0.1 * step * x.flip(1) + 0.02 * noise}
+
+    def moved(x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(step))
+        return x + 0.1 * step * x.flip(1) + 0.02 * noise
+
+    return given | {tiny.tokens: map_leaves(moved, given[tiny.tokens])}
 
 
 class Loop:

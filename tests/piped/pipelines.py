@@ -34,7 +34,7 @@ def killed(this: PoolRank) -> None:
 
 
 def latents(this: PoolRank) -> Any:
-    """The latents of one call on the first rank."""
+    """The latents of one call on the first rank. Needs all ranks of the pool."""
     built = tiny.build("flux")
     runner = PipelineRunner(this.context)
     runner.adopt(built.pipe)

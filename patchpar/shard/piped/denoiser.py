@@ -7,6 +7,7 @@ On one rank this is slower than a plain call. It is what stages of PipeFusion (a
 its own blocks: while one computes a piece, the next one computes the piece before.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,16 +24,19 @@ from patchpar.shard.stale.state import StaleState
 from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.transformer.token_plan import TokenPlan
+from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
 from patchpar.shard.verification import Call
 
 Forward = Callable[..., Any]
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PipedDenoiser(TokenDenoiser):
     """A denoiser that computes its tokens in `pieces` after the exact steps. Every rank passes and gets whole tensors.
 
-    `text_once`: text is computed with the first piece only, where it is a second run of tokens. The `mesh` is that of
+    `text_once`: text is computed with the first piece only, where it is a second run of tokens, and where the network
+    works without any text in other pieces; else with every piece. The `mesh` is that of
     the ranks that call it together. `exchange` "off": every piece attends to its own tokens alone, a negative control.
     """
 
@@ -49,7 +53,20 @@ class PipedDenoiser(TokenDenoiser):
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
         assert self.plan is not None
         self._refuse_old_values(self.plan)  # a comparison would fail in other words
+        try:
+            self._check_pieces(forward, call, known=known)
+        except Exception as error:  # the same on all ranks
+            if not self.text_once or not is_of_the_split(error):
+                raise
+            log.info("%s: text is computed with every piece (%s)", self.plan.denoiser, in_one_line(error))
+            self.text_once = False
+            self._take_up(self.plan)
+            self._check_pieces(forward, call, known=known)
+
+    def _check_pieces(self, forward: Forward, call: Call, *, known: bool) -> None:
         super()._check(forward, call, known=known)
+        if self.verifications is None and not known:
+            self._split_call(forward, *call[0], **call[1])
 
     def _refuse_old_values(self, plan: TokenPlan) -> None:
         """Raise UnsupportedModel for a model whose tokens meet in other ways than attention."""

@@ -12,8 +12,9 @@ computes the piece. So no stage waits for the last piece of a step.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,16 @@ from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.transformer.token_plan import NotWatched
-from patchpar.shard.verification import TOLERANCE, Call, call_signature, every_rank_has, is_alike, relative_error
+from patchpar.shard.verification import (
+    TOLERANCE,
+    Call,
+    Comparison,
+    call_signature,
+    every_rank_has,
+    is_alike,
+    relative_error,
+    verify_once,
+)
 
 Forward = Callable[..., Any]
 CALLS_IN_FLIGHT = 4  # whose messages are waited for later; guidance makes two or three calls in a step
@@ -146,7 +156,33 @@ class PipedOnStages(PipedDenoiser):
                 "model, and devices of the same kind"
             )
         bands = bands if every_rank_has(self.mesh, "bands", right) else None
-        return replace(known, of_pieces=tuple(found), bands=bands)
+        prepared = replace(known, of_pieces=tuple(found), bands=bands)
+        self._verify(prepared, forward, call, wanted)
+        return prepared
+
+    def _verify(self, known: PieceLayouts, forward: Forward, call: CallArguments, wanted: list[Tensor]) -> None:
+        """Compare pieces that pass through the stages with a whole call. Raises VerificationError."""
+        if self.verifications is None:
+            return
+        facts = self._facts((call.args, call.kwargs)) | {"stages": self.mesh[1].size, "cuts": str(known.whole)}
+        what = f"{type(self.denoiser).__name__} in {self.pieces} pieces that pass through {self.mesh[1].size} stages"
+        compare = partial(self._compared, known, forward, call, wanted)
+        verify_once(self.verifications, facts, self.mesh, compare, what, ": use strategy=exact")
+
+    def _compared(
+        self, known: PieceLayouts, forward: Forward, call: CallArguments, wanted: list[Tensor]
+    ) -> Iterator[list[Comparison]]:
+        """Run an exact step and one in pieces with the same input, without the weights of other stages."""
+        own, self._now = call.cloned(), known
+        with torch.no_grad(), self._other_memory() as cache, self.stages.as_released(known.whole):
+            cache.begin(0, 0, None)
+            self._whole(forward, *own.args, **own.kwargs)
+            cache.begin(0, 1, None)
+            output = map_leaves(_whole, self._in_pieces(forward, *own.args, **own.kwargs))
+        self._hold([], calls=0)
+        pairs = [(x, y) for x, y in zip(tensors_in(output), wanted, strict=True) if y.is_floating_point()]
+        limit = LOOSE * max(TOLERANCE[y.dtype] for _, y in pairs)
+        yield [Comparison(max(relative_error(x, y) for x, y in pairs), limit)]
 
     def _bands(self, call: CallArguments, wanted: list[Tensor]) -> LatentBands | None:
         """Return what are probably the bands of pieces, if predictions may come in bands."""

@@ -7,6 +7,7 @@ piece that is computed now. In an exact step there is one piece, all tokens, who
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
@@ -98,6 +99,8 @@ class PieceSplit(TokenSplit):
             token = (2, batch, heads, width)
             entry.state = PieceMemory(slots, of_image, token, options, call.key, self._cache.workspace)
         entry.state.remember(*ordered, continues=self._cache.continues)
+        if call.attn_mask is not None:
+            self._remember_mask(where, keys, call.attn_mask)
 
     def _image_in(self, piece: int, where: str, keys: SplitTokens, image: TokenRanges) -> tuple[int, int]:
         """Return where the image's tokens begin among a piece's own, and how many they are."""
@@ -133,10 +136,7 @@ class PieceSplit(TokenSplit):
         """Return each tensor with the tokens of all pieces along `dim`, as they were last known."""
         if not placed.runs:
             return list(tensors)
-        entry = self._cache.entry(where)
-        if entry.state is None:
-            entry.state = RememberedParts(where)
-        parts: RememberedParts = entry.state
+        parts = self._parts(where)
         if self._is_whole:
             for number, x in enumerate(tensors):
                 self._remember_parts(parts, number, x, dim, placed, where)
@@ -149,6 +149,22 @@ class PieceSplit(TokenSplit):
             whole = [run.ranges.joined(each, dim) for run, each in zip(placed.runs, by_run, strict=True)]
             found.append(placed.joined(common, whole, dim))
         return found
+
+    def _parts(self, where: str) -> RememberedParts:
+        entry = self._cache.entry(f"{where}, joined")  # an attention may have a mask joined at the same point
+        if entry.state is None:
+            entry.state = RememberedParts(where)
+        return entry.state
+
+    def _remember_mask(self, where: str, keys: SplitTokens, mask: Tensor) -> None:
+        """Store the columns of a mask by piece, for pieces that make one of their own columns only."""
+        if mask.shape[-1] != keys.local:
+            return
+        if mask.ndim > 1 and mask.shape[-2] > 1:
+            if mask.dtype != torch.bool:
+                return
+            mask = mask.any(-2, keepdim=True)
+        self._remember_parts(self._parts(where), 0, mask, -1, keys, where)
 
     def _remember_parts(
         self, parts: RememberedParts, number: int, x: Tensor, dim: int, placed: SplitTokens, where: str

@@ -47,8 +47,11 @@ class AnswerForm:
         return tuple(TensorSpec((torch.Size(x.shape).numel(),), x.dtype) for x in self.tensors)
 
     def sent(self, answer: Any) -> tuple[Tensor, ...]:
-        """Return copies of an answer's tensors, each as [elements] in the order that they have in memory."""
-        copies = [x.detach().clone() for x in tensors_in(answer)]
+        """Return copies of an answer's tensors, each as [elements] in the order of this form's strides."""
+        copies = [
+            torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=x.device).copy_(x.detach())
+            for x, form in zip(tensors_in(answer), self.tensors, strict=True)
+        ]
         return tuple(x.as_strided((x.numel(),), (1,)) for x in copies)
 
     def received(self, tensors: Sequence[Tensor]) -> Any:

@@ -8,7 +8,8 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,14 @@ class StagedDenoiser:
         if self._weights is not None:
             self._weights.gather()
 
+    @contextmanager
+    def as_released(self, layout: StageLayout) -> Iterator[None]:
+        """Context in which this stage has the weights of its own blocks only, and placeholders are NaN again."""
+        assert self._weights is not None
+        self._placeholders.refill()
+        with self._weights.set_aside(layout.holders()):
+            yield
+
     def new_pass(self, layout: StageLayout, name: str = "") -> StagePass:
         """Return what answers the block calls of one pass, in errors called by `name`."""
         return StagePass(self.mesh, layout, self._placeholders, name, alone=self.exchange == "off")
@@ -177,10 +186,8 @@ class StagedDenoiser:
 
     def _compared(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call, wanted: Any) -> Any:
         """Run in stages, with NaN in what this stage does not have, and compare with the whole run bit for bit."""
-        assert self._weights is not None
-        self._placeholders.refill()
         own = CallArguments.of(self.denoiser, *call).cloned()
-        with torch.no_grad(), self._weights.set_aside(layout.holders()):
+        with torch.no_grad(), self.as_released(layout):
             found = self._run(layout, output, forward, (own.args, own.kwargs))
         pairs = zip(tensors_in(found), tensors_in(wanted), strict=True)
         yield [Comparison(max((_difference(x, y) for x, y in pairs), default=0.0), 0.0)]
