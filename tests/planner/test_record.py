@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
+from patchpar.pipeline.planner.image_ranks import unequal_pairs
 from patchpar.pipeline.planner.record import RecordedRank, Recording, RecordOptions
 from patchpar.pipeline.planner.token_plans import KnownTokens, tokens_by_values
 from patchpar.plan.plan import Plan
@@ -96,6 +99,25 @@ def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:
     apart, joined = (recorded("flux", "patch=2", 1, 1, joined=joined)[0] for joined in (False, True))
     assert bytes_sent(apart.tape) == bytes_sent(joined.tape)
     assert attentions(joined) < attentions(apart)
+
+
+def test_what_is_aligned_in_a_buffer_is_counted_as_it_is() -> None:
+    """A stamp of 24 bytes and a prediction in half precision; what one rank sends, the other waits for."""
+    pipe = tiny.build("sd").pipe.to(torch.float16)
+    recording = Recording(pipe, Plan(cfg=2), call_of("sd", 1), RecordOptions(joined=True))
+    tapes = [recording.of_rank(rank).tape for rank in range(2)]
+    assert bytes_sent(tapes[0])["guidance"]
+    assert unequal_pairs(tapes) == []
+
+
+def test_kernels_that_are_fused_on_gpus_are_one() -> None:
+    apart, joined = (operators(recorded("sd", "patch=2", 1, 1, joined=joined)[0]) for joined in (False, True))
+    assert joined["concat_halo"] > 0 == apart["concat_halo"]
+    assert joined.total() < 0.8 * apart.total()
+
+
+def operators(found: RecordedRank) -> Counter[str]:
+    return Counter(entry.name for entry in steps_of(found.tape)["step 0"] if isinstance(entry, Operator))
 
 
 def attentions(found: RecordedRank) -> int:

@@ -59,19 +59,13 @@ def _like(plan: Plan, rank: int) -> int:
 
 
 def _moved(plan: Plan, tape: Tape, source: int, rank: int) -> Tape:
-    """Return the tape of `source` for `rank`, on the same place of all axes but `patch`: its peers move as it does."""
+    """Return the tape of `source` for `rank`, of another patch: its peers move along that axis as it does."""
     if source == rank:
         return tape
-    mesh, own = _mesh(plan, source)["patch"], _mesh(plan, rank)["patch"]
-    moved = {peer: own.ranks[(own.rank + number - mesh.rank) % own.size] for number, peer in enumerate(mesh.ranks)}
-    others = _others(plan, source, rank)
-    return tuple(_renumbered(entry, moved | others) for entry in tape)
-
-
-def _others(plan: Plan, source: int, rank: int) -> dict[int, int]:
-    """Return where peers on other axes move: as far as the rank does."""
-    patch = set(_mesh(plan, source)["patch"].ranks)
-    return {peer: peer + rank - source for peer in range(plan.world_size) if peer not in patch}
+    by = _mesh(plan, rank)["patch"].rank - _mesh(plan, source)["patch"].rank
+    axes = [_mesh(plan, peer)["patch"] for peer in range(plan.world_size)]
+    moved = {peer: axis.ranks[(axis.rank + by) % axis.size] for peer, axis in enumerate(axes)}
+    return tuple(_renumbered(entry, moved) for entry in tape)
 
 
 def _renumbered(entry: TapeEntry, peers: Mapping[int, int]) -> TapeEntry:

@@ -10,7 +10,7 @@ nobody. So no strategy is described a second time: what it sends is on the tape.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Tape
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.kernels.fused_op import fused_without_values
 from patchpar.shard.sdpa import SdpaMode
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 
@@ -59,9 +60,9 @@ class RecordedRank:
 class RecordOptions:
     """How a call is recorded. It makes at most so many `steps`. `vae`, `exchange`: see `CallOptions`, `InstalledPlan`.
 
-    `joined`: with operations of several ranks at once, as NCCL has; without them exchanges are those of workers on a
-    CPU. `tokens`: the token plans of transformers, which are found by values. `known`: forms of results, see MetaMode,
-    which recordings of one process may share.
+    `joined`: as on GPUs, with operations of several ranks at once, which NCCL has, and with fused kernels; without,
+    as workers on a CPU. `tokens`: the token plans of transformers, which are found by values. `known`: forms of
+    results, see MetaMode, which recordings of one process may share.
     """
 
     steps: int = STEPS
@@ -97,15 +98,19 @@ class Recording:
         context = RecordingContext(rank, max(2, self.plan.world_size), tape)
         transport = RecordingTransport(rank, tape, joined=self.options.joined)
         try:
-            with on_the_cpu(self.pipe), torch.no_grad(), SdpaMode(mode.attend), mode, HookSet() as hooks:
+            with ExitStack() as stack:
+                if self.options.joined:
+                    stack.enter_context(fused_without_values())
+                for each in (on_the_cpu(self.pipe), torch.no_grad(), SdpaMode(mode.attend), mode):
+                    stack.enter_context(each)
+                hooks = stack.enter_context(HookSet())
                 runner = _Runner(context, transport, self.options)
                 self._note_phases(hooks, memory, tape)
-                stats, weights = self._run(runner, memory)
+                return self._recorded(runner, memory, tape)
         except (NotImplementedError, RuntimeError) as error:
             raise needs_values(self.pipe, error) from error
-        return RecordedRank(rank=rank, tape=tape.tape, peaks=dict(memory.peaks), weight_bytes=weights, stats=stats)
 
-    def _run(self, runner: "_Runner", memory: LiveBytes) -> tuple[RankStats, Mapping[str, int]]:
+    def _recorded(self, runner: "_Runner", memory: LiveBytes, tape: TapeRecorder) -> RecordedRank:
         check_plan_for(runner.adopt(self.pipe, self.plan), self.plan, self.kwargs)
         options = CallOptions(plan=self.plan, verify=False, vae=self.options.vae, quiet=True)
         try:
@@ -115,10 +120,15 @@ class Recording:
             memory.begin(ENCODE)
             found = runner.generate(self.kwargs, options)
             assert isinstance(found, CallResult)
-            weights = {name: _weight_bytes(network, memory) for name, network in self.networks.items()}
+            return RecordedRank(  # before weights are gathered to restore the networks
+                rank=runner.context.rank,
+                tape=tape.tape,
+                peaks=dict(memory.peaks),
+                weight_bytes={name: _weight_bytes(network, memory) for name, network in self.networks.items()},
+                stats=found.figures[0],
+            )
         finally:
             runner.restore()
-        return found.figures[0], weights
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
         def begin(*_: Any) -> None:

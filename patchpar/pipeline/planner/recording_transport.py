@@ -95,8 +95,9 @@ class RecordingCollectives:
         bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`."""
-        own = Outgoing(tuple(rank for rank in ranks if rank != self._transport.rank), (buffers[0],))
-        return self._transport.exchanged([own], incoming, where, bulk=bulk)
+        for message in incoming:  # all ranks send as much; in the buffers it is aligned
+            self._transport.note(message.peer, message.num_bytes, where, bulk=bulk)
+        return self._transport.exchanged([], incoming, where, bulk=bulk)
 
     def all_to_all(
         self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str

@@ -1,6 +1,8 @@
 """Registration of fused kernels as torch operators, and the choice between a kernel and its eager twin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, update_wrapper
 from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
@@ -17,6 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NAMES: list[str] = []
+_ON_META: ContextVar[bool] = ContextVar("patchpar_fused_on_meta", default=False)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -26,8 +29,20 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@contextmanager
+def fused_without_values() -> Iterator[None]:
+    """Context in which tensors on the meta device go through kernels, by their fakes, as those of a GPU do."""
+    token = _ON_META.set(True)
+    try:
+        yield
+    finally:
+        _ON_META.reset(token)
+
+
 def is_fused(x: Tensor) -> bool:
     """Whether `x`, of any shape, goes through a kernel: on a GPU, and not in fp64, since kernels add in fp32."""
+    if x.is_meta:
+        return _ON_META.get() and x.dtype != torch.float64
     return x.device.type == CUDA and x.dtype != torch.float64 and has_triton()
 
 
