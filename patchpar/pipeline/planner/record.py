@@ -212,9 +212,9 @@ class _Runner(PipelineRunner):
         self._nowhere.tape.begin()
         self._context.is_recorded = True
 
-    def install(self, plan: Plan, *, verify: Any = True, vae: str = "auto") -> None:
+    def install(self, plan: Plan, *, verify: Any = True, vae: str = "auto", graphs: bool | str = False) -> None:
         """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
-        super().install(plan, verify=verify, vae=vae)
+        super().install(plan, verify=verify, vae=vae, graphs=graphs)
         installed = self._installed
         for patched in installed.patched:
             if isinstance(patched, TokenDenoiser):

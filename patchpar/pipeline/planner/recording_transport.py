@@ -5,15 +5,19 @@ So the exchanges of every strategy are recorded by the strategy's own code, with
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.exchange_part import ExchangePart, Received
-from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
+from patchpar.comm.exchange_part import ExchangePart, Halo, Received, moments_part
+from patchpar.comm.transport import Collectives, FlatParts, Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport.message import T
+from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.models.dry_run.meta_mode import META
 from patchpar.pipeline.planner.tape_recorder import Expected, TapeRecorder
+from patchpar.plan.mesh import Axis
 
 Bytes = Mapping[int, Mapping[str, int]]
 """Of a message to each rank, by kind."""
@@ -42,19 +46,31 @@ class RecordingTransport:
         finally:
             self._label, self._by_kind = before
 
-    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "RecordedWork":
+    def send_recv(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str
+    ) -> "RecordedWork[Messages]":
         """See `Transport`."""
         return self.exchanged(outgoing, incoming, where)
 
     def exchanged(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str, *, bulk: bool = False
-    ) -> "RecordedWork":
+    ) -> "RecordedWork[Messages]":
         """Note one message to each peer of `outgoing`, and return what is expected."""
         for message in outgoing:
             for peer in message.peers:
-                num_bytes = message.num_bytes // len(message.peers)
-                self.note(peer, num_bytes, where, bulk=bulk)
-        return RecordedWork(self.tape, incoming, where, self._label)
+                self.note(peer, message.num_bytes // len(message.peers), where, bulk=bulk)
+        return self.expected(incoming, where)
+
+    def expected(self, incoming: Sequence[Incoming], where: str, filled: Tensor | None = None) -> "RecordedWork[Any]":
+        """Return what is expected; the result of the Work is `filled`, of any shape, or the messages."""
+        return RecordedWork(self.tape, incoming, where, self._label, filled)
+
+    def note_parts(self, ranks: Sequence[int], parts: FlatParts, where: str) -> None:
+        """Note a part for each other rank; where kinds are known, these bytes, without those that align them."""
+        for rank, size in zip(ranks, parts.sizes, strict=True):
+            if rank != self.rank and (rank in self._by_kind or not self._by_kind):
+                known = self._by_kind.get(rank, {})
+                self.note(rank, sum(known.values()) if known else size * parts.buffer.dtype.itemsize, where, bulk=False)
 
     def note(self, peer: int, num_bytes: int, where: str, *, bulk: bool) -> None:
         """Note one message. Raises AssertionError if its kinds do not add up to its bytes."""
@@ -88,24 +104,41 @@ class RecordingCollectives:
     def all_gather(
         self,
         ranks: tuple[int, ...],
-        buffers: tuple[Tensor, Tensor],
+        own: Tensor,
+        rows: Tensor,
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        bulk: bool = False,
+    ) -> Work[Tensor]:
+        """See `Collectives`."""
+        self._note_own(incoming, where, bulk=bulk)
+        return self._transport.expected(incoming, where, rows)
+
+    def gather_messages(
+        self,
+        ranks: tuple[int, ...],
+        own: Tensor,
+        rows: Tensor,
         incoming: Sequence[Incoming],
         where: str,
         *,
         bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`."""
+        self._note_own(incoming, where, bulk=bulk)
+        return self._transport.expected(incoming, where)
+
+    def _note_own(self, incoming: Sequence[Incoming], where: str, *, bulk: bool) -> None:
         for message in incoming:  # all ranks send as much; in the buffers it is aligned
             self._transport.note(message.peer, message.num_bytes, where, bulk=bulk)
-        return self._transport.exchanged([], incoming, where, bulk=bulk)
 
     def all_to_all(
         self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
-    ) -> Work[Messages]:
+    ) -> Work[Tensor]:
         """See `Collectives`."""
-        parts = zip(ranks, own.parts(), strict=True)
-        outgoing = [Outgoing((rank,), (part,)) for rank, part in parts if rank != self._transport.rank]
-        return self._transport.exchanged(outgoing, incoming, where)
+        self._transport.note_parts(ranks, own, where)
+        return self._transport.expected(incoming, where, into.buffer)
 
     def exchange(
         self,
@@ -115,17 +148,23 @@ class RecordingCollectives:
         where: str,
         *,
         bulk: bool = False,
+        memory: MessageMemory | None = None,
     ) -> Work[Messages]:
         """See `Collectives`."""
         return self._transport.exchanged(outgoing, incoming, where, bulk=bulk)
 
 
-class RecordedWork(Work[Messages]):
-    """Messages that have arrived at once, without values. Each wait for one is noted where it is."""
+class RecordedWork(Work[T]):
+    """Messages that have arrived at once, without values. Each wait for one is noted where it is.
 
-    def __init__(self, tape: TapeRecorder, incoming: Sequence[Incoming], where: str, kind: str) -> None:
+    `filled`: the buffer, of any shape, that they are in and that is the result; None for the messages themselves.
+    """
+
+    def __init__(
+        self, tape: TapeRecorder, incoming: Sequence[Incoming], where: str, kind: str, filled: Tensor | None
+    ) -> None:
         super().__init__(incoming, where)
-        self._tape = tape
+        self._tape, self._filled = tape, filled
         self._expected: list[Expected] = [
             tape.expect(message.peer, message.num_bytes, kind, where) for message in incoming
         ]
@@ -133,6 +172,10 @@ class RecordedWork(Work[Messages]):
     def is_here(self, index: int) -> bool:
         """Whether `wait_for` would not block: messages are taken in their order."""
         return True
+
+    def _finish(self) -> Any:
+        found = super()._finish()
+        return found if self._filled is None else self._filled
 
     def _receive(self, index: int) -> list[Tensor]:
         self._tape.wait(self._expected[index])
@@ -158,16 +201,29 @@ class RecordingCommunicator(Communicator):
         self._by_kind: Bytes = {}
 
     def exchange(
-        self, where: str, parts: Sequence[ExchangePart], label: str = "", *, bulk: bool = False
+        self,
+        where: str,
+        parts: Sequence[ExchangePart],
+        label: str = "",
+        *,
+        bulk: bool = False,
+        memory: MessageMemory | None = None,
     ) -> Work[list[Received]]:
         """See `Communicator`."""
         self._by_kind = _by_kind(parts)
-        return super().exchange(where, parts, label, bulk=bulk)
+        return super().exchange(where, parts, label, bulk=bulk, memory=memory)
 
-    def _start(self, kind: str, where: str, begin: Callable[[], Work[Messages]]) -> Work[Messages]:
+    def _rounds_with_edges(
+        self, collectives: Collectives, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart
+    ) -> Work[tuple[Received, Halo]]:
+        self._by_kind = _by_kind([*([moments_part(axis, shared)] if shared else []), edges])
+        return super()._rounds_with_edges(collectives, axis, where, shared, edges)
+
+    def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         by_kind, self._by_kind = self._by_kind, {}
         if self.only_kind is not None:
-            kind, by_kind = self.only_kind, {}
+            kind = self.only_kind
+            by_kind = {peer: {kind: sum(found.values())} for peer, found in by_kind.items()}
         with self.transport.labelled(kind, by_kind):
             return super()._start(kind, where, begin)
 
