@@ -41,7 +41,7 @@ STRATEGIES = (
     PARTIALS,
 )
 ALWAYS = (("flux", "fresh-edges", 2), ("flux", PARTIALS, 2))
-"""A UNet with displaced patches is in `test_pipeline_graphs`."""
+"""The others take longer, UNets above all."""
 
 
 def taped(stand_in: StandIn, transport: TorchTransport) -> TapeRecorder:
