@@ -25,7 +25,6 @@ from patchpar.pipeline.startup import check_request
 from patchpar.plan.plan import Plan
 from patchpar.shard.graphs.recorder import recorder_for
 from tests import tiny
-from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.gpu.op_tape import TapeRecorder
 
@@ -105,9 +104,9 @@ def _arguments(found: tiny.Tiny, height: int, width: int) -> dict[str, Any]:
     return found.call_kwargs | given | {"generator": torch.Generator().manual_seed(3)}
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), first_of([(name, plan) for name in ("sdxl", "flux") for plan in PLANS[:2]], ("sdxl", PLANS[1]))
-)
+@pytest.mark.breadth
+@pytest.mark.parametrize("plan", PLANS[:2])
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
 def test_images_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
     wanted = generated(monkeypatch, name, plan, graphs=False)
     found = generated(monkeypatch, name, plan, graphs=True)
@@ -175,6 +174,7 @@ def test_a_traced_call_has_every_exchange(monkeypatch: pytest.MonkeyPatch) -> No
     assert [list(each) for each in found.replays] == [[0]] * 2
 
 
+@pytest.mark.breadth
 def test_auto_changes_nothing_where_no_device_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = generated(monkeypatch, "sdxl", "patch=2", graphs="auto", sizes=SIZES[:1], recorder=recorder_for)
     assert [list(each) for each in found.replays] == [[0]] * 2

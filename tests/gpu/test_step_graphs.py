@@ -20,7 +20,7 @@ from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.graphs.refusals import why_not_repeated
 from patchpar.shard.graphs.static_call import StaticCall, signature_of, why_not_static
 from patchpar.shard.stale.cache import StaleCache
-from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.transformer.denoiser import TokenDenoiser
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.gpu.op_tape import TapeRecorder
@@ -40,21 +40,18 @@ STRATEGIES = (
     POOLED,
     PARTIALS,
 )
-ALWAYS = (
-    ("sdxl", "displaced", 2),
-    ("flux", "exact", 2),
-    ("flux", "fresh-edges", 2),
-    ("flux", PARTIALS, 2),
-)
+ALWAYS = (("flux", "fresh-edges", 2), ("flux", PARTIALS, 2))
+"""The others take longer, UNets above all."""
 
 
 def taped(stand_in: StandIn, transport: TorchTransport) -> TapeRecorder:
     return TapeRecorder(stand_in.rank)
 
 
-def assert_equal(found: list[Found], wanted: list[Found]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert [bits(x) for x in one.predictions] == [bits(x) for x in other.predictions]
+def are_equal(found: list[Found], wanted: list[Found]) -> bool:
+    """Whether all predictions are the same bits. No `assert` compares them: its message would take a minute."""
+    pairs = zip(found, wanted, strict=True)
+    return all(list(map(bits, one.predictions)) == list(map(bits, other.predictions)) for one, other in pairs)
 
 
 def bits(x: Tensor) -> bytes:
@@ -82,7 +79,7 @@ def expected_replays(case: Case) -> int:
 def test_replayed_steps_equal_steps_that_run_bit_for_bit(model: str, strategy: str, world: int) -> None:
     case = Case(model=model, strategy=strategy, world=world)
     found, wanted = predicted(case, taped), predicted_without_graphs(case)
-    assert_equal(found, wanted)
+    assert are_equal(found, wanted)
     assert {each.replays for each in found} == {expected_replays(case)}
     assert [each.sent for each in found] == [each.sent for each in wanted], "replays count what they send"
 
@@ -91,7 +88,7 @@ def test_replayed_steps_equal_steps_that_run_bit_for_bit(model: str, strategy: s
 def test_calls_of_one_step_are_graphs_of_their_own() -> None:
     case = Case(model="sdxl", strategy="displaced", calls=2)
     found = predicted(case, taped)
-    assert_equal(found, predicted(case))
+    assert are_equal(found, predicted(case))
     assert {each.replays for each in found} == {expected_replays(case)}
 
 
@@ -107,45 +104,44 @@ def moving(memory: MessageMemory, name: str, size: int, dtype: torch.dtype, devi
 def test_a_buffer_that_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MessageMemory, "take", moving)
     with pytest.raises(UnsupportedModel, match="a buffer that one step leaves to the next lies elsewhere each time"):
-        predicted(Case(model="sdxl", strategy="displaced"), taped)
+        predicted(Case(model="flux", strategy="pcpp"), taped)
 
 
 def test_bits_show_a_buffer_that_moves_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check of addresses a graph reads what the step before has left in another place."""
-    case = Case(model="sdxl", strategy="displaced")
+    case = Case(model="flux", strategy=PARTIALS)
     wanted = predicted_without_graphs(case)
     monkeypatch.setattr(MessageMemory, "take", moving)
     monkeypatch.setattr(StaleCache, "stored", lambda _: ())
-    with pytest.raises(AssertionError):
-        assert_equal(predicted(case, taped), wanted)
+    assert not are_equal(predicted(case, taped), wanted)
 
 
 def reads_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of each stale step."""
-    step = PatchedDenoiser._stale_step
+    step = TokenDenoiser._stale_step
 
-    def reading(bands: PatchedDenoiser, history: Any, *args: Any, **kwargs: Any) -> Any:
-        found = step(bands, history, *args, **kwargs)
+    def reading(split: TokenDenoiser, history: Any, *args: Any, **kwargs: Any) -> Any:
+        found = step(split, history, *args, **kwargs)
         history.cache.drift.sum().item()
         return found
 
-    monkeypatch.setattr(PatchedDenoiser, "_stale_step", reading)
+    monkeypatch.setattr(TokenDenoiser, "_stale_step", reading)
 
 
 def test_a_value_that_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     reads_a_value(monkeypatch)
     with pytest.raises(UnsupportedModel, match=r"_local_scalar_dense reads a value .* Use graphs='auto'"):
-        predicted(Case(model="sdxl", strategy="displaced"), taped)
+        predicted(Case(model="flux", strategy="fresh-edges"), taped)
 
 
 def test_where_a_capture_is_refused_in_the_middle_the_step_runs_as_if_nothing_had_been(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case = Case(model="sdxl", strategy="displaced")
+    case = Case(model="flux", strategy="fresh-edges")
     wanted = predicted_without_graphs(case)
     reads_a_value(monkeypatch)
     found = predicted(case, taped, required=False)
-    assert_equal(found, wanted)
+    assert are_equal(found, wanted)
     assert {each.replays for each in found} == {0}
     assert "reads a value" in found[0].refused
     assert "its steps run without graphs" in caplog.text
