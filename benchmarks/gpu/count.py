@@ -110,7 +110,8 @@ def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[s
         "Tensors are on the CPU. A kernel of patchpar's own is one call, as on a GPU: all of its Python runs up to the "
         "launch, which is left out, and so is what Triton takes for it. Messages go nowhere, but all Python of "
         f"torch.distributed runs. The least processor time of {turns} turns with the plain step of the same band. "
-        "`calls`: functions written in Python that an exchange point adds, with the layer around it."
+        "`calls`: functions written in Python that an exchange point adds, with the layer around it. Times depend on "
+        "the machine and on what else it does; ratios do so less, and calls do not."
     )
     yield ""
     yield "| model | strategy | plain, ms | split, ms | of plain | exchanges | added by each, µs | calls |"
