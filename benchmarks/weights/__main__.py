@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.page import publish
+from benchmarks.page import publish, write_page
 
 KINDS = ("whole", "sharded", "hosted")
 DTYPES = {"bfloat16": "as in the files", "float16": "cast"}
@@ -68,6 +68,8 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
             memory = {kind: memory_of(str(folder), ranks, of_torch, kind) for kind in KINDS}
             seconds = load_seconds(str(folder), ranks, of_torch, options.runs)
             lines += ["", f"## {ranks} ranks, {dtype} ({how})", "", *table(memory, seconds, weights, ranks)]
+            if options.write:  # what is measured so far
+                write_page("\n".join(lines) + "\n", options.write)
     return lines
 
 

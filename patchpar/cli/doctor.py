@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,16 +56,16 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
     from patchpar.launch.devices import resolve_devices
     from patchpar.models.files import resolve_model
 
-    devices, software = resolve_devices(request.devices).names, gpu_software()
+    devices, software, cards = resolve_devices(request.devices).names, gpu_software(), graphics_cards()
     _, options, folder = resolve_model(request.model, {})  # an unknown model is refused before anything runs
     return {
         "versions": versions(),
         "host": host(),
-        "devices": graphics_cards(),
+        "devices": cards,
         "gpu": {**software, "will_use": will_use(devices, software)},
         "links": links(),
         "collective": collective_test(devices),
-        "memory": None if folder is None else memory(folder.path, options),
+        "memory": None if folder is None else memory(folder.path, options, devices, cards),
         "plan": choice(request),
     }
 
@@ -107,14 +107,17 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
     return {**found, "seconds": time.perf_counter() - began}
 
 
-def memory(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the bytes of an image of the model's default size on one device, found without loading weights.
+def memory(
+    folder: Path, options: Mapping[str, Any], devices: Sequence[str], cards: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the bytes of an image of the model's default size, found without loading weights.
 
-    Those of each network's weights, and the most of other tensors while encoding, denoising and decoding; or the reason
-    why they are unknown.
+    On one device: those of each network's weights, and the most of other tensors while encoding, denoising and
+    decoding; and what plans for `devices` take, by rank, and whether it is free. Or the reason why they are unknown.
     """
     from patchpar.models.dry_run.dry_run import dry_run
     from patchpar.models.dry_run.empty_pipeline import empty_pipeline
+    from patchpar.models.dry_run.plan_memory import network_bytes
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
@@ -123,8 +126,28 @@ def memory(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         pipe.set_progress_bar_config(disable=True)
         run = dry_run(pipe, prompt="a test image")
     except UnsupportedModel as error:
-        return {"weights": None, "activations": None, "why": str(error)}
-    return {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "why": ""}
+        return {"weights": None, "activations": None, "plans": None, "why": str(error)}
+    plans = plans_for(devices, network_bytes(pipe), run.peak_bytes, cards)
+    return {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "plans": plans, "why": ""}
+
+
+def plans_for(
+    devices: Sequence[str], networks: Mapping[str, Any], activations: int, cards: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what plans for these devices take on each rank and of the host, the fastest first."""
+    from patchpar import Plan
+    from patchpar.launch.host_memory import free_memory
+    from patchpar.models.dry_run.plan_memory import plans_by_cost
+
+    free_of = {card["device"]: card["free_bytes"] for card in cards}
+    of_cards = [free_of.get(device) for device in devices]
+    device = min((free for free in of_cards if free is not None), default=None)
+    host = free_memory()
+    found = plans_by_cost(Plan(patch=len(devices)), networks, activations, device, host)
+    return [
+        {"plan": str(each.plan), "ranks": list(each.ranks), "host": each.host, "fits": each.fits(device, host)}
+        for each in found
+    ]
 
 
 def choice(request: DoctorFlags) -> dict[str, Any]:
@@ -164,6 +187,8 @@ def _print(findings: dict[str, Any]) -> None:
     typer.echo(f"start     {test['start']}")
     if findings["memory"] is not None:
         typer.echo(f"memory    {_memory_text(findings['memory'])}")
+        for line in _plan_lines(findings["memory"]["plans"] or ()):
+            typer.echo(f"          {line}")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"image     {plan['ran']}")
@@ -175,6 +200,18 @@ def _memory_text(found: dict[str, Any]) -> str:
     texts = [", ".join(f"{name} {_gib(size)}" for name, size in found[part].items()) for part in PARTS]
     total = sum(found["weights"].values()) + max(found["activations"].values())
     return f"{_gib(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image"
+
+
+def _plan_lines(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table: what each plan takes on the first rank and on the others, and of the host."""
+    width = max((len(each["plan"]) for each in plans), default=0)
+    if plans:
+        yield f"{'plan':{width}}  {'rank 0':>9}  {'others':>9}  {'host':>9}  fits"
+    for each in plans:
+        first, *others = each["ranks"]
+        cells = (_gib(first), _gib(others[0]) if others else "", _gib(each["host"]) if each["host"] else "")
+        fits = {True: "yes", False: "no", None: "unknown"}[each["fits"]]
+        yield f"{each['plan']:{width}}  {'  '.join(f'{cell:>9}' for cell in cells)}  {fits}"
 
 
 def _gib(size: int | None) -> str:

@@ -2,7 +2,6 @@
 
     AllGather           every rank's part, in order             K, V; the prediction
     gather_with_edges   moments to all ranks, edge rows to the neighbours, in one message each
-    add_up              a sum over ranks                    outputs of Linears divided by features
     send / receive      one rank to another                     the other guidance branch
     exchange            any of these together, one message to each rank
 
@@ -47,7 +46,6 @@ from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.plan.mesh import Axis
 
 T = TypeVar("T")
-SCATTERED = 2**14  # elements from which a sum over more than two ranks is scattered first
 
 
 class Communicator:
@@ -134,25 +132,6 @@ class Communicator:
         received[axis.rank].copy_(sent[axis.rank])
         return self.send_recv(kind, where, outgoing, incoming, axis).then(lambda _: into.buffer)
 
-    def add_up(self, axis: Axis, kind: str, where: str, own: Tensor) -> Tensor:
-        """Return the sum of `own`, of any shape, but the same shape and dtype on all ranks of the axis, over them.
-
-        The same bits on all ranks; computed in fp32 or wider, in the dtype of `own` between ranks. A large one is
-        scattered first, so that a rank sends 2 (P - 1) / P times its size, not P - 1. Blocks. Raises ExchangeError.
-        """
-        if axis.size == 1:
-            return own
-        if axis.size == 2 or own.numel() < SCATTERED:
-            return _sum_of(self.all_gather(axis, kind, where, own).wait())
-        part = -(-own.numel() // axis.size)
-        padded = own.new_zeros(part * axis.size)
-        padded[: own.numel()] = own.reshape(-1)
-        sizes = (part,) * axis.size
-        into = FlatParts(torch.empty_like(padded), sizes)
-        received = self.all_to_all(axis, kind, where, FlatParts(padded, sizes), into).wait()
-        mine = _sum_of(received.view(axis.size, part))
-        return self.all_gather(axis, kind, where, mine).wait().view(-1)[: own.numel()].view(own.shape)
-
     def exchange(
         self,
         where: str,
@@ -235,12 +214,6 @@ class Communicator:
 def _sendable(x: Tensor) -> Tensor:
     """Return the values of `x`, of any shape, contiguous: themselves where they are."""
     return (x.detach() if x.requires_grad else x).contiguous()
-
-
-def _sum_of(parts: Tensor) -> Tensor:
-    """Return the sum [...] of parts [P, ...] in their order, in their dtype."""
-    dtype = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
-    return parts.sum(0, dtype=dtype).to(parts.dtype)
 
 
 AxisComm = tuple[Communicator, Axis]

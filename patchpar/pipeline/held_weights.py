@@ -5,15 +5,20 @@ blocks goes to the device as always.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from patchpar.comm.collectives import Communicator
-from patchpar.errors import PatchparError, PlanError
+from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
+from patchpar.launch.host_memory import free_memory
 from patchpar.models.deferred_casts import DeferredCasts
+from patchpar.models.dry_run.empty_pipeline import empty_pipeline
+from patchpar.models.dry_run.plan_memory import network_bytes, plans_by_cost
 from patchpar.models.loading import for_task, load_pipeline, with_dtype
 from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values
 from patchpar.plan.mesh import Axis, Mesh
@@ -24,18 +29,38 @@ Held = Mapping[nn.Module, ShardedWeights | None]
 """What is known of networks before their first call: their weights in shards; None for one that has to stay whole."""
 
 
-def refuse_without_memory(device: torch.device, weight_bytes: int) -> None:
-    """Raise PlanError if so many bytes of weights are not free on a device.
+def refuse_without_memory(
+    device: torch.device, weight_bytes: int, model: str, options: Mapping[str, Any], base: Plan
+) -> None:
+    """Raise PlanError if so many bytes of weights are not free on a device, with a plan that fits.
 
-    Not for a CPU: the caller has checked the memory of all ranks of a host together.
+    Not for a CPU: the caller has checked the memory of all ranks of a host together. `base`: the plan, or one for all
+    devices.
     """
     free = free_bytes(device)
     if free is not None and weight_bytes > free:
         raise PlanError(
-            f"the weights take {weight_bytes / 2**30:.1f} GiB, but {device} has only {free / 2**30:.1f} GiB free: load "
-            "them in a smaller dtype (torch_dtype=torch.float16), divide them between devices (weights=sharded in the "
-            "plan), or free some of it"
+            f"the weights take {weight_bytes / 2**30:.1f} GiB, but {device} has only {free / 2**30:.1f} GiB free: "
+            f"{_plan_that_fits(model, options, base, free)}load them in a smaller dtype (torch_dtype=torch.float16), "
+            "or free some of it"
         )
+
+
+def _plan_that_fits(model: str, options: Mapping[str, Any], base: Plan, free: int) -> str:
+    """Return advice to use the plan whose weights fit and that costs least time; empty where none is known."""
+    if not Path(model).is_dir() or base.world_size != base.data * base.cfg * base.patch:
+        return ""
+    try:
+        networks = network_bytes(empty_pipeline(Path(model), with_dtype(options)))
+    except UnsupportedModel:  # quantised: unknown before it is loaded
+        return ""
+    whole = replace(base, weights="whole", resident=0, encoders="auto")
+    found = (each for each in plans_by_cost(whole, networks, 0, free, free_memory()) if each.fits(free, free_memory()))
+    best = next(found, None)
+    if best is None:
+        return "no plan for these devices has room for them: use more devices, "
+    host = f", and {best.host / 2**30:.1f} GiB of host memory" if best.host else ""
+    return f"use plan={str(best.plan)!r} (weights of {max(best.ranks) / 2**30:.1f} GiB on a device{host}), "
 
 
 class HeldWeights:

@@ -80,7 +80,8 @@ class PipelineRunner:
 
         Raises PlanError before loading if memory is short.
         """
-        refuse_without_memory(self.device, weight_bytes)
+        wanted = Plan(patch=self.context.world_size) if plan is None else plan
+        refuse_without_memory(self.device, weight_bytes, model, options, wanted)
         self.restore()
         pipe = self._held.load(model, options, plan)
         self._encoders.arrange(pipe, plan)

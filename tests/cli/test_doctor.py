@@ -41,6 +41,10 @@ def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["plan"]["chosen"] == "cfg=2"
     assert found["memory"]["weights"]["unet"] > 0
     assert set(found["memory"]["activations"]) == {"encode", "denoise", "decode"}
+    whole, *_, hosted = found["memory"]["plans"]
+    assert "weights=hosted" in hosted["plan"]
+    assert max(whole["ranks"]) > max(hosted["ranks"])
+    assert hosted["host"] > 0 == whole["host"]
     assert found["host"]["cores"] >= 1
     assert fake.opened[0].closed
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patchpar.comm.all_reduce import all_reduce
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import rank_sets
@@ -98,7 +99,7 @@ def sums(this: PoolRank, through_torch: bool) -> list[tuple[Tensor, float]]:
         for dtype in (torch.float32, torch.bfloat16):
             own = torch.randn(shape, generator=torch.Generator().manual_seed(this.rank)).to(dtype)
             comm.traffic.clear()
-            total = comm.add_up(axis, KIND, "sum", own)
+            total = all_reduce((comm, axis), KIND, "sum", own)
             found.append((total, comm.traffic.bytes_sent[KIND] / (own.numel() * own.element_size())))
     if through_torch:
         transport.close()

@@ -4,6 +4,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from patchpar.comm.all_reduce import all_reduce
 from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.shard.tensor.cut import CutBlock
 from patchpar.shard.tensor.feature_plan import FeatureCut, FeaturePlan
@@ -29,7 +30,7 @@ class FeatureSharder:
 
     def _add_up(self, block: str, path: str, own: Tensor) -> Tensor:
         where = f"sum at {block}.{path}"
-        return own if self.exchange == "off" else self.comm.add_up(self.axis, KIND, where, own)
+        return own if self.exchange == "off" else all_reduce((self.comm, self.axis), KIND, where, own)
 
     def restore(self) -> None:
         """Gather all weights for good, bit for bit as they were, and remove the hooks. Idempotent. Collective.

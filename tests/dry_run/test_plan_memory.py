@@ -1,0 +1,77 @@
+"""The memory of a plan by its formula, against weights that are really divided, and what is said where none fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import PlanError
+from patchpar.models.dry_run.empty_pipeline import empty_pipeline
+from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost
+from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
+from patchpar.plan.plan import Plan
+from tests.weights.loading import saved
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved("flux", tmp_path_factory.mktemp("flux") / "model")
+
+
+def no_comm() -> Any:
+    raise AssertionError("a rank asks no other one while it loads")
+
+
+@pytest.mark.parametrize(("weights", "resident"), [("sharded", 0), ("sharded", 1), ("hosted", 0)])
+def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int) -> None:
+    """But for the alignment of each tensor to 64 bytes, and of each part."""
+    plan = Plan(patch=2, weights=weights, resident=resident)
+    networks = network_bytes(empty_pipeline(Path(flux), {}))
+    held = HeldWeights(0, CPU, no_comm)
+    pipe = held.load(flux, {}, plan)
+    found, whole = 0, {id(x): x for net in pipe.components.values() if hasattr(net, "parameters") for x in tensors(net)}
+    for each in held._held.values():
+        assert each is not None
+        in_slots = {id(packed.tensor) for block in each.blocks for packed in block.tensors}
+        whole = {key: x for key, x in whole.items() if key not in in_slots}
+        found += sum(x.numel() for x in each._slots) + (each._store.num_bytes if weights == "sharded" else 0)
+    found += sum(x.numel() * x.element_size() for x in whole.values())
+    wanted = memory_of(plan, networks, 0).ranks[0]
+    number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))
+    assert wanted <= found <= wanted + 2 * 64 * 2 * number
+
+
+def tensors(network: torch.nn.Module) -> list[torch.Tensor]:
+    return [*network.parameters(), *network.buffers()]
+
+
+def test_plans_from_the_fastest_to_the_smallest(flux: str) -> None:
+    networks = network_bytes(empty_pipeline(Path(flux), {}))
+    whole = memory_of(Plan(patch=2), networks, 0).ranks[0]
+    found = list(plans_by_cost(Plan(patch=2), networks, 0, whole - 1000, 2**40))
+    texts = [str(each.plan).removesuffix(",strategy=exact") for each in found]
+    assert texts[:2] == ["patch=2", "patch=2,encoders=one"]
+    assert [text for text in texts if "weights=sharded" in text][-1] == "patch=2,weights=sharded"
+    assert texts[-1] == "patch=2,weights=hosted"
+    assert found[0].fits(whole, 0)
+    assert not found[0].fits(whole - 1, 0)
+    assert found[1].ranks[0] == whole > found[1].ranks[1]
+    assert found[-1].host > 0
+    assert not found[-1].fits(whole, 0), "no host memory"
+    assert found[0].fits(None, 2 * whole)
+    assert not found[0].fits(None, 2 * whole - 1), "ranks on the CPU have the host's memory together"
+    one_device = [each.plan for each in plans_by_cost(Plan(), networks, 0, whole, 2**40)]
+    assert [plan.weights for plan in one_device if not plan.resident] == ["whole", "hosted"]
+
+
+def test_a_refusal_says_that_no_plan_fits(flux: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = memory_of(Plan(patch=2), network_bytes(empty_pipeline(Path(flux), {})), 0).ranks[0]
+    monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: whole // 1000)
+    with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices"):
+        refuse_without_memory(CPU, whole, flux, {}, Plan(patch=2))
