@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.weights.model import save_model
 from patchpar.errors import PlanError
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost
@@ -75,3 +76,17 @@ def test_a_refusal_says_that_no_plan_fits(flux: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: whole // 1000)
     with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices"):
         refuse_without_memory(CPU, whole, flux, {}, Plan(patch=2))
+
+
+@pytest.mark.parametrize(("world", "weights"), [(2, "sharded"), (1, "hosted")])
+def test_a_refusal_names_the_plan_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, weights: str
+) -> None:
+    save_model(tmp_path, heads=2, double=1, single=12, dtype=torch.float32)  # blocks of which two are a small part
+    networks = network_bytes(empty_pipeline(tmp_path, {}))
+    whole = memory_of(Plan(patch=world), networks, 0).ranks[0]
+    smallest = memory_of(Plan(patch=world, weights=weights), networks, 0).ranks[0]
+    assert smallest < whole
+    monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: smallest)
+    with pytest.raises(PlanError, match=rf"use plan='[^']*weights={weights}"):
+        refuse_without_memory(CPU, whole, str(tmp_path), {}, Plan(patch=world))
