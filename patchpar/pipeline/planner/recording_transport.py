@@ -68,7 +68,7 @@ class RecordingTransport:
     def note_parts(self, ranks: Sequence[int], parts: FlatParts, where: str) -> None:
         """Note a part for each other rank; where kinds are known, these bytes, without those that align them."""
         for rank, size in zip(ranks, parts.sizes, strict=True):
-            if rank != self.rank and (rank in self._by_kind or not self._by_kind):
+            if rank != self.rank and size and (rank in self._by_kind or not self._by_kind):
                 known = self._by_kind.get(rank, {})
                 self.note(rank, sum(known.values()) if known else size * parts.buffer.dtype.itemsize, where, bulk=False)
 
