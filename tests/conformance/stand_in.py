@@ -135,6 +135,8 @@ class StandIn:
 
     def _taped(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         def begun(*args: Any, **kwargs: Any) -> Any:
+            if self.rank.tape is not None:
+                self.rank.tape.begins(args, kwargs)
             found = begin(*args, **kwargs)
             if self.rank.tape is not None:
                 self.rank.tape.begun(begin, args, kwargs, found)

@@ -52,11 +52,14 @@ class OpTape(TorchDispatchMode):
             self._again.append(lambda: _written(new, found, func(*args, **kwargs)))
         return found
 
+    def begins(self, args: Any, kwargs: Any) -> None:
+        """Copy the buffers of messages or a collective that the step is about to begin: afterwards none is touched."""
+        for x in (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+            self._touch(x)
+
     def begun(self, begin: Callable[..., Any], args: Any, kwargs: Any, work: Any) -> None:
         """Note messages or a collective of the simulator that the step has begun."""
         works = list(tree_leaves(work))
-        for x in (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
-            self._touch(x)
         slots = [self._works.setdefault(id(each), [each, None]) for each in works]
         where = self._rank.where
 

@@ -185,7 +185,7 @@ def test_auto_changes_nothing_where_no_device_has_graphs(monkeypatch: pytest.Mon
     [
         ("patch=2", "a device of type 'cpu' has no graphs"),
         ("cfg=2", "only denoisers that axis 'patch' splits are captured, and plan cfg=2 has none"),
-        ("patch=2,weights=sharded", "weights=sharded gathers weights into other memory in each step"),
+        ("patch=2,weights=sharded", "weights=sharded brings weights of blocks into other memory in each step"),
     ],
 )
 def test_a_plan_that_cannot_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, plan: str, said: str) -> None:

@@ -41,9 +41,10 @@ def fused_without_values() -> Iterator[None]:
 
 def is_fused(x: Tensor) -> bool:
     """Whether `x`, of any shape, goes through a kernel: on a GPU, and not in fp64, since kernels add in fp32."""
-    if x.is_meta:
-        return _ON_META.get() and x.dtype != torch.float64
-    return x.device.type == CUDA and x.dtype != torch.float64 and has_triton()
+    kind = x.device.type
+    if kind == CUDA:
+        return x.dtype != torch.float64 and has_triton()
+    return kind == "meta" and _ON_META.get() and x.dtype != torch.float64
 
 
 def _is_recorded(x: Tensor) -> bool:
