@@ -112,8 +112,8 @@ class Communicator:
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
 
-        One operation where the transport has it. The result of the Work: the flat buffer of `into` with its own
-        part. It raises ExchangeError.
+        One operation where the transport has it. The result of the Work: the buffer of `into` [elements] with
+        its own part. It raises ExchangeError.
         """
         collectives = collectives_of(self.transport, axis)
         if collectives is None:

@@ -1,6 +1,6 @@
 """Transformers of diffusers with their tokens split, at two numbers of tokens, against the same in one piece.
 
-Every forty-second class in every run, and two with something of their own; `python -m benchmarks.coverage` goes over all.
+Every forty-second class in every run, and two with something of their own; `python -m benchmarks.coverage` runs all.
 """
 
 from __future__ import annotations

@@ -246,7 +246,8 @@ class Collectives(Protocol):
     ) -> Work[Tensor]:
         """Start to send each rank its part of `own`, and to receive its part of `into` from each, this one's included.
 
-        `incoming`: what comes of the other ranks, for errors. The result of the Work: the flat buffer of `into`.
+        `incoming`: what comes of the other ranks, for errors. The result of the Work: the buffer of `into`
+        [elements].
         """
 
     def exchange(

@@ -53,7 +53,7 @@ class TorchCollectives:
         *,
         bulk: bool = False,
     ) -> Work[Tensor]:
-        """See `Collectives`."""
+        """See `Collectives`; `own` [...] and `rows` [P, ...]."""
         begin = partial(_gather, self._groups.of(ranks, bulk=bulk), own, rows)
         return self._start(FilledBuffer, begin, ((own,), (rows,)), incoming, where)
 
@@ -67,7 +67,7 @@ class TorchCollectives:
         *,
         bulk: bool = False,
     ) -> Work[Messages]:
-        """See `Collectives`."""
+        """See `Collectives`; `own` [...] and `rows` [P, ...]."""
         begin = partial(_gather, self._groups.of(ranks, bulk=bulk), own, rows)
         received = [rows[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((own,), received), incoming, where)
@@ -75,7 +75,7 @@ class TorchCollectives:
     def all_to_all(
         self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
     ) -> Work[Tensor]:
-        """See `Collectives`."""
+        """See `Collectives`; flat parts are [elements]."""
         begin = partial(_to_all, self._groups.of(ranks, bulk=False), own, into)
         return self._start(FilledBuffer, begin, ((own.buffer,), (into.buffer,)), incoming, where)
 

@@ -111,7 +111,7 @@ class RecordingCollectives:
         *,
         bulk: bool = False,
     ) -> Work[Tensor]:
-        """See `Collectives`."""
+        """See `Collectives`; `own` [...] and `rows` [P, ...]."""
         self._note_own(incoming, where, bulk=bulk)
         return self._transport.expected(incoming, where, rows)
 
@@ -125,7 +125,7 @@ class RecordingCollectives:
         *,
         bulk: bool = False,
     ) -> Work[Messages]:
-        """See `Collectives`."""
+        """See `Collectives`; `own` [...] and `rows` [P, ...]."""
         self._note_own(incoming, where, bulk=bulk)
         return self._transport.expected(incoming, where)
 
@@ -136,7 +136,7 @@ class RecordingCollectives:
     def all_to_all(
         self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
     ) -> Work[Tensor]:
-        """See `Collectives`."""
+        """See `Collectives`; flat parts are [elements]."""
         self._transport.note_parts(ranks, own, where)
         return self._transport.expected(incoming, where, into.buffer)
 

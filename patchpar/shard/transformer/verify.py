@@ -18,7 +18,7 @@ from patchpar.shard.verification import TOLERANCE, Call, Comparison, every_rank_
 
 SHAKEN = 4.0
 """Limit of a split model's error, in units of the change that rounding of the latent causes in the plain one."""
-DRAWS = 16
+ROUNDINGS = 16
 """Random roundings tried at most: with quantised activations only some of them change an integer."""
 
 
@@ -42,7 +42,7 @@ def compared(
             arguments, want = _plain_within_memory(shard, forward, whole, mesh)
             got = floats_in(arguments.passed_to(split or partial(shard.denoise, forward)))
             error, limit = _largest(got, want), max(TOLERANCE[x.dtype] for x in want)
-            for seed in range(DRAWS):
+            for seed in range(ROUNDINGS):
                 if error <= limit:
                     break
                 shaken = floats_in(_shaken(arguments, shard.plan.latent, seed).passed_to(forward))
