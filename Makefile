@@ -84,7 +84,6 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.parity.half --write docs/figures/parity-half.md
 	$(BIN)/python -m benchmarks.startup --write docs/figures/startup.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
-	$(BIN)/python -m benchmarks.weights --write docs/figures/weights.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
 	$(BIN)/python -m benchmarks.tokens --write docs/figures/tokens.md
 	$(BIN)/python -m benchmarks.gpu.count --host-time --write docs/figures/gpu-counts.md
