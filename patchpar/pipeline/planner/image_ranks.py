@@ -40,7 +40,7 @@ def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRa
         odd = {rank for pair in unequal_pairs(tapes) for rank in pair}
         if not odd:
             return ImageRanks(tapes=tuple(tapes), recorded=tuple(found[source[rank]] for rank in range(size)))
-        more = {rank for rank in odd & source.keys() if source[rank] != rank}  # peers may have moved beyond all ranks
+        more = {rank for rank in odd if source[rank] != rank}
         if not more:
             raise PlanError(f"ranks {sorted(odd)} of plan {plan} do not send what others wait for: this is a bug")
         kept |= more
