@@ -27,6 +27,7 @@ class BlockProbe:
         self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
         others = moved.arguments.tensors()
         self._unperturbed: dict[int, Observed] = {}
+        self._traced: dict[tuple[str, int, int], dict[str, RowSources]] = {}
         self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
 
     def plan(self) -> BlockPlan | None:
@@ -91,8 +92,16 @@ class BlockProbe:
         )
 
     def _severance_for(self, anchor: "TokenArgument") -> Severance:
-        """Return the severance with the number of sequences in the anchor's tensor."""
-        return replace(self._severance, sequences=math.prod(self.tensors[anchor.name].shape[: anchor.dim]))
+        return self._severance_of(self.tensors[anchor.name], anchor.dim)
+
+    def _severance_of(self, x: Tensor, dim: int) -> Severance:
+        """Return the severance for the sequences of x, of any shape, whose tokens lie along `dim`.
+
+        Convolutions alone are severed by their number.
+        """
+        if self._severance.sums is None:
+            return self._severance
+        return replace(self._severance, sequences=math.prod(x.shape[:dim]))
 
     def argument(self, name: str, dim: int, run: tuple[int, int]) -> TokenArgument | None:
         """Return the argument `name` with the `run` (first, count) of its rows along `dim` as tokens.
@@ -111,8 +120,12 @@ class BlockProbe:
         return inputs
 
     def _trace(self, name: str, dim: int, severance: Severance) -> dict[str, RowSources]:
-        x = self.tensors[name]
-        return trace_rows(partial(self._observe, name, severance), x, dim, self._base(severance, x))
+        """Return the sources among the rows of an argument along `dim`. Each search is made once."""
+        key, x = (name, dim, severance.sequences), self.tensors[name]
+        if key not in self._traced:
+            observe = partial(self._observe, name, severance)
+            self._traced[key] = trace_rows(observe, x, dim, self._base(severance, x))
+        return self._traced[key]
 
     def _base(self, severance: Severance, x: Tensor) -> Observed | None:
         """Return what is observed without perturbation; None where x is not contiguous, as perturbed copies are."""
@@ -140,7 +153,7 @@ class BlockProbe:
             if x.shape[dim] < 2:
                 continue
             run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # several runs: all rows count as tokens
-            traced = self._trace(name, dim, replace(self._severance, sequences=math.prod(x.shape[:dim])))
+            traced = self._trace(name, dim, self._severance_of(x, dim))
             if traced:
                 candidates.append(TokenArgument(name, dim, x.shape[dim], run, traced))
         return candidates
