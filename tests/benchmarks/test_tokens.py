@@ -14,6 +14,7 @@ from benchmarks.tokens.ranks import installed
 from benchmarks.tokens.volumes import FORMULAS, RANKS, counted_per_layer, volumes
 from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
+from tests.breadth import first_of
 from tests.unit.threads import on_threads
 
 
@@ -35,7 +36,7 @@ def test_uneven_tokens_send_by_what_each_rank_has() -> None:
     assert first * 12 == second * 13
 
 
-@pytest.mark.parametrize("name", ["pixart", "wan", "flux"])
+@pytest.mark.parametrize("name", first_of(["pixart", "wan", "flux"], "pixart"))
 def test_models_are_split_exactly(name: str) -> None:
     whole = subject(name, toy=True).of_size(12)
     want = whole.model(**whole.call)[0]
@@ -49,6 +50,7 @@ def test_models_are_split_exactly(name: str) -> None:
         assert not equal(got, whole.model(**whole.at(1))[0])
 
 
+@pytest.mark.breadth
 def test_text_is_split_or_on_every_rank() -> None:
     """The bytes of keys and values are those of the image, or of the text too: 512 tokens beside 36."""
     whole = subject("flux", toy=True).of_size(12)

@@ -63,6 +63,7 @@ def test_json_of_generate(tmp_path: Path) -> None:
     assert found["outputs"] == [str(target)]
 
 
+@pytest.mark.breadth
 def test_compare_sees_that_exact_is_exact(run: Any, tmp_path: Path) -> None:
     flags = ("--devices", 2, "--plan", "patch=2", *QUICK, "--json", "-o", tmp_path / "x.png")
     result = run("compare", PROMPT, *flags)
@@ -102,9 +103,7 @@ def descendants_of(pid: int) -> list[int]:
     return children + [below for child in children for below in descendants_of(child)]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), first_of([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGINT, 130))
-)
+@pytest.mark.parametrize(("number", "code"), first_of([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_a_signal_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
     words = ("generate", PROMPT, "--devices", "2", "--steps", "500", "--output", str(tmp_path / "x.png"))
     process = subprocess.Popen([sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True)

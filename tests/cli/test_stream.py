@@ -132,9 +132,7 @@ def test_a_video_is_generated_anew_frame_by_frame(image_folder: Path, tmp_path: 
     assert pixels.shape == (3, 64, 64, 3)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), first_of([(signal.SIGINT, 0), (signal.SIGTERM, 143)], (signal.SIGTERM, 143))
-)
+@pytest.mark.parametrize(("number", "code"), first_of([(signal.SIGINT, 0), (signal.SIGTERM, 143)]))
 def test_a_stream_without_end_is_watched_on_two_pages_until_a_signal_and_what_came_is_saved(
     folder: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

@@ -90,7 +90,6 @@ def exact_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     first_of(
         [(strategy, world, size) for strategy in STRATEGIES for world in (2, 3, 4) for size in (EVEN, UNEVEN)],
         (STRATEGIES[0], 2, EVEN),
-        (STRATEGIES[4], 3, UNEVEN),
     ),
 )
 @pytest.mark.usefixtures("exact_third_step")

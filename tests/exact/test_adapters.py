@@ -12,6 +12,7 @@ from tests.breadth import first_of
 ADAPTERS = "tests.exact.adapters"
 
 
+@pytest.mark.breadth
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, which the extra dev installs")
 @pytest.mark.parametrize("name", first_of(["sd", "sdxl"], "sdxl"))
 def test_lora_of_peft(ranks: Any, name: str) -> None:

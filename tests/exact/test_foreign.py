@@ -18,11 +18,8 @@ LIMIT = 1e-5
     ("kind", "when"),
     first_of(
         [(kind, when) for kind in foreign.PLANTS for when in ("before", "after")],
-        ("forward", "after"),
         ("forward at large sizes", "after"),
         ("filter", "before"),
-        ("diffusers hook", "before"),
-        ("another class", "after"),
     ),
 )
 def test_what_is_put_into_a_denoiser_is_checked(ranks: Any, tmp_path: Path, kind: str, when: str) -> None:

@@ -11,8 +11,8 @@ from tests import tiny
 from tests.breadth import first_of
 
 LIMIT, CONTROL = 1e-5, 1e-2
-QUICK = ("sd_t2i", "if_text")
-"""Residuals of an adapter, and a denoiser in pixels; benchmarks/coverage/pipelines goes over more pipelines."""
+QUICK = ("if_text",)
+"""A denoiser in pixels; benchmarks/coverage/pipelines goes over more pipelines."""
 
 
 @pytest.mark.parametrize("name", first_of(tiny.RARER, *QUICK))

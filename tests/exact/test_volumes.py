@@ -56,6 +56,7 @@ def test_rounds_of_an_exact_call_are_those_of_the_sites(ranks: Any) -> None:
         assert rounds == {"kv": 11, "moments+halo": 23, "moments": 7, "halo": 4, "prediction": 1}
 
 
+@pytest.mark.breadth
 def test_the_real_sdxl_takes_fifty_rounds_and_seventy_of_keys_and_values() -> None:
     assert rounds_of(*sdxl()) == (70, 50)
 
@@ -70,6 +71,7 @@ def points(shapes: dict[int, Shapes], pixels: int, strategy: str, world: int = 8
     return received(shapes[pixels], world, strategy, inner(world)).points
 
 
+@pytest.mark.breadth
 def test_volumes_of_the_real_sdxl_at_1024(shapes: dict[int, Shapes]) -> None:
     """210 M elements of keys and values and 4.1 M of edge rows to each side, as the layers' sizes give them."""
     layers = shapes[1024]

@@ -207,7 +207,7 @@ def changed_as_in_one_process(
     assert relative_error(parallel(**call, generator=generator()), before) <= EXACT
 
 
-@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "patch=2"))
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"]))
 def test_a_callback_sets_adapters(parallel: ParallelPipeline, plain: Any, loras: Path, plan: str) -> None:
     """Another LoRA from the third step on, and a second one beside it."""
     parallel.plan = plan

@@ -58,6 +58,7 @@ def test_compiled_after(parallel: ParallelPipeline, plain: Any, plan: str) -> No
     assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT  # nothing was set
 
 
+@pytest.mark.breadth
 def test_one_device_takes_what_is_compiled(plain: Any) -> None:
     pipe = build("sdxl").pipe
     want = plain(**CALL, generator=generator())

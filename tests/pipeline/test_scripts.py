@@ -48,6 +48,7 @@ def marked(beat: str) -> list[int]:
     return found
 
 
+@pytest.mark.breadth
 def test_a_program_from_standard_input(sdxl_folder: Path, environment: dict[str, str]) -> None:
     """As in a notebook there is no file to import again. It ends by an exception, with workers running."""
     with (SCRIPTS / "from_a_thread.py").open() as script:

@@ -49,6 +49,7 @@ def test_prompts_sizes_and_a_failure_in_a_row(ranks: Any, plan: str) -> None:
     check(ranks, plan, HOUSE, TOWER, LYING, FAILS, TOWER)
 
 
+@pytest.mark.breadth
 def test_a_change_of_the_scheduler(ranks: Any) -> None:
     check(ranks, PLANS[0], HOUSE, TOWER, Change(scheduler="Heun"), HOUSE, Change(scheduler="LCM"), HOUSE)
 
@@ -66,7 +67,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("plan", first_of([PLANS[0], PLANS[4]], PLANS[4]))
+@pytest.mark.parametrize("plan", first_of([PLANS[0], PLANS[4]]))
 def test_an_adapter_comes_and_goes(ranks: Any, lora: Path, plan: str) -> None:
     come, go = Change(method="load_lora_weights", arguments=(str(lora),)), Change(method="unload_lora_weights")
     found = ranks.run(ROW, POOL_SIZE, Case(plan=plan), [HOUSE, come, HOUSE, go, HOUSE])[0]

@@ -80,15 +80,17 @@ def test_four_uneven_bands(ranks: Any) -> None:
     check(ranks, 4, *(Run(strategy=strategy, denoiser="sdxl", size=(43, 15)) for strategy in ("fresh-edges", FAR[1])))
 
 
+@pytest.mark.breadth
 def test_columns_with_ragged_windows(ranks: Any) -> None:
     check(ranks, 3, *(Run(strategy=strategy, size=(21, 31)) for strategy in FAR))
 
 
+@pytest.mark.breadth
 def test_through_torch_distributed(ranks: Any) -> None:
     check(ranks, 3, *(Run(strategy=strategy) for strategy in (FEW[0], FAR[0])), through="torch")
 
 
-@pytest.mark.parametrize("exchange", first_of(["off", "frozen"], "frozen"))
+@pytest.mark.parametrize("exchange", first_of(["off", "frozen"]))
 def test_the_controls_are_what_they_say(ranks: Any, exchange: str) -> None:
     """Every band alone; and: after the exact steps nothing is sent, whatever would be of this step otherwise."""
     runs = [Run(strategy=strategy, exchange=exchange) for strategy in (*FEW, FAR[1], STALE_HALO)]

@@ -35,7 +35,7 @@ def latents(generated: RankOutput) -> Tensor:
     return generated.latents
 
 
-@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, "Heun"))
+@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS))
 def test_every_scheduler(ranks: Any, scheduler: str) -> None:
     """As emulated; not as in one process, nor as with an exchange that has stopped."""
     cases = [Case(plan=plan, scheduler=scheduler) for plan in (DISPLACED, POOLED)]

@@ -109,9 +109,7 @@ def test_a_compiled_part_of_a_block() -> None:
     assert counter.frame_count > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "denoiser"), first_of([("flux", "transformer"), ("sdxl", "unet")], ("flux", "transformer"))
-)
+@pytest.mark.parametrize(("name", "denoiser"), first_of([("flux", "transformer"), ("sdxl", "unet")]))
 def test_blocks_compiled_in_the_workers(ranks: Any, name: str, denoiser: str) -> None:
     """As a user does it: `pipe.transformer.compile_repeated_blocks(...)` reaches every rank."""
     got, want, marks = ranks.run("tests.tokens.on_ranks:with_compiled_blocks", POOL_SIZE, name, denoiser)[0]

@@ -22,7 +22,7 @@ LOAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", first_of(LOAD, "flux"))
+@pytest.mark.parametrize("name", first_of(LOAD))
 def test_images_with_another_image(ranks: Any, name: str, tmp_path: Path) -> None:
     """Scales change from picture to picture, and with them how often a block of SD3 attends: not at all at none."""
     changes = [
