@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from patchpar.errors import UnsupportedModel
@@ -126,12 +127,12 @@ def describe(pipe: Any) -> PipelineInfo:
         takes_any=_passes_on(type(pipe)),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
-        methods=_methods_of(pipe),
+        methods=_methods_of(type(pipe)),
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
         networks={
-            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
+            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(type(each)))
             for name, each in pipe.components.items()
             if hasattr(each, "named_modules")
         },
@@ -239,14 +240,14 @@ def _number(value: Any) -> float:
     return float(number) if isinstance(number, (int, float)) else 0.0
 
 
-def _methods_of(found: Any) -> frozenset[str]:
-    return frozenset(name for name in dir(type(found)) if not name.startswith("_") and _is_method(found, name))
+@lru_cache(maxsize=256)  # every rank asks for each network whenever a pipeline is loaded
+def _methods_of(kind: type) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if not name.startswith("_") and _is_method(kind, name))
 
 
-def _is_method(pipe: Any, name: str) -> bool:
-    return callable(inspect.getattr_static(type(pipe), name)) or isinstance(
-        inspect.getattr_static(type(pipe), name), (classmethod, staticmethod)
-    )
+def _is_method(kind: type, name: str) -> bool:
+    found = inspect.getattr_static(kind, name)
+    return callable(found) or isinstance(found, (classmethod, staticmethod))
 
 
 def _vae_scale(pipe: Any) -> int:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -144,10 +145,15 @@ def _parts(block: nn.Module) -> Iterator[str]:
 def _fingerprint(module: nn.Module) -> str:
     """Return a hash of the code that orders and mixes tokens; empty where its source cannot be read."""
     try:
-        sources = sorted({inspect.getsource(function) for function in _functions(module)})
+        sources = sorted({_source_of(function) for function in _functions(module)})
     except OSError:
         return ""
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1024)  # all blocks of a kind have the same functions
+def _source_of(function: Any) -> str:
+    return inspect.getsource(function)
 
 
 def _functions(module: nn.Module) -> Iterator[Any]:
