@@ -127,12 +127,12 @@ def describe(pipe: Any) -> PipelineInfo:
         takes_any=_passes_on(type(pipe)),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
-        methods=_methods_of(type(pipe)),
+        methods=_methods_of(pipe),
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
         networks={
-            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(type(each)))
+            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
             for name, each in pipe.components.items()
             if hasattr(each, "named_modules")
         },
@@ -240,8 +240,13 @@ def _number(value: Any) -> float:
     return float(number) if isinstance(number, (int, float)) else 0.0
 
 
+def _methods_of(found: Any) -> frozenset[str]:
+    kind: Any = type(found)
+    return _methods_of_class(kind)
+
+
 @lru_cache(maxsize=256)  # every rank asks for each network whenever a pipeline is loaded
-def _methods_of(kind: type) -> frozenset[str]:
+def _methods_of_class(kind: type) -> frozenset[str]:
     return frozenset(name for name in dir(kind) if not name.startswith("_") and _is_method(kind, name))
 
 
