@@ -247,12 +247,10 @@ def _methods_of(found: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=256)  # every rank asks for each network whenever a pipeline is loaded
 def _methods_of_class(kind: type) -> frozenset[str]:
-    return frozenset(name for name in dir(kind) if not name.startswith("_") and _is_method(kind, name))
-
-
-def _is_method(kind: type, name: str) -> bool:
-    found = inspect.getattr_static(kind, name)
-    return callable(found) or isinstance(found, (classmethod, staticmethod))
+    members = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+    return frozenset(
+        name for name, each in members.items() if callable(each) or isinstance(each, (classmethod, staticmethod))
+    )
 
 
 def _vae_scale(pipe: Any) -> int:

@@ -15,7 +15,10 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
+from tests.breadth import first_of
+
 from .actions import TIMEOUT_MS, done, fill, press, retry_until, saved, screenshot, sees, small, status, tab
+from .looks import LOOKS, TABS, WINDOWS, check_looks
 from .videos import grey_video
 
 
@@ -242,3 +245,15 @@ def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:
     expect(page.locator("#plan-table tr.marked, #plan-summary dl")).not_to_have_count(0)
     expect(page.locator("#plan-diagram svg rect.place")).not_to_have_count(0)
     screenshot(page, "plan")
+
+
+@pytest.mark.parametrize(("place", "scheme"), first_of(LOOKS, ("phone", "dark")))
+def test_every_tab_can_be_read(opened: Any, place: str, scheme: Any) -> None:
+    page = opened(color_scheme=scheme, **WINDOWS[place])
+    assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
+    expect(page.locator("#ready")).to_be_hidden()  # until then there is nothing to plan for
+    for name in TABS:
+        tab(page, name)
+        if name == "Plan":
+            expect(page.locator("#plan-table table")).to_be_visible()
+        check_looks(page, f"{place}-{scheme}-{name.lower().replace(' ', '-')}")

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.breadth import first_of
+
 ON_RANKS = "tests.exact.on_ranks"
 
 
-@pytest.mark.parametrize("name", ["sdxl", "svd", "motion", "asymmetric"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "svd", "motion", "asymmetric"], "sdxl", "motion"))
 def test_restore_leaves_no_trace(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:restored", 2, name):
         assert all(found.values()), found

@@ -56,7 +56,7 @@ def test_context_travels() -> None:
     assert all(relative(generated.latents, want) < LIMIT for generated in found)
 
 
-@pytest.mark.parametrize("world", first_of([3, 5, 11], 11))
+@pytest.mark.parametrize("world", first_of([3, 5, 11], 5))
 def test_many_ranks(world: int) -> None:
     """Eight units in the first stage, eighteen in the second: some ranks have none at first."""
     case = Case(options={"masked": True}, steps=2)

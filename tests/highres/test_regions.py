@@ -50,7 +50,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "sd3": (3, Case(pipeline="sd3")),
     "packed, a call for each branch": (3, Case(pipeline="flux", arguments=SQUARE | {"true_cfg_scale": 3.0})),
 }  # fmt: skip
-ALWAYS = ("a solver with a memory", "nothing kept", "its last time is 0", "packed, a call for each branch")
+ALWAYS = ("a solver with a memory", "nothing kept")
 
 
 def with_windows(case: Case) -> Case:

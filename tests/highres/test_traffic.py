@@ -208,6 +208,7 @@ def test_evidence_of_two_ranks_is_that_of_one() -> None:
     assert not (halves[0] + GuidanceFit.of(1.3 * output[..., 4:, :], branches[..., 4:, :])).is_sum
 
 
+@pytest.mark.breadth
 def test_a_guide_whose_branches_are_on_two_ranks() -> None:
     """Nineteen units on two ranks would never part it; on seven they do."""
     case = Case(steps=2, options={"switch": 0.7}, scheduler=diffusers.DDIMScheduler)

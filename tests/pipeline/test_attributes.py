@@ -21,7 +21,7 @@ CALL = {**QUICK, "output_type": "latent"}
 PLANS = ("cfg=2", "patch=2")
 
 
-@pytest.mark.parametrize("plan", first_of(PLANS, "patch=2"))
+@pytest.mark.parametrize("plan", first_of(PLANS))
 def test_schedulers(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
     parallel.plan = plan
     before = plain.scheduler

@@ -20,7 +20,6 @@ NAMES = ("sd_img2img", "sdxl_inpaint", "sdxl_controlnet", "svd")
     first_of(
         [(name, plan) for name in NAMES for plan in ("cfg=2", "patch=2")],
         ("sd_img2img", "patch=2"),
-        ("sdxl_inpaint", "cfg=2"),
         ("sdxl_controlnet", "patch=2"),
     ),
 )

@@ -69,7 +69,7 @@ def _of_class(pipe: Any, script: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("plan", first_of(["patch=2", "cfg=2"], "patch=2"))
-@pytest.mark.parametrize("change", [_with_processor, _with_scheduler, _of_class])
+@pytest.mark.parametrize("change", first_of([_with_processor, _with_scheduler, _of_class], _of_class))
 def test_handed_over(hold: Hold, plain: Any, script: Any, change: Callable[[Any, Any], Any], plan: str) -> None:
     pipe = change(build("sdxl").pipe, script)
     pipe.set_progress_bar_config(disable=True)

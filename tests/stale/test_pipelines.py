@@ -48,7 +48,7 @@ def test_every_scheduler(ranks: Any, scheduler: str) -> None:
     assert relative(latents(control), emulated(cases[0], Picture())) > 3 * SAME
 
 
-@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, "DDIM", "KDPM2"))
+@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, "KDPM2"))
 def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
     order, evaluations = SCHEDULERS[scheduler].order, EVALUATIONS.get(scheduler, 4)
     plans = {warmup: f"patch=2,strategy=displaced:warmup_steps={warmup}" for warmup in (1, 2)}
@@ -82,7 +82,7 @@ def test_as_many_exact_steps_as_steps_are_exact_bit_for_bit(ranks: Any, plan: st
     assert [got.stale_calls for (got,) in found] == [0] * len(plans)
 
 
-@pytest.mark.parametrize("plan", first_of([DISPLACED, POOLED, f"cfg=2,{DISPLACED}"], POOLED, f"cfg=2,{DISPLACED}"))
+@pytest.mark.parametrize("plan", first_of([DISPLACED, POOLED, f"cfg=2,{DISPLACED}"], f"cfg=2,{DISPLACED}"))
 def test_guidance_that_ends_half_way(ranks: Any, plan: str) -> None:
     """The batch becomes another: that evaluation is exact, and the next ones use values of its own.
 

@@ -42,7 +42,7 @@ def test_the_images_of_one_process(hold: Hold, name: str) -> None:
             assert len({rank.steps[-1].bytes_sent == rank.steps[0].bytes_sent for rank in run.ranks}) == 1
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd_img2img"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "sd_img2img"], "sdxl"))
 def test_without_exchange_they_are_others(hold: Hold, name: str) -> None:
     """The negative control: denoised exactly, but encoded or decoded in bands that know nothing of each other."""
     tiny = build(name)
