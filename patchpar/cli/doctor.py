@@ -153,10 +153,10 @@ def plans_for(
 def choice(request: DoctorFlags) -> dict[str, Any]:
     """Run one step of an image of the model's default size; return the chosen plan, its reason and the statistics."""
     from patchpar import ParallelPipeline
-    from patchpar.models.quiet_libraries import silence_libraries
+    from patchpar.models.quiet_libraries import silence_command
 
-    silence_libraries()
     devices, deadline = request.devices, request.deadline
+    silence_command(devices)
     with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
         TASK.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 import typer
@@ -41,14 +43,16 @@ def returned_by(
     """
     requested_task.check_model(request.model, request.for_loading())
     from patchpar import ParallelPipeline
-    from patchpar.models.quiet_libraries import silence_libraries
+    from patchpar.models.quiet_libraries import silence_command
 
-    silence_libraries()
     plan = plan_of(request.plan, request.strategy, request.devices)
+    silence_command(request.devices, plan)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
     with ThreadPoolExecutor(1) as aside, progress("generating") as step, ExitStack() as stack:
         with ended_at_once():
             pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
+            # Unpickling an output of diffusers imports it, which takes seconds: meanwhile workers generate.
+            Thread(target=import_module, args=("diffusers.utils",), daemon=True).start()
             requested_task.check(purpose_of(pipe.description.pipeline))
             pipe.set_progress_bar_config(disable=True)
             pipe.on_step, pipe.tracing = step, request.trace is not None

@@ -2,8 +2,9 @@
 
 import logging
 
-import diffusers
-import transformers
+from patchpar.launch.devices import resolve_devices
+from patchpar.launch.torchrun import torchrun_world
+from patchpar.plan.plan import Plan
 
 EMPTY_LIST = "should be kept in float32: []"
 """End of a diffusers warning with an empty list of modules, printed with every encoded image."""
@@ -14,8 +15,28 @@ def silence_libraries() -> None:
 
     For workers and commands: in the user's own process the user decides what libraries print.
     """
+    import diffusers
+    import transformers
+
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    _silence_loggers()
+
+
+def silence_command(devices: object, plan: Plan | str = "auto") -> None:
+    """Silence libraries in the process of a command for `devices`, as `ParallelPipeline` takes them. Idempotent.
+
+    Where only its workers import the libraries, which takes seconds, it does not either. Raises PlanError for devices
+    that are not there.
+    """
+    wanted = plan.world_size if isinstance(plan, Plan) and devices == "auto" else devices
+    if torchrun_world() is None and len(resolve_devices(wanted).names) > 1:
+        _silence_loggers()
+    else:
+        silence_libraries()
+
+
+def _silence_loggers() -> None:
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     logging.getLogger("diffusers.models.modeling_utils").addFilter(_is_informative)
 
