@@ -1,13 +1,22 @@
-"""How a denoiser call is split between ranks: one method per file. This module finds them by name."""
+"""How a denoiser call is split between ranks: one method per file. This module finds them by name.
 
-from dataclasses import fields
+Other packages add strategies by entry points of the group `patchpar.strategies`, which are loaded when they are named:
+
+    [project.entry-points."patchpar.strategies"]
+    mine = "my_package:MyStrategy"
+"""
+
+from dataclasses import fields, is_dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from patchpar.errors import PlanError
 
+GROUP = "patchpar.strategies"
+
 
 def known() -> dict[str, Any]:
-    """Return the options class of every patch strategy, by name."""
+    """Return the options class of every strategy of this package, by name."""
     from patchpar.strategies.displaced import DisplacedPatch
     from patchpar.strategies.exact import ExactPatch
     from patchpar.strategies.fresh_edges import FreshEdges
@@ -22,10 +31,8 @@ def known() -> dict[str, Any]:
 def parse_strategy(text: str) -> Any:
     """Return the strategy of a text: "exact" or "name:key=value,key=value". Raises PlanError naming what is valid."""
     name, _, rest = text.strip().partition(":")
-    strategies = known()
-    if name not in strategies:
-        raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(strategies)}")
-    options = {field.name: field.type for field in fields(strategies[name])}
+    options_class = _class_of(name)
+    options = {field.name: field.type for field in fields(options_class)}
     given: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in rest.replace(":", ",").split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -34,18 +41,69 @@ def parse_strategy(text: str) -> Any:
         if key in given:
             raise PlanError(f"strategy {name!r} has {key} twice: once is enough")
         given[key] = _value(name, key, value)
-    return strategies[name](**given)
+    return options_class(**given)
 
 
 def resolve_strategy(strategy: Any) -> Any:
     """Return the options object of a plan's `strategy`, a name or an object. Raises PlanError."""
+    from patchpar.strategies.strategy import PatchStrategy
+
     if isinstance(strategy, str):
         return parse_strategy(strategy)
-    if not any(isinstance(strategy, known_class) for known_class in known().values()):
+    if isinstance(strategy, (PatchStrategy, *known().values())):
+        return strategy
+    raise PlanError(
+        f"strategy={strategy!r} is not a strategy: use a name ({', '.join(_names())}) or its options object"
+    )
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Return the entry points of strategies of other packages, by name. Raises PlanError for two of one name."""
+    found: dict[str, EntryPoint] = {}
+    for each in entry_points(group=GROUP):
+        other = found.setdefault(each.name, each)
+        if each.name in known() or (other.value, _package(other)) != (each.value, _package(each)):
+            taken = "this package" if each.name in known() else _package(other)
+            raise PlanError(
+                f"the package {_package(each)} registers a strategy {each.name!r}, which {taken} has too: uninstall one"
+            )
+    return found
+
+
+def _names() -> list[str]:
+    return [*known(), *installed()]
+
+
+def _class_of(name: str) -> Any:
+    """Return the options class of a strategy. Raises PlanError."""
+    if name in known():
+        return known()[name]
+    entry = installed().get(name)
+    if entry is None:
+        raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(_names())}")
+    from patchpar.strategies.strategy import PatchStrategy
+
+    try:
+        found = entry.load()
+    except Exception as error:
         raise PlanError(
-            f"strategy={strategy!r} is not a strategy: use a name ({', '.join(known())}) or its options object"
+            f"strategy {name!r} of the package {_package(entry)} cannot be loaded from {entry.value!r}: {error!r}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, PatchStrategy) and is_dataclass(found)):
+        raise PlanError(
+            f"strategy {name!r} of the package {_package(entry)} is {found!r}: it has to be a dataclass derived from "
+            "patchpar.strategies.strategy.PatchStrategy"
         )
-    return strategy
+    if getattr(found, "name", None) != name:
+        raise PlanError(
+            f"strategy {name!r} of the package {_package(entry)} has name={getattr(found, 'name', None)!r}: a plan "
+            "that prints it could not be read back. Use one name for both"
+        )
+    return found
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "?"
 
 
 def _value(strategy: str, key: str, text: str) -> Any:

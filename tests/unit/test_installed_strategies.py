@@ -1,0 +1,161 @@
+"""Strategies of other packages, by entry points: found by name, refused in words, run like those of this package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar import FreshEdges, Plan
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Transport
+from patchpar.errors import PlanError
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies import parse_strategy
+from tests.exact.denoisers import build, call
+from tests.tensors import relative
+from tests.unit.threads import on_threads
+from tests.vae.autoencoders import raised
+
+MODULE = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from patchpar.plan.exchange_policy import ExchangePolicy
+from patchpar.strategies.strategy import PatchStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleHalos(PatchStrategy):
+    """Halos of the last step, everything else of this one."""
+
+    name: ClassVar[str] = "stale-halos"
+    warmup_steps: int = 1
+
+    @property
+    def policy(self) -> ExchangePolicy:
+        return ExchangePolicy(name=str(self), halo="stale", warmup_steps=self.warmup_steps)
+
+
+class Other(StaleHalos):
+    pass
+
+
+def no_class() -> None:
+    pass
+'''
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a package, as pip would, with the strategies `name = "module:object"`."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(package: str = "halos", **registered: str) -> None:
+        (tmp_path / f"{package}_strategies.py").write_text(MODULE)
+        monkeypatch.delitem(sys.modules, f"{package}_strategies", raising=False)
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name.replace('_', '-')} = {package}_strategies:{found}" for name, found in registered.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[patchpar.strategies]", *lines]))
+
+    return put
+
+
+def test_a_plan_names_it_and_prints_what_is_read_back(install: Install) -> None:
+    install(stale_halos="StaleHalos")
+    plan = Plan.parse("patch=2,strategy=stale-halos:warmup_steps=3")
+    assert plan.strategy.warmup_steps == 3
+    assert str(plan) == "patch=2,strategy=stale-halos:warmup_steps=3"
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_its_options_are_checked_like_all(install: Install) -> None:
+    install(stale_halos="StaleHalos")
+    with pytest.raises(PlanError, match="'stale-halos' does not know 'bits=4': its options are warmup_steps"):
+        parse_strategy("stale-halos:bits=4")
+
+
+def test_it_is_among_the_names_that_are_valid(install: Install) -> None:
+    install(stale_halos="StaleHalos")
+    with pytest.raises(PlanError, match=r"use one of exact, fresh-edges, .*, stale-halos$"):
+        parse_strategy("magic")
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "reason"),
+    [
+        ("stale_halos", "Missing", "cannot be loaded from 'halos_strategies:Missing': AttributeError"),
+        ("stale_halos", "no_class", "has to be a dataclass derived from"),
+        ("lagging", "StaleHalos", "has name='stale-halos'"),
+        ("exact", "StaleHalos", "a strategy 'exact', which this package has too"),
+    ],
+)
+def test_one_that_cannot_work_is_refused_with_its_package(install: Install, name: str, found: str, reason: str) -> None:
+    install(**{name: found})
+    with pytest.raises(PlanError, match=reason) as refused:
+        parse_strategy(name.replace("_", "-") if name != "exact" else "magic")
+    assert "halos" in str(refused.value)
+
+
+def test_two_of_one_name_are_refused(install: Install) -> None:
+    install("halos", stale_halos="StaleHalos")
+    install("other", stale_halos="StaleHalos")
+    with pytest.raises(PlanError, match=r"'stale-halos', which (halos|other) has too: uninstall one"):
+        parse_strategy("stale-halos")
+
+
+def test_those_of_this_package_need_no_other(install: Install) -> None:
+    install(stale_halos="Missing", exact="Missing")
+    assert parse_strategy("fresh-edges") == FreshEdges()
+
+
+def errors_of(strategy: Any, steps: int) -> list[float]:
+    """The relative error of each of some steps on two ranks; the latent moves from step to step."""
+    networks = [build("sdxl") for _ in range(3)]
+    arguments = call("sdxl", 8, 8)
+    calls = [arguments | {"sample": arguments["sample"] * (1 - step / 10)} for step in range(steps)]
+    with torch.no_grad():
+        whole = [networks[2](**each)[0] for each in calls]
+
+    def of_rank(transport: Transport) -> list[Tensor]:
+        network, clock = networks[transport.rank], StepClock(guided=False)
+        split = strategy.install(
+            network, Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), clock=clock
+        )
+        found = []
+        for each in calls:
+            clock.next_call()
+            with torch.no_grad():
+                found.append(split.denoise(network.forward, **each)[0])
+            clock.tick()
+        return found
+
+    split = raised(on_threads(2, of_rank, deadline=60.0))[0]
+    return [relative(own, one) for own, one in zip(split, whole, strict=True)]
+
+
+def test_it_runs_and_its_halos_are_old(install: Install) -> None:
+    install(stale_halos="StaleHalos")
+    exact = errors_of(parse_strategy("exact"), 3)
+    first, second, third = errors_of(parse_strategy("stale-halos:warmup_steps=2"), 3)
+    assert max(*exact, first, second) <= 1e-5 < 1e-4 < third < 0.5
+
+
+def test_a_strategy_of_a_script_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_script.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    strategy = importlib.import_module("my_script").StaleHalos(warmup_steps=2)
+    assert str(Plan(patch=2, strategy=strategy)) == "patch=2,strategy=stale-halos:warmup_steps=2"
+    with pytest.raises(PlanError, match="is not a strategy: use a name"):
+        Plan(patch=2, strategy=object())
