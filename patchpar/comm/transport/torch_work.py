@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchpar.comm.transport.message import Incoming, T, Work
 from patchpar.comm.transport.packing import layout_of, offset_of
-from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
+from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.errors import ExchangeError
 
 
@@ -24,6 +24,10 @@ class Waiter(Protocol):
     deadline: float
     waiting: AbstractContextManager[None]
     waits: StreamWaits | None
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether `check` would raise."""
 
     def check(self, where: str) -> None:
         """Raise ExchangeError if an exchange before has failed."""
@@ -47,10 +51,8 @@ class TorchWork(Work[T]):
         where: str,
     ) -> None:
         super().__init__(incoming, where)
-        self._transport, self._works = transport, list(works)
+        self._transport, self._works = transport, works
         self._sent, self._raw = buffers
-        self._missing = partial(_missing, transport.rank, where, incoming)
-        self._stalled: tuple[StreamStall, ...] = ()
 
     def is_here(self, index: int) -> bool:
         """Whether the batch is known to have arrived: with gloo only after a wait."""
@@ -68,26 +70,27 @@ class TorchWork(Work[T]):
         """Wait for the batch, both ways."""
         if not self._works:
             return
-        self._transport.check(self.where)
+        transport = self._transport
+        if transport.is_poisoned:
+            transport.check(self.where)
+        missing = partial(_missing, transport.rank, self.where, self.incoming)
         try:
-            if self._transport.waits is not None:
-                stall = self._transport.waits.wait_for(self._works, self._missing)
-                self._stalled = () if stall is None else (stall,)
-                self._works.clear()
-            with self._transport.waiting:
-                while self._works:
-                    self._works[0].wait(timedelta(seconds=self._transport.deadline))
-                    self._works.pop(0)
+            if transport.waits is not None:
+                stall = transport.waits.wait_for(self._works, missing)
+                self._stalls = () if stall is None else (stall,)
+            else:
+                self._block(timedelta(seconds=transport.deadline))
         except RuntimeError as error:
-            text = f"{self._missing()} within {self._transport.deadline:g} s ({error})"
-            self._transport.poison(text)
+            text = f"{missing()} within {transport.deadline:g} s ({error})"
+            transport.poison(text)
             raise ExchangeError(text) from error
-        self._sent = ()
+        self._works = self._sent = ()
 
-    def _stalls(self) -> Sequence[StreamStall]:
-        """With NCCL, the waits of the stream since the last call."""
-        found, self._stalled = self._stalled, ()
-        return found
+    def _block(self, deadline: timedelta) -> None:
+        """Let the process wait."""
+        with self._transport.waiting:
+            for work in self._works:
+                work.wait(deadline)
 
 
 class FilledBuffer(TorchWork[Tensor]):

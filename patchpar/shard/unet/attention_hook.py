@@ -23,7 +23,7 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
-from patchpar.shard.sdpa import AttentionCall, AttentionReplaced, SdpaMode
+from patchpar.shard.sdpa import AttentionCall, SdpaMode, with_attention
 from patchpar.shard.stale.token_grid import LevelGrid
 
 PROJECTIONS = ("to_k", "to_v")
@@ -40,7 +40,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False, elsewhere: bool = False) -> None:
         super().__init__()
         self.patch, self.where, self.own_kernel = patch, where, own_kernel
-        self._replaced = SdpaMode if elsewhere else AttentionReplaced
+        self._elsewhere = elsewhere
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""
@@ -50,8 +50,11 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             with keys_of_all(self.patch, self.where, module):
                 return self.fn_ref.original_forward(*args, **kwargs)
         self._called = False
-        with self._replaced(self._attend):
-            result = self.fn_ref.original_forward(*args, **kwargs)
+        if self._elsewhere:
+            with SdpaMode(self._attend):
+                result = self.fn_ref.original_forward(*args, **kwargs)
+        else:
+            result = with_attention(self._attend, self.fn_ref.original_forward, args, kwargs)
         if not self._called:
             raise UnsupportedModel(
                 f"{self.where}: its attention processor {_processor_of(module)} does not call "
