@@ -117,7 +117,9 @@ class EdgeLayout:
         row = row_of(tuple(tuple(specs[number] for number in found) for found in numbers))
         self._sizes_sent = [size // itemsize for size in row.sizes]
         self._sizes = [spec.num_bytes // itemsize for spec in specs]
-        self._pieces = tuple(self._pieces_of(row, numbers))
+        pieces = tuple(self._pieces_of(row, numbers))
+        self._pads = tuple({size: None for number, size in pieces if number is None})
+        self._places = [len(specs) + self._pads.index(size) if number is None else number for number, size in pieces]
         rows = specs[self._num_shared :]
         self._rows_alike = len(rows) == 2 and rows[0] == rows[1]
         self._filler = max(range(len(specs)), key=self._sizes.__getitem__, default=0)  # has the values of pads
@@ -158,14 +160,10 @@ class EdgeLayout:
         if not tensors:
             return FlatParts(torch.empty(0, dtype=self._dtype, device=device), self._sizes_sent)
         flat = self._flat(tensors)
-        filler, parts, pads = flat[self._filler], [], dict[int, Tensor]()
-        for number, size in self._pieces:
-            if number is not None:
-                parts.append(flat[number])
-                continue
-            if size not in pads:
-                pads[size] = filler.narrow(0, 0, size) if filler.shape[0] >= size else filler.new_empty(size)
-            parts.append(pads[size])
+        filler = flat[self._filler]
+        for size in self._pads:
+            flat.append(filler.narrow(0, 0, size) if filler.shape[0] >= size else filler.new_empty(size))
+        parts = [flat[place] for place in self._places]
         return FlatParts(torch.cat(parts) if len(parts) > 1 else parts[0], self._sizes_sent)
 
     def _flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
