@@ -211,12 +211,14 @@ def test_no_thread_asks_the_gpu_while_a_graph_is_captured(gpu: Gpu) -> None:
 
 def test_what_is_awaited_keeps_nothing_that_has_been_received(gpu: Gpu) -> None:
     """The process is a step ahead of the GPU, and a work of NCCL keeps its buffers: those of a step would be held."""
-    line = transport()
+    line, into = transport(), torch.zeros(2)
+    kept = weakref.ref(into)
     gpu.stuck = True
-    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    line.send_recv([], [Incoming(1, (SPEC,), (into,))], "norm1").wait()
+    del into
     assert line.waits is not None
     assert len(line.waits._awaited) == 1
-    assert [work() for work in gpu.works] == [None]
+    assert [kept(), *(work() for work in gpu.works)] == [None, None]
     gpu.stuck = False
     line.settle("end of the call")
     line.close()

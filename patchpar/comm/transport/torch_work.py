@@ -42,6 +42,8 @@ class TorchWork(Work[T]):
     `buffers`: those sent, kept until the wait, and one [elements] for each message received.
     """
 
+    _tells_messages_apart = True
+
     def __init__(
         self,
         transport: Waiter,
@@ -73,7 +75,8 @@ class TorchWork(Work[T]):
         transport = self._transport
         if transport.is_poisoned:
             transport.check(self.where)
-        missing = partial(_missing, transport.rank, self.where, self.incoming)
+        incoming = _without_buffers(self.incoming) if self._tells_messages_apart else self.incoming
+        missing = partial(_missing, transport.rank, self.where, incoming)
         try:
             if transport.waits is not None:
                 stall = transport.waits.wait_for(self._works, missing)
@@ -96,6 +99,8 @@ class TorchWork(Work[T]):
 class FilledBuffer(TorchWork[Tensor]):
     """Works in flight that fill one buffer, of any shape: the result of `wait`. Its messages are not told apart."""
 
+    _tells_messages_apart = False
+
     def _finish(self) -> Tensor:
         self._leave()
         return self._raw[0]
@@ -104,6 +109,14 @@ class FilledBuffer(TorchWork[Tensor]):
 def _into(own: Tensor, x: Tensor) -> Tensor:
     """Return `own` with the values of `x`, of the same shape; the backend may have written them there already."""
     return own if offset_of(own) == offset_of(x) else own.copy_(x)
+
+
+def _without_buffers(incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    """Return the messages without buffers: whoever names them later must not keep what has been received."""
+    for message in incoming:
+        if message.into is not None:
+            return [Incoming(each.peer, each.specs) for each in incoming]
+    return incoming
 
 
 def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:

@@ -116,7 +116,7 @@ class TokenCall:
         return with_leaves(form, leaves)
 
     def _run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
-        if not traced and not block.watches(block.path):
+        if not traced and not (block.plan.watched and block.watches(block.path)):
             return with_attention(self.attend, forward, args, kwargs)
         with attention_traced(self.attend) if traced else _WatchedFunctions(self, block):
             return forward(*args, **kwargs)
