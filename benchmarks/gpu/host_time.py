@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu.denoisers import Denoiser, knowing_sites, knowing_tokens
 from benchmarks.gpu.fake_cuda import EventCounts, cuda_names
@@ -29,6 +31,7 @@ from benchmarks.volumes.shapes import SDXL
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import edges_part
 from patchpar.comm.transport import TensorSpec
+from patchpar.comm.transport.torch_collectives import TorchCollectives, _GroupMethods
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.transformer.token_ranges import TokenGrid
@@ -41,6 +44,8 @@ STEPS_BEFORE = 4
 EXCHANGES = 200
 """Exchanges in one measurement of a single one."""
 Step = Callable[[], object]
+TorchFunction = tuple[Callable[..., Any], Any, Any]
+"""A function of torch with args and kwargs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,20 +181,91 @@ def python_calls(step: Step) -> int:
     return calls
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeTime:
+    """Seconds of the process for one exchange, from its start to the end of its wait, and calls of Python.
+
+    `torch`: seconds of what it calls of torch, collective and operators, called one after the other without patchpar.
+    """
+
+    whole: float
+    torch: float
+    calls: int
+
+    @property
+    def python(self) -> float:
+        """Seconds of patchpar's own Python."""
+        return self.whole - self.torch
+
+
 @torch.no_grad()
-def exchange_times(rank: int, world: int, turns: int) -> dict[str, tuple[float, int]]:
-    """Return seconds of the process, and calls of Python, for one exchange: start, and wait of the stream."""
+def exchange_times(rank: int, world: int, turns: int) -> dict[str, ExchangeTime]:
+    """Return the time of one exchange of each kind."""
     with quiet_rank(rank, world):
         found = {}
         for name, exchange in single_exchanges(rank, world).items():
+            exchange()
+            functions = torch_functions(exchange)
 
-            def many(exchange: Step = exchange) -> None:
-                for _ in range(EXCHANGES):
-                    exchange()
+            def bare(functions: Sequence[TorchFunction] = functions) -> None:
+                for function, args, kwargs in functions:
+                    function(*args, **kwargs)
 
-            many()
-            found[name] = in_turns((many,), turns)[0] / EXCHANGES, python_calls(exchange)
+            whole, alone = (seconds / EXCHANGES for seconds in in_turns((many(exchange), many(bare)), turns))
+            found[name] = ExchangeTime(whole=whole, torch=alone, calls=python_calls(exchange))
         return found
+
+
+def many(step: Step) -> Step:
+    """Return what runs a short step often enough to be timed."""
+
+    def steps() -> None:
+        for _ in range(EXCHANGES):
+            step()
+
+    return steps
+
+
+class _Functions(TorchFunctionMode):
+    """Notes functions and methods of torch with their arguments, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[TorchFunction] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def noting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of a process group that is noted, too."""
+
+        def noted(*args: Any) -> Any:
+            self.found.append((collective, args, {}))
+            return collective(*args)
+
+        return noted
+
+
+def torch_functions(step: Step) -> Sequence[TorchFunction]:
+    """Return what a step calls of torch: functions, methods of tensors, collectives; not what reads a fact of one."""
+    functions = _Functions()
+    init = _GroupMethods.__init__
+
+    def noting(methods: _GroupMethods, group: Any) -> None:
+        init(methods, group)
+        methods._gather, methods._to_all = functions.noting(methods._gather), functions.noting(methods._to_all)
+
+    def methods_of(collectives: TorchCollectives, ranks: tuple[int, ...], *, bulk: bool) -> _GroupMethods:
+        return _GroupMethods(collectives._groups.of(ranks, bulk=bulk))
+
+    with (
+        mock.patch.object(_GroupMethods, "__init__", noting),
+        mock.patch.object(TorchCollectives, "_of", methods_of),
+        functions,
+    ):
+        step()
+    return [each for each in functions.found if getattr(each[0], "__name__", "") != "__get__"]
 
 
 def single_exchanges(rank: int, world: int) -> dict[str, Step]:

@@ -54,6 +54,7 @@ class Communicator:
     def __init__(self, transport: Transport, beat: Callable[[str], object] | None = None) -> None:
         self.transport, self.traffic = transport, CommStats()
         self._beat = beat
+        self._known: dict[tuple[int, ...], Collectives] = {}  # by the ranks of an axis
 
     def send_recv(
         self,
@@ -90,7 +91,9 @@ class Communicator:
         """
         if axis.size == 1:
             return Arrived(own.unsqueeze(0), where)
-        own, collectives = _sendable(own), collectives_of(self.transport, axis)
+        if own.requires_grad or not own.is_contiguous():
+            own = own.detach().contiguous()
+        collectives = self._known.get(axis.ranks) or self._collectives(axis)
         if collectives is None:
             return self._gather_messages(axis, kind, where, own, into)
         layout = gather_layout(axis, own.shape, own.dtype)
@@ -162,7 +165,7 @@ class Communicator:
         One message to each. `edges` comes from `edges_part`. The result of the Work: the other ranks' `shared` by group
         rank, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
         """
-        collectives = collectives_of(self.transport, axis)
+        collectives = self._known.get(axis.ranks) or self._collectives(axis)
         if collectives is not None and edges is not None and edges.axis is not None:
             return self._rounds_with_edges(collectives, axis, where, shared, edges)
         parts = [moments_part(axis, shared)] if shared else []
@@ -178,8 +181,9 @@ class Communicator:
         self, collectives: Collectives, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart
     ) -> Work[tuple[Received, "Halo"]]:
         """As `gather_with_edges`, by one operation of all ranks."""
-        layout = edge_layout(axis, shared, edges)
-        tensors = [*shared, *(x for _, tensors in edges.outgoing for x in tensors)]
+        layout, tensors = edge_layout(axis, shared, edges), [*shared]
+        for _, rows in edges.outgoing:
+            tensors += rows
         for booked in layout.booked:
             self.traffic.book(*booked)
         device = self.transport.device
@@ -189,13 +193,23 @@ class Communicator:
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         """Start what `begin` starts, at the exchange point `where`."""
-        self.beat(where)
-        self.traffic.rounds[kind] += 1
+        if self._beat is not None:
+            self._beat(where)
+        traffic = self.traffic
+        traffic.rounds[kind] += 1
         start = time.perf_counter()
         pending = begin()
-        self.traffic.note("send", kind, where, start)
-        pending.on_wait = partial(self.traffic.waited, kind, where)
+        if traffic.events is not None:
+            traffic.note("send", kind, where, start)
+        pending.on_wait = partial(traffic.waited, kind, where)
         return pending
+
+    def _collectives(self, axis: Axis) -> Collectives | None:
+        """Return the operations of all ranks of an axis, which stay once they are there."""
+        found = collectives_of(self.transport, axis)
+        if found is not None:
+            self._known[axis.ranks] = found
+        return found
 
     def beat(self, where: str) -> None:
         """Report that this rank has reached `where`, without an exchange."""
@@ -209,11 +223,6 @@ class Communicator:
     def receive(self, kind: str, where: str, peer: int, specs: Sequence[TensorSpec]) -> Work[Messages]:
         """Start receiving one message from `peer` (a global rank)."""
         return self.send_recv(kind, where, [], [Incoming(peer, tuple(specs))])
-
-
-def _sendable(x: Tensor) -> Tensor:
-    """Return the values of `x`, of any shape, contiguous: themselves where they are."""
-    return (x.detach() if x.requires_grad else x).contiguous()
 
 
 AxisComm = tuple[Communicator, Axis]

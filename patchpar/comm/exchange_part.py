@@ -4,22 +4,23 @@ Where all ranks of an axis take part at once, that is said, so that it can be on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from patchpar.comm.transport import Collectives, Incoming, Messages, Outgoing, TensorSpec, Transport, Work
 from patchpar.comm.transport.message_memory import MessageMemory
-from patchpar.comm.transport.packing import adjacent_rows, copies_of, gather_buffers
+from patchpar.comm.transport.packing import LAYOUTS_KEPT, adjacent_rows, copies_of, gather_buffers
 from patchpar.plan.mesh import Axis
 
 Tensors = tuple[Tensor, ...]
 Received = Mapping[int, list[Tensor]]  # by sender
+NOWHERE: Mapping[int, Tensors] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangePart:
+class ExchangePart(NamedTuple):
     """Values of one kind in an exchange; peers are global ranks.
 
     `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values. `axis`: every
@@ -31,7 +32,7 @@ class ExchangePart:
     kind: str
     outgoing: Sequence[tuple[tuple[int, ...], Tensors]]
     incoming: Mapping[int, tuple[TensorSpec, ...]]
-    into: Mapping[int, Tensors] = field(default_factory=dict)
+    into: Mapping[int, Tensors] = NOWHERE
     axis: Axis | None = None
     to_all: bool = False
     at_once: bool = False
@@ -54,11 +55,10 @@ class ExchangePart:
         """Return the same part with `copies` of its tensors, each of the same shape, in their order."""
         remaining = iter(copies)
         outgoing = [(peers, tuple(next(remaining) for _ in tensors)) for peers, tensors in self.outgoing]
-        return replace(self, outgoing=outgoing)
+        return self._replace(outgoing=outgoing)
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeScope:
+class ExchangeScope(NamedTuple):
     """Who takes part in an exchange. `axis` and `to_all` as of `ExchangePart`. `bulk`: not needed in this step.
 
     `memory`: has the buffers of an exchange that is repeated in every step, where the transport has collectives.
@@ -177,11 +177,23 @@ def edges_part(
     `first` rows go to the rank before, `last` rows to the rank after; `before` and `after` are what they send. None
     where there is no neighbour, or nothing is needed.
     """
-    ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
-    outgoing = [((ranks[side],), (x,)) for side, x in ((-1, first), (1, last)) if x is not None]
-    incoming = {ranks[side]: (spec,) for side, spec in ((-1, before), (1, after)) if spec is not None}
+    outgoing: list[tuple[tuple[int, ...], Tensors]] = []
+    if first is not None:
+        outgoing.append(((axis.ranks[axis.rank - 1],), (first,)))
+    if last is not None:
+        outgoing.append(((axis.ranks[(axis.rank + 1) % axis.size],), (last,)))
+    incoming = _expected_edges(axis, before, after)
     # If a layer reads beyond its band, every rank has something to send or to receive: if this rank has not, none has.
     return ExchangePart("halo", outgoing, incoming, axis=axis if outgoing or incoming else None)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)  # every norm and convolution asks, in every call
+def _expected_edges(
+    axis: Axis, before: TensorSpec | None, after: TensorSpec | None
+) -> Mapping[int, tuple[TensorSpec, ...]]:
+    """Return what the neighbours send, by their ranks."""
+    sides = ((axis.ranks[axis.rank - 1], before), (axis.ranks[(axis.rank + 1) % axis.size], after))
+    return MappingProxyType({rank: (spec,) for rank, spec in sides if spec is not None})
 
 
 def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:

@@ -6,7 +6,7 @@ Of exchanges that are one operation of all ranks of an axis, with one buffer tha
     EdgeLayout      moments to all ranks and edge rows to the neighbours, as bytes
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from patchpar.comm.transport.packing import LAYOUTS_KEPT, MessageRow, row_of
 from patchpar.plan.mesh import Axis
 
 Specs = tuple[TensorSpec, ...]
-Described = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Flat = tuple[Any, ...]
 Sent = tuple[tuple[tuple[int, ...], TensorSpec], ...]  # receivers, and what they get
 Expected = tuple[tuple[int, Specs], ...]  # by sender
 
@@ -83,10 +83,6 @@ class _View(NamedTuple):
             size *= length
         return cls(spec.dtype, spec.shape, tuple(reversed(strides)), first_byte // spec.dtype.itemsize)
 
-    def of(self, buffers: Mapping[torch.dtype, Tensor]) -> Tensor:
-        """Return the tensor, of any shape, in one of the buffers [elements] by dtype, which are the same memory."""
-        return buffers[self.dtype].as_strided(self.shape, self.strides, self.offset)
-
 
 class EdgeLayout:
     """A round of moments to all ranks and edge rows to the neighbours, packed as `transport.packing` packs messages.
@@ -121,8 +117,11 @@ class EdgeLayout:
         row = row_of(tuple(tuple(specs[number] for number in found) for found in numbers))
         self._sizes_sent = [size // itemsize for size in row.sizes]
         self._sizes = [spec.num_bytes // itemsize for spec in specs]
-        self._pieces = tuple(self._pieces_of(row, numbers))
-        self._pads = tuple({size for number, size in self._pieces if number is None})
+        pieces = tuple(self._pieces_of(row, numbers))
+        self._pads = tuple({size: None for number, size in pieces if number is None})
+        self._places = [len(specs) + self._pads.index(size) if number is None else number for number, size in pieces]
+        rows = specs[self._num_shared :]
+        self._rows_alike = len(rows) == 2 and rows[0] == rows[1]
         self._filler = max(range(len(specs)), key=self._sizes.__getitem__, default=0)  # has the values of pads
 
     def _pieces_of(self, row: MessageRow, numbers: Sequence[Sequence[int]]) -> Iterator[tuple[int | None, int]]:
@@ -147,38 +146,40 @@ class EdgeLayout:
         row = row_of(tuple(tuple(pending.get(rank, ())) for rank in axis.ranks))
         self._sizes_received = [size // self._dtype.itemsize for size in row.sizes]
         self._size_received = sum(self._sizes_received)
-        self._views: dict[int, list[_View]] = {}
+        views: dict[int, list[_View]] = {}
         for rank, layout, start in zip(axis.ranks, row.layouts, row.starts, strict=True):
             starts = [start + offset * layout.dtype.itemsize for offset in layout.offsets]
-            self._views[rank] = [_View.at(*each) for each in zip(layout.specs, starts, strict=True)]
-        rows_of = {peer: self._views[peer][-1] for peer, _ in expected}
-        self._before, self._after = (None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after))
+            views[rank] = [_View.at(*each) for each in zip(layout.specs, starts, strict=True)]
+        rows_of = {peer: views[peer][-1] for peer, _ in expected}
+        self._row_views = [None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after)]
+        others = axis.others if shared else ()
+        self._shared_views = [(p, view) for p in others for view in views[axis.ranks[p]][: self._num_shared]]
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> FlatParts:
         """Return the elements sent to each rank. `tensors`: what is shared, then edge rows, of any shape."""
         if not tensors:
             return FlatParts(torch.empty(0, dtype=self._dtype, device=device), self._sizes_sent)
         flat = self._flat(tensors)
-        pads: dict[int, Tensor] = {}
+        filler = flat[self._filler]
         for size in self._pads:
-            filler = flat[self._filler]
-            pads[size] = filler.as_strided((size,), (1,)) if filler.numel() >= size else filler.new_empty(size)
-        parts = [pads[size] if number is None else flat[number] for number, size in self._pieces]
+            flat.append(filler.narrow(0, 0, size) if filler.shape[0] >= size else filler.new_empty(size))
+        parts = [flat[place] for place in self._places]
         return FlatParts(torch.cat(parts) if len(parts) > 1 else parts[0], self._sizes_sent)
 
     def _flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the elements of each tensor, [elements]: strided ones that are alike are copied by one launch."""
-        found = [x.detach() if x.requires_grad else x for x in tensors]
-        strided = [number for number, x in enumerate(found) if not x.is_contiguous()]
-        if len(strided) == 2 and found[strided[0]].shape == found[strided[1]].shape:
-            both = torch.stack([found[number] for number in strided]).contiguous()
-            for index, number in enumerate(strided):
-                found[number] = both.as_strided((size := found[number].numel(),), (1,), index * size)
-        return [self._elements(x) for x in found]
-
-    def _elements(self, x: Tensor) -> Tensor:
-        x = x if x.ndim == 1 else x.reshape(-1)
-        return x if x.dtype == self._dtype else x.view(self._dtype)
+        found = list(tensors)
+        if self._rows_alike:
+            first, last = found[-2:]
+            if not (first.is_contiguous() or last.is_contiguous()):
+                found[-2:] = torch.stack((first, last)).contiguous().view(2, -1).unbind()
+        for number, x in enumerate(found):
+            if x.requires_grad:
+                x = x.detach()
+            if x.ndim != 1:
+                x = x.reshape(-1)
+            found[number] = x if x.dtype == self._dtype else x.view(self._dtype)
+        return found
 
     def buffer(self, device: torch.device) -> FlatParts:
         """Return a buffer for the elements received."""
@@ -190,20 +191,30 @@ class EdgeLayout:
         for dtype in self._others:
             typed[dtype] = received.view(dtype)
         shared: dict[int, list[Tensor]] = {}
-        for other in self._axis.others if self._num_shared else ():
-            views = self._views[self._axis.ranks[other]][: self._num_shared]
-            shared[other] = [view.of(typed) for view in views]
-        halo = (None if view is None else view.of(typed) for view in (self._before, self._after))
-        return shared, Halo(*halo)
-
-
-@lru_cache(maxsize=LAYOUTS_KEPT)
-def _edge_layout(axis: Axis, shared: Described, sent: Any, expected: Expected) -> EdgeLayout:
-    rows = tuple((peers, TensorSpec(tuple(shape), dtype)) for peers, shape, dtype in sent)
-    return EdgeLayout(axis, tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in shared), rows, expected)
+        for other, view in self._shared_views:
+            shared.setdefault(other, []).append(typed[view.dtype].as_strided(*view[1:]))
+        rows: list[Tensor | None] = []
+        for edge in self._row_views:
+            rows.append(None if edge is None else typed[edge.dtype].as_strided(*edge[1:]))
+        return shared, Halo(*rows)
 
 
 def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> EdgeLayout:
     """Return the layout of a round of `shared`, tensors of any shape, and `edges`, as `edges_part` returns them."""
-    sent = tuple([(peers, x.shape, x.dtype) for peers, (x,) in edges.outgoing])
-    return _edge_layout(axis, tuple([(x.shape, x.dtype) for x in shared]), sent, tuple(edges.incoming.items()))
+    described: list[Any] = []
+    for x in shared:
+        described += (x.shape, x.dtype)
+    sent: list[Any] = []
+    for peers, (x,) in edges.outgoing:
+        sent += (peers, x.shape, x.dtype)
+    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items()))
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _edge_layout(axis: Axis, shared: Flat, sent: Flat, expected: Expected) -> EdgeLayout:
+    """Return the layout for shapes and dtypes in turns; before each of those sent, its receivers."""
+    specs = tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in zip(shared[::2], shared[1::2], strict=True))
+    rows = zip(sent[::3], sent[1::3], sent[2::3], strict=True)
+    return EdgeLayout(
+        axis, specs, tuple((peers, TensorSpec(tuple(shape), dtype)) for peers, shape, dtype in rows), expected
+    )

@@ -44,10 +44,11 @@ class CommStats:
 
     def waited(self, kind: str, where: str, start: float, stalls: Sequence[Stall]) -> None:
         """Record a wait at the exchange point `where` that began at `start` (time.perf_counter) and ends now."""
-        self.book_wait(kind, time.perf_counter() - start)
+        self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + time.perf_counter() - start
         for stall in stalls:
             self.stalls.append((kind, stall))
-        self.note("wait", kind, where, start)
+        if self.events is not None:
+            self.note("wait", kind, where, start)
 
     def book_wait(self, kind: str, seconds: float) -> None:
         """Add seconds waited for an exchange of this kind."""

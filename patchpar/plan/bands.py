@@ -31,7 +31,7 @@ class Bands:
 
     def at_level(self, group_rank: int, own_rows: int, whole: int) -> "Bands":
         """Return the bands on a map, halved (rounding up) or enlarged, with `own_rows` of `whole` rows here."""
-        found = _at_level(self, group_rank, own_rows)
+        found = _at_level(self.starts, group_rank, own_rows)
         if found is None:
             own = self.size(group_rank)
             raise ValueError(
@@ -41,14 +41,14 @@ class Bands:
 
 
 @lru_cache(maxsize=1024)  # every layer asks, in every call
-def _at_level(bands: Bands, group_rank: int, own_rows: int) -> Bands | None:
-    own = bands.size(group_rank)
+def _at_level(starts: tuple[int, ...], group_rank: int, own_rows: int) -> Bands | None:
+    own = starts[group_rank + 1] - starts[group_rank]
     if own_rows >= own and own_rows % own == 0:
-        return Bands(tuple(start * (own_rows // own) for start in bands.starts))
+        return Bands(tuple(start * (own_rows // own) for start in starts))
     stride = 2
     while stride <= own:
         if -(-own // stride) == own_rows:
-            return Bands(tuple(-(-start // stride) for start in bands.starts))
+            return Bands(tuple(-(-start // stride) for start in starts))
         stride *= 2
     return None
 

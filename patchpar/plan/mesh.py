@@ -8,15 +8,14 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 # outermost first: the axis that communicates most has neighbouring ranks
 AXES = ("data", "cfg", "stage", "patch", "tensor")
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """One mesh axis: `rank` is this process's group rank; `ranks` the global rank of each group rank."""
 
     name: str

@@ -91,7 +91,7 @@ class LocalPatch:
         shape, dtype, dim, axis = x.shape, x.dtype, self.dim, self.axis
         if before > 1 or after > 1:  # every band has a row
             self._refuse_thin(shape[dim], max(before, after))
-        up, down = axis.rank > 0, axis.rank + 1 < len(self.bands)
+        up, down = axis.rank > 0, axis.rank + 2 < len(self.bands.starts)
         first = x.narrow(dim, 0, after) if up and after else None
         last = x.narrow(dim, shape[dim] - before, before) if down and before else None
         above = _rows_spec(shape, dtype, dim, before) if up else None
@@ -112,7 +112,7 @@ class LocalPatch:
         assert self.whole is not None
         across = self.whole.shape[-1 if self.dim == -2 else -2]
         try:
-            found = _grid_of(self.bands, self.group_rank, self.dim, across, own_tokens)
+            found = _grid_of(self.bands.starts, self.axis.rank, self.dim, across, own_tokens)
         except ValueError as error:
             raise _not_of_a_band(error) from error
         if found is None:
@@ -128,8 +128,9 @@ def _not_of_a_band(error: ValueError) -> UnsupportedModel:
 
 
 @lru_cache(maxsize=1024)  # every attention layer asks, in every call
-def _grid_of(bands: Bands, group_rank: int, dim: int, across: int, own_tokens: int) -> LevelGrid | None:
+def _grid_of(starts: tuple[int, ...], group_rank: int, dim: int, across: int, own_tokens: int) -> LevelGrid | None:
     """Return the tokens of all ranks on the level where the band's map has so many."""
+    bands = Bands(starts)
     own, stride = bands.size(group_rank), 1
     while stride <= max(own, across):
         rows, columns = -(-own // stride), -(-across // stride)

@@ -5,22 +5,21 @@ SdpaMode               a mode, which sees every function: for models that have i
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+T = TypeVar("T")
 TORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """The arguments of scaled_dot_product_attention in torch's order, and what computes it.
 
     `query` [B, N, q, D], `key` [B, M, k, D], `value` [B, M, k, E], or each without a head dim; `attn_mask` broadcasts
@@ -56,7 +55,7 @@ class AttentionCall:
         mask = self.attn_mask
         query, key, value = (x.unsqueeze(1) for x in (self.query, self.key, self.value))
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
-        return replace(self, query=query, key=key, value=value, attn_mask=mask, kernel=None)
+        return self._replace(query=query, key=key, value=value, attn_mask=mask, kernel=None)
 
 
 Attend = Callable[[AttentionCall], Tensor]
@@ -90,9 +89,14 @@ def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
     """Stands in torch.nn.functional: calls this thread's replacement, if it has one."""
     if torch.compiler.is_dynamo_compiling():
         return TORCHS(*args, **kwargs)
-    if _ATTEND.get() is None:
+    attend = _ATTEND.get()
+    if attend is None:
         return _REPLACEMENT.before(*args, **kwargs)
-    return answer(AttentionCall(*args, **kwargs))
+    token = _ATTEND.set(None)
+    try:
+        return attend(AttentionCall(*args, **kwargs))
+    finally:
+        _ATTEND.reset(token)
 
 
 class _Replacement:
@@ -143,6 +147,21 @@ class AttentionReplaced:
     def __exit__(self, *exception: object) -> None:
         attend, is_replaced = self._tokens
         _ATTEND.reset(attend)
+        _IS_REPLACED.reset(is_replaced)
+        _REPLACEMENT.remove_user()
+
+
+def with_attention(attend: Attend, forward: Callable[..., T], args: Iterable[Any], kwargs: Mapping[str, Any]) -> T:
+    """Return the result of `forward`, in which `attend` replaces torch's function as in `AttentionReplaced`.
+
+    For every layer of every step: a context manager costs twice as much.
+    """
+    _REPLACEMENT.add_user()
+    attends, is_replaced = _ATTEND.set(attend), _IS_REPLACED.set(True)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _ATTEND.reset(attends)
         _IS_REPLACED.reset(is_replaced)
         _REPLACEMENT.remove_user()
 

@@ -35,8 +35,21 @@ class RankGroup:
     """A process group as one rank has it."""
 
     communicator: SimulatedCommunicator
+    stand_in: StandIn
 
     def abort(self) -> None: ...
+
+    def all_gather_single(self, out: Tensor, own: Tensor, options: Any) -> SimulatedWork:
+        """See torch's ProcessGroup."""
+        assert options.asyncOp
+        return self.stand_in.all_gather(self, out, own)
+
+    def all_to_all_single(
+        self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], options: Any
+    ) -> SimulatedWork:
+        """See torch's ProcessGroup."""
+        assert options.asyncOp
+        return self.stand_in.all_to_all(self, out, own, received, sent)
 
 
 class SimulatedWork:
@@ -75,6 +88,7 @@ class StandIn:
         self.communicators: list[SimulatedCommunicator] = []
         self.unawaited: set[Group] = set()
         self.turns = Turns(world, lambda: "; ".join(self.left()) or "a rank waits for nothing")
+        self.all_gather, self.all_to_all = self._taped(self._all_gather), self._taped(self._all_to_all)
         self.faults: list[str]
 
     def left(self) -> list[str]:
@@ -115,9 +129,6 @@ class StandIn:
             "P2POp": lambda what, x, peer, group: (what, x, peer, group),
             "ProcessGroupNCCL": mock.Mock(),
             "batch_isend_irecv": self._taped(self._batch),
-            "all_gather_single": self._taped(self._all_gather),
-            "all_gather_into_tensor": self._taped(self._all_gather),
-            "all_to_all_single": self._taped(self._all_to_all),
         }
         start = TorchTransport._start
 
@@ -152,15 +163,14 @@ class StandIn:
             self.communicators.append(SimulatedCommunicator(f"group {number}", tuple(ranks), self.faults))
         if self.communicators[number].ranks != tuple(ranks):
             self.faults.append(f"group {number} has ranks {self.communicators[number].ranks}, and also {ranks}")
-        return RankGroup(self.communicators[number])
+        return RankGroup(self.communicators[number], self)
 
     def _batch(self, operations: Sequence[Any]) -> list[SimulatedWork]:
         (group,) = {group for *_, group in operations}
         found = [Operation(what == "send", peer, Buffer(x)) for what, x, peer, _ in operations]
         return [self._posted(group, MESSAGES, found)]
 
-    def _all_gather(self, out: Tensor, own: Tensor, group: RankGroup, async_op: bool) -> SimulatedWork:
-        assert async_op
+    def _all_gather(self, group: RankGroup, out: Tensor, own: Tensor) -> SimulatedWork:
         ranks, whole, own_part = group.communicator.ranks, Buffer(out), Buffer(own)
         if whole.num_bytes != len(ranks) * own_part.num_bytes:
             self.faults.append(f"all-gather of {own_part.num_bytes} bytes of {len(ranks)} ranks into {whole.num_bytes}")
@@ -171,9 +181,8 @@ class StandIn:
         return self._posted(group, "all-gather", sends + parts)
 
     def _all_to_all(
-        self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], group: RankGroup, async_op: bool
+        self, group: RankGroup, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> SimulatedWork:
-        assert async_op
         found: list[Operation] = []
         for is_send, x, sizes in ((True, own, sent), (False, out, received)):
             assert x.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,6 +18,11 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.attention import stale
+from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.stale.token_slots import TokenSlots
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.stale.on_ranks import patched, picture
@@ -131,9 +137,25 @@ def keeps_the_rules(run: Run, world: int) -> None:
     found = stand_in.run(lambda transport: predicted(transport, run, world))
     assert [each for each in found if isinstance(each, BaseException)] == []
     assert stand_in.faults == []
-    wanted = on_threads(world, torch.no_grad()(predicted), run, world, deadline=PATIENCE)
+    with at_once() if "bits=" in run.strategy else nullcontext():
+        wanted = on_threads(world, torch.no_grad()(predicted), run, world, deadline=PATIENCE)
     for got, want in zip(found, wanted, strict=True):
         assert_same(got, want)
+
+
+def at_once() -> Any:
+    """Context in which ranks that share memory attend to all fresh keys by one attention, too, as those of NCCL do.
+
+    Attention that is merged from parts rounds otherwise, by some 1e-7. A quantised value that is near the middle of two
+    levels then becomes the other one, and 4 bits have 15 levels: predictions of 4 ranks differ by 1.4e-5, though both
+    are as near to the exact one. With the same rounding before them, quantised messages are equal to the bit.
+    """
+
+    def attend(patch: LocalPatch, where: str, _: Any, call: AttentionCall, slots: TokenSlots, fresh: Tensor) -> Tensor:
+        patch.comm.exchange(where, [fresh_part(patch.axis, slots, fresh)]).wait()
+        return attend_to_tokens(call, fresh, call.attn_mask)
+
+    return mock.patch.object(stale, "_attend_now", attend)
 
 
 class Stop(ArithmeticError):
@@ -152,16 +174,14 @@ def test_an_exception_at_an_exchange_frees_every_rank(strategy: str, number: int
     """The others get an error that names the exchange point, and none of them exchanges anything afterwards."""
     run, stand_in = run_of(strategy), StandIn(2)
     again: list[str] = []
+    start, started = Communicator._start, iter(range(number + 1))
+
+    def begin(comm: Communicator, *exchange: Any) -> Any:
+        if comm.transport.rank == 1 and next(started) == number:
+            raise Stop
+        return start(comm, *exchange)
 
     def stopped(transport: TorchTransport) -> Any:
-        started = iter(range(number + 1))
-
-        def look_back() -> None:  # at the start of every exchange
-            if transport.rank == 1 and next(started) == number:
-                raise Stop
-
-        assert transport.waits is not None
-        transport.waits.look_back = look_back  # type: ignore[method-assign]
         try:
             return predicted(transport, run, 2)
         except ExchangeError:
@@ -170,7 +190,8 @@ def test_an_exception_at_an_exchange_frees_every_rank(strategy: str, number: int
             again.append(str(error.value))
             raise
 
-    waiting, broken = stand_in.run(stopped)
+    with mock.patch.object(Communicator, "_start", begin):
+        waiting, broken = stand_in.run(stopped)
     assert isinstance(broken, Stop)
     assert isinstance(waiting, ExchangeError)
     assert str(waiting).startswith("rank 0 at ")

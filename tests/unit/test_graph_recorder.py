@@ -82,6 +82,8 @@ def test_each_replay_has_one_deadline(graphs: Graphs) -> None:
     graphs.gpu.stuck = True
     found.replay()
     line.deadline = 0.0
+    assert line.waits is not None
+    line.waits.look()  # as the thread does
     with pytest.raises(ExchangeError, match="rank 2, a step: the replay of its graph has not ended within 0 s"):
         exchanged(line)
     assert graphs.gpu.enqueued[-1] == "abort"
@@ -98,7 +100,7 @@ def test_a_replay_behind_others_has_its_whole_time(graphs: Graphs) -> None:
     line.waits._awaited[0] = line.waits._awaited[0]._replace(is_over=lambda: True)
     time.sleep(0.3)
     line.deadline = 0.2
-    line.waits.look_back()
+    line.waits.look()
     assert len(line.waits._awaited) == 1
 
 

@@ -1,7 +1,6 @@
 """One call of torch's attention as a value, and the mode in which something else answers it."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -20,9 +19,10 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
 def test_it_holds_what_torch_takes() -> None:
     """In the same order and with the same defaults, so that a call can be taken as it was written."""
     arguments = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
-    own = [(each.name, each.default) for each in fields(AttentionCall) if each.name != "kernel"]
-    assert [name for name, _ in own] == [each.name for each in arguments]
-    assert all(default == each.default_value for (_, default), each in zip(own[3:], arguments[3:], strict=True))
+    own = [name for name in AttentionCall._fields if name != "kernel"]
+    assert own == [each.name for each in arguments]
+    defaults = AttentionCall._field_defaults
+    assert all(defaults[each.name] == each.default_value for each in arguments[3:])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_call_runs_as_it_was_written(call: Callable[..., Tensor]) -> None:
         got = call(*given)
     assert torch.equal(got, call(*given))
     assert len(seen) == 1
-    with SdpaMode(lambda attention: replace(attention, value=attention.value + 1).run()):
+    with SdpaMode(lambda attention: attention._replace(value=attention.value + 1).run()):
         assert not torch.equal(call(*given), got)
 
 

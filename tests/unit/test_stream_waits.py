@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ class Gpu:
     def __init__(self) -> None:
         self.enqueued: list[str] = []
         self.groups: list[Group] = []
+        self.works: list[weakref.ref[Work]] = []
         self.stuck = False
         self.seconds = 0.0
 
@@ -89,7 +91,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     def batch(operations: Sequence[Any]) -> list[Work]:
         gpu.enqueued.append("batch")
-        return [Work(gpu, operations, gpu.__dict__.get("broken", ""))]
+        works = [Work(gpu, operations, gpu.__dict__.get("broken", ""))]
+        gpu.works += map(weakref.ref, works)
+        return works
 
     distributed = {
         "get_backend": lambda: request.param,
@@ -170,6 +174,8 @@ def test_a_message_that_never_comes_is_named_by_a_later_exchange(gpu: Gpu) -> No
     gpu.stuck = True
     line.send_recv([], [Incoming(1, (SPEC,))], "norm2").wait()
     line.deadline = 0.0
+    assert line.waits is not None
+    line.waits.look()  # as the thread does
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] of shapes \[\(2,\)\]"):
         line.send_recv([], [], "norm3")
     with pytest.raises(ExchangeError, match=r"rank 2 at norm4: .* not used again.*: rank 2 at norm1: no message"):
@@ -201,6 +207,21 @@ def test_no_thread_asks_the_gpu_while_a_graph_is_captured(gpu: Gpu) -> None:
         assert "abort" not in gpu.enqueued
     with pytest.raises(ExchangeError, match="norm1"):
         line.settle("end of the call")
+
+
+def test_what_is_awaited_keeps_nothing_that_has_been_received(gpu: Gpu) -> None:
+    """The process is a step ahead of the GPU, and a work of NCCL keeps its buffers: those of a step would be held."""
+    line, into = transport(), torch.zeros(2)
+    kept = weakref.ref(into)
+    gpu.stuck = True
+    line.send_recv([], [Incoming(1, (SPEC,), (into,))], "norm1").wait()
+    del into
+    assert line.waits is not None
+    assert len(line.waits._awaited) == 1
+    assert [kept(), *(work() for work in gpu.works)] == [None, None]
+    gpu.stuck = False
+    line.settle("end of the call")
+    line.close()
 
 
 def test_a_call_ends_when_the_last_message_has_come(gpu: Gpu) -> None:

@@ -5,8 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ class FlatParts(NamedTuple):
         return list(self.buffer.split_with_sizes(self.sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """The same tensors to one or several ranks, as one message each."""
 
     peers: tuple[int, ...]
@@ -59,8 +57,7 @@ class Outgoing:
         return len(self.peers) * sum(x.numel() * x.element_size() for x in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """One message expected from one rank. `into`: buffers for the values; None allocates.
 
     Buffers are written when the message is waited for, not before, unless `at_once`: then nobody reads them until the
@@ -99,11 +96,13 @@ class Work(ABC, Generic[T]):
         self._received: list[list[Tensor] | None] = [None] * len(incoming)
         self._steps: list[Callable[[Any], Any]] = []
         self._result: tuple[T] | None = None
+        self._stalls: Sequence[Stall] = ()
+        """Waits of streams since the last call of `on_wait`."""
 
     def then(self, arrange: Callable[[T], U]) -> "Work[U]":
         """Apply `arrange` to the result of `wait` and return this handle: see torch.futures.Future."""
         self._steps.append(arrange)
-        return cast("Work[U]", self)
+        return self  # type: ignore[return-value]  # `typing.cast` is a call, in every exchange
 
     def wait_for(self, index: int) -> list[Tensor]:
         """Block until incoming message `index` has arrived; return its tensors, of any shape. Raises ExchangeError."""
@@ -111,7 +110,7 @@ class Work(ABC, Generic[T]):
         if found is None:
             start = time.perf_counter()
             found = self._received[index] = self._receive(index)
-            self._waited(start)
+            self._report(start)
         return found
 
     def arriving(self) -> Iterator[list[Tensor]]:
@@ -127,7 +126,7 @@ class Work(ABC, Generic[T]):
         if self._result is None:
             start = time.perf_counter()
             result = self._finish()
-            self._waited(start)
+            self._report(start)
             for arrange in self._steps:
                 result = arrange(result)
             self._result = (result,)
@@ -141,10 +140,6 @@ class Work(ABC, Generic[T]):
         self._leave()
         return self._received
 
-    def _waited(self, start: float) -> None:
-        if self.on_wait is not None:
-            self.on_wait(start, self._stalls())
-
     @abstractmethod
     def is_here(self, index: int) -> bool:
         """Whether `wait_for(index)` is known to return or raise without blocking."""
@@ -156,9 +151,10 @@ class Work(ABC, Generic[T]):
     def _leave(self) -> None:
         """Wait until the outgoing messages are sent. Raises ExchangeError."""
 
-    def _stalls(self) -> Sequence[Stall]:
-        """Return the waits of streams since the last call."""
-        return ()
+    def _report(self, start: float) -> None:
+        stalls, self._stalls = self._stalls, ()
+        if self.on_wait is not None:
+            self.on_wait(start, stalls)
 
 
 class Arrived(Work[T]):

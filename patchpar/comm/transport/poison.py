@@ -7,11 +7,12 @@ class Poisonable:
     """Base of transports. `poison` is called after a failed exchange, and where a call ends between two exchanges."""
 
     rank: int
+    is_poisoned = False
     _reason: str = ""
 
     def poison(self, reason: str) -> None:
         """Refuse every exchange from now on. Of several reasons the first is kept. Idempotent."""
-        self._reason = self._reason or reason
+        self._reason, self.is_poisoned = self._reason or reason, True
 
     def check(self, where: str) -> None:
         """Raise ExchangeError at the exchange point `where` if this transport is poisoned."""

@@ -4,8 +4,9 @@
 a hundred exchanges in a step that costs more than the exchanges. So works are awaited without a timeout, and the
 duration is measured with two events of the stream.
 
-The deadline is checked by a thread, since the process may be blocked in a synchronisation with the stream. Once a work
-is late, its group is aborted: the stream goes on, and the next exchange raises ExchangeError.
+The deadline is checked by a thread, since the process may be blocked in a synchronisation with the stream. It asks the
+event that the stream has recorded after the wait. Once one is late, all groups are aborted: the stream goes on, and the
+next exchange raises ExchangeError.
 """
 
 import contextlib
@@ -13,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,24 +25,19 @@ GLANCE = 0.5  # seconds between two looks at works in flight
 POLL = 1e-3
 
 
-class StreamStall:
-    """Measures how long the current stream waits between the construction of this and `end`, by two timing events."""
+class StreamStall(NamedTuple):
+    """How long a stream has waited: the time between two timing events that were recorded before and after."""
 
-    def __init__(self, event: Callable[[], Any]) -> None:
-        self._begin, self._end = event(), event()
-        self._begin.record()
-
-    def end(self) -> None:
-        """End the measured interval."""
-        self._end.record()
+    begin: Any
+    end: Any
 
     def seconds(self, *, block: bool) -> float | None:
         """Return its duration; None while it lasts, unless `block`, which synchronises."""
         if block:
-            self._end.synchronize()
-        elif not self._end.query():
+            self.end.synchronize()
+        elif not self.end.query():
             return None
-        return self._begin.elapsed_time(self._end) / 1e3
+        return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 class _Awaited(NamedTuple):
@@ -51,10 +46,6 @@ class _Awaited(NamedTuple):
     since: float
     is_over: Callable[[], bool]
     what: Callable[[], str]
-
-
-def _are_complete(works: Sequence[dist.Work]) -> bool:
-    return all([work.is_completed() for work in works])
 
 
 class StreamWaits:
@@ -69,6 +60,7 @@ class StreamWaits:
         self._awaited: deque[_Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
+        self._has_news = False  # the same, under the lock: asking the event costs more
         self._closed = False
         self._paused = 0
         self._captures = False
@@ -77,47 +69,45 @@ class StreamWaits:
         self._watch: threading.Thread | None = None
 
     def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall | None:
-        """Make the current stream wait. Returns the duration of that; None while a graph is captured."""
+        """Make the current stream wait. Returns the duration of that; None while a graph is captured.
+
+        The works are not kept: until they are over they would keep what has been received.
+        """
         if self._captures:
             for work in works:
                 work.wait()
             return None
-        stall = StreamStall(self._event)
+        begin, end = self._event(), self._event()
+        begin.record()
         for work in works:
             work.wait()
-        stall.end()
-        self.watch(partial(_are_complete, tuple(works)), what)
-        return stall
+        end.record()
+        self.watch(end.query, what)
+        return StreamStall(begin, end)
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
         """See to it that something which a stream has begun is over before the deadline; `what` says what it is.
 
         Its time begins when that which the stream began before is over.
         """
-        with self._lock:  # `_news` is cleared under it
+        with self._lock:
             self._awaited.append(_Awaited(time.monotonic(), is_over, what))
-            is_watched = self._news.is_set()
-        if not is_watched:
-            self._begin_watching()
-
-    def _begin_watching(self) -> None:
+            if self._has_news:
+                return
+            self._has_news = True
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
             self._watch.start()
         self._news.set()
 
-    def look_back(self) -> None:
-        """Raise ExchangeError if a work is not complete after the deadline."""
-        if self._awaited:
-            self._look()
-        if self._late:
-            raise ExchangeError(self._late)
-
     def settle(self) -> None:
         """Block until all works are complete. Raises ExchangeError."""
+        self.look()
         while self._awaited:
-            self.look_back()
+            if self._late:
+                raise ExchangeError(self._late)
             time.sleep(POLL)
+            self.look()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -149,12 +139,13 @@ class StreamWaits:
         while not self._closed and not self._late:
             self._news.wait()
             time.sleep(GLANCE)
-            self._look()
+            self.look()
             with self._lock:
                 if not self._awaited and not self._closed:
+                    self._has_news = False
                     self._news.clear()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Forget works that are complete; report the first that is late."""
         with self._lock:
             if self._paused or self._late:

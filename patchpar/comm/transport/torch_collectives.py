@@ -1,12 +1,17 @@
-"""Operations in which all ranks of a group take part at once: one of torch.distributed's collectives each."""
+"""Operations in which all ranks of a group take part at once: one of torch.distributed's collectives each.
+
+The methods of the groups themselves are called: torch.distributed's functions check with each call what never changes
+here, and take as long for that as all of patchpar takes for an exchange.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from patchpar.comm.transport.message import FlatParts, Incoming, Messages, Outgoing, T, Work
 from patchpar.comm.transport.message_memory import MessageMemory, buffer_for
@@ -34,6 +39,7 @@ class TorchCollectives:
 
     def __init__(self, groups: ProcessGroups, device: torch.device, start: Start) -> None:
         self._groups, self._device, self._start = groups, device, start
+        self._methods: dict[tuple[tuple[int, ...], bool], _GroupMethods] = {}
 
     def form(self, sets: Sequence[tuple[int, ...]]) -> None:
         """See `Collectives`."""
@@ -41,7 +47,7 @@ class TorchCollectives:
 
     def covers(self, ranks: tuple[int, ...]) -> bool:
         """See `Collectives`."""
-        return self._groups.has(ranks)
+        return (ranks, True) in self._methods or self._groups.has(ranks)
 
     def all_gather(
         self,
@@ -54,7 +60,7 @@ class TorchCollectives:
         bulk: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
-        begin = partial(_gather, self._groups.of(ranks, bulk=bulk), own, rows)
+        begin = partial(self._of(ranks, bulk=bulk).gather, own, rows)
         return self._start(FilledBuffer, begin, ((own,), (rows,)), incoming, where)
 
     def gather_messages(
@@ -68,7 +74,7 @@ class TorchCollectives:
         bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
-        begin = partial(_gather, self._groups.of(ranks, bulk=bulk), own, rows)
+        begin = partial(self._of(ranks, bulk=bulk).gather, own, rows)
         received = [rows[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((own,), received), incoming, where)
 
@@ -76,7 +82,7 @@ class TorchCollectives:
         self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
     ) -> Work[Tensor]:
         """See `Collectives`; flat parts are [elements]."""
-        begin = partial(_to_all, self._groups.of(ranks, bulk=False), own, into)
+        begin = partial(self._of(ranks, bulk=False).to_all, own, into)
         return self._start(FilledBuffer, begin, ((own.buffer,), (into.buffer,)), incoming, where)
 
     def exchange(
@@ -96,20 +102,40 @@ class TorchCollectives:
         row = row_of(tuple(pending.get(rank, ()) for rank in ranks))
         received = buffer_for(memory, "received", row.size, torch.uint8, self._device)
         own, into = FlatParts(sent, row_sent.sizes), FlatParts(received, row.sizes)
-        begin = partial(_to_all, self._groups.of(ranks, bulk=bulk), own, into)
+        begin = partial(self._of(ranks, bulk=bulk).to_all, own, into)
         buffers = row.buffers(received)
         by_message = [buffers[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((sent,), by_message), incoming, where)
 
-
-def _gather(group: dist.ProcessGroup, own: Tensor, rows: Tensor) -> Sequence[dist.Work]:
-    # `all_gather_into_tensor` is its name up to torch 2.12, deprecated since.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    if rows.ndim != own.ndim:  # gloo takes parts that follow each other in the first dim only
-        rows, own = rows.view(-1), own if own.ndim == 1 else own.view(-1)
-    return [gather(rows, own, group=group, async_op=True)]
+    def _of(self, ranks: tuple[int, ...], *, bulk: bool) -> "_GroupMethods":
+        found = self._methods.get((ranks, bulk))
+        if found is None:
+            found = self._methods[ranks, bulk] = _GroupMethods(self._groups.of(ranks, bulk=bulk))
+        return found
 
 
-def _to_all(group: dist.ProcessGroup, own: FlatParts, into: FlatParts) -> Sequence[dist.Work]:
-    sizes = list(into.sizes), list(own.sizes)
-    return [dist.all_to_all_single(into.buffer, own.buffer, *sizes, group=group, async_op=True)]
+class _GroupMethods:
+    """The collectives of a process group."""
+
+    def __init__(self, group: Any) -> None:
+        # The second names are those of torch up to 2.12.
+        self._gather = getattr(group, "all_gather_single", None) or group._allgather_base
+        self._to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
+        self._options = _in_its_own_stream(AllgatherOptions()), _in_its_own_stream(AllToAllOptions())
+
+    def gather(self, own: Tensor, rows: Tensor) -> Sequence[dist.Work]:
+        """Begin to gather `own` [...] of all ranks into `rows` [P, ...]."""
+        if rows.ndim != own.ndim:  # gloo takes parts that follow each other in the first dim only
+            rows, own = rows.view(-1), own if own.ndim == 1 else own.view(-1)
+        return (self._gather(rows, own, self._options[0]),)
+
+    def to_all(self, own: FlatParts, into: FlatParts) -> Sequence[dist.Work]:
+        """Begin to send each rank its part of `own` [elements], and to receive `into` [elements]."""
+        return (self._to_all(into.buffer, own.buffer, into.sizes, own.sizes, self._options[1]),)
+
+
+def _in_its_own_stream(options: Any) -> Any:
+    """Return the options of a collective that the current stream does not wait for, unless told to."""
+    if hasattr(options, "asyncOp"):  # before torch had it, none was waited for
+        options.asyncOp = True
+    return options

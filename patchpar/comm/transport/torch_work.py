@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchpar.comm.transport.message import Incoming, T, Work
 from patchpar.comm.transport.packing import layout_of, offset_of
-from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
+from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.errors import ExchangeError
 
 
@@ -24,6 +24,10 @@ class Waiter(Protocol):
     deadline: float
     waiting: AbstractContextManager[None]
     waits: StreamWaits | None
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether `check` would raise."""
 
     def check(self, where: str) -> None:
         """Raise ExchangeError if an exchange before has failed."""
@@ -38,6 +42,8 @@ class TorchWork(Work[T]):
     `buffers`: those sent, kept until the wait, and one [elements] for each message received.
     """
 
+    _tells_messages_apart = True
+
     def __init__(
         self,
         transport: Waiter,
@@ -47,10 +53,8 @@ class TorchWork(Work[T]):
         where: str,
     ) -> None:
         super().__init__(incoming, where)
-        self._transport, self._works = transport, list(works)
+        self._transport, self._works = transport, works
         self._sent, self._raw = buffers
-        self._missing = partial(_missing, transport.rank, where, incoming)
-        self._stalled: tuple[StreamStall, ...] = ()
 
     def is_here(self, index: int) -> bool:
         """Whether the batch is known to have arrived: with gloo only after a wait."""
@@ -68,30 +72,34 @@ class TorchWork(Work[T]):
         """Wait for the batch, both ways."""
         if not self._works:
             return
-        self._transport.check(self.where)
+        transport = self._transport
+        if transport.is_poisoned:
+            transport.check(self.where)
+        incoming = _without_buffers(self.incoming) if self._tells_messages_apart else self.incoming
+        missing = partial(_missing, transport.rank, self.where, incoming)
         try:
-            if self._transport.waits is not None:
-                stall = self._transport.waits.wait_for(self._works, self._missing)
-                self._stalled = () if stall is None else (stall,)
-                self._works.clear()
-            with self._transport.waiting:
-                while self._works:
-                    self._works[0].wait(timedelta(seconds=self._transport.deadline))
-                    self._works.pop(0)
+            if transport.waits is not None:
+                stall = transport.waits.wait_for(self._works, missing)
+                self._stalls = () if stall is None else (stall,)
+            else:
+                self._block(timedelta(seconds=transport.deadline))
         except RuntimeError as error:
-            text = f"{self._missing()} within {self._transport.deadline:g} s ({error})"
-            self._transport.poison(text)
+            text = f"{missing()} within {transport.deadline:g} s ({error})"
+            transport.poison(text)
             raise ExchangeError(text) from error
-        self._sent = ()
+        self._works = self._sent = ()
 
-    def _stalls(self) -> Sequence[StreamStall]:
-        """With NCCL, the waits of the stream since the last call."""
-        found, self._stalled = self._stalled, ()
-        return found
+    def _block(self, deadline: timedelta) -> None:
+        """Let the process wait."""
+        with self._transport.waiting:
+            for work in self._works:
+                work.wait(deadline)
 
 
 class FilledBuffer(TorchWork[Tensor]):
     """Works in flight that fill one buffer, of any shape: the result of `wait`. Its messages are not told apart."""
+
+    _tells_messages_apart = False
 
     def _finish(self) -> Tensor:
         self._leave()
@@ -101,6 +109,14 @@ class FilledBuffer(TorchWork[Tensor]):
 def _into(own: Tensor, x: Tensor) -> Tensor:
     """Return `own` with the values of `x`, of the same shape; the backend may have written them there already."""
     return own if offset_of(own) == offset_of(x) else own.copy_(x)
+
+
+def _without_buffers(incoming: Sequence[Incoming]) -> Sequence[Incoming]:
+    """Return the messages without buffers: whoever names them later must not keep what has been received."""
+    for message in incoming:
+        if message.into is not None:
+            return [Incoming(each.peer, each.specs) for each in incoming]
+    return incoming
 
 
 def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:

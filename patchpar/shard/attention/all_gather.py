@@ -25,9 +25,8 @@ from patchpar.shard.sdpa import AttentionCall
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Return this rank's output [B, N, c + l, D], by the kernel of `shared`. Raises ExchangeError."""
-    keys_values = (shared.k_BMlD, shared.v_BMlD)
-    gathered = _gathered(comm, axis, where, shared)
-    k_BMLD, v_BMLD = unpack_tokens(gathered, [x.shape[1] for x in keys_values])
+    heads = shared.k_BMlD.shape[1]
+    k_BMLD, v_BMLD = unpack_tokens(_gathered(comm, axis, where, shared), (heads, heads))
     return attend_to_all(shared, k_BMLD, v_BMLD)
 
 

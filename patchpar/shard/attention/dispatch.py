@@ -36,8 +36,9 @@ def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: 
     A kernel of the user's is called with all keys at once.
     """
     mode = MODES[keys.way]
-    if on_link_of(comm.transport, keys).overlap and shared.kernel is None:
-        mode = attend_in_parts
+    if shared.kernel is None and keys.way == "gather":
+        overlaps = comm.transport.collectives is None if keys.overlap is None else keys.overlap
+        mode = attend_in_parts if overlaps else mode
     if keys.ulysses > 1:
         keys.check_group_size(axis.size)
         mode = partial(attend_by_heads, degree=keys.ulysses, between=mode)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
     """Return the tensors side by side, [l, B, sum of N, D], in `into` where it is given."""
-    if into is None:
-        return torch.cat([x.permute(2, 0, 1, 3) for x in tensors_BNlD], 2)
-    # detached: where gradients are recorded nothing can be written into a buffer, and none pass through other ranks
-    alone = [x.detach() if x.requires_grad else x for x in tensors_BNlD]
-    return torch.cat([x.permute(2, 0, 1, 3) for x in alone], 2, out=into)
+    by_token: list[Tensor] = []
+    for x in tensors_BNlD:
+        # detached: where gradients are recorded nothing can be written to a buffer, and none pass through other ranks
+        alone = x.detach() if x.requires_grad and into is not None else x
+        by_token.append(alone.permute(2, 0, 1, 3))
+    return torch.cat(by_token, 2) if into is None else torch.cat(by_token, 2, out=into)
 
 
 def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:

@@ -8,9 +8,8 @@ c common ones, D head width.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +28,8 @@ class TokenSpan(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedQKV:
-    """Queries, keys and values of this rank: `common` tokens first, then its own.
-
-    `sizes`: the number of own tokens of each rank. `common_asks`: whether the common tokens are queries too, not only
-    keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `causal`: a token attends to
-    itself and those before it in the whole sequence. `kernel`: the user's own instead of scaled_dot_product_attention,
-    where all keys are attended to at once. Raises UnsupportedModel.
-    """
+class _Arguments(NamedTuple):
+    """The fields of `ShardedQKV`: a tuple, since every attention of every step makes one."""
 
     q_BNlD: Tensor
     k_BMlD: Tensor
@@ -51,10 +43,25 @@ class ShardedQKV:
     scale: float | None = None
     kernel: Callable[..., Tensor] | None = None
 
-    def __post_init__(self) -> None:
+
+class ShardedQKV(_Arguments):
+    """Queries, keys and values of this rank: `common` tokens first, then its own.
+
+    `sizes`: the number of own tokens of each rank. `common_asks`: whether the common tokens are queries too, not only
+    keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `causal`: a token attends to
+    itself and those before it in the whole sequence. `kernel`: the user's own instead of scaled_dot_product_attention,
+    where all keys are attended to at once. Raises UnsupportedModel.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, **arguments: Any) -> "ShardedQKV":
+        """Check the shapes."""
+        self = super().__new__(cls, **arguments)
         queries, keys, values = self.q_BNlD.shape, self.k_BMlD.shape, self.v_BMlD.shape
         local = self.common + self.sizes[self.group_rank]
-        if queries[2] != local - self.common + self.asking or keys[2] != local or values[2] != local:
+        asking = local if self.common_asks else local - self.common
+        if queries[2] != asking or keys[2] != local or values[2] != local:
             shapes = [tuple(shape) for shape in (queries, keys, values)]
             raise UnsupportedModel(
                 f"group rank {self.group_rank} has {self.common} common and {self.sizes[self.group_rank]} own tokens, "
@@ -64,6 +71,7 @@ class ShardedQKV:
             raise UnsupportedModel(f"keys are {tuple(keys)} and values {tuple(values)}: they are sent as one tensor")
         if queries[1] % keys[1]:
             raise UnsupportedModel(f"{queries[1]} query heads cannot share {keys[1]} key heads evenly")
+        return self
 
     @property
     def total(self) -> int:
@@ -142,7 +150,7 @@ class ShardedQKV:
         mask = self.mask
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask[:, start:stop]
-        return replace(self, mask=mask)
+        return self._replace(mask=mask)
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

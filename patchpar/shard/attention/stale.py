@@ -119,15 +119,11 @@ def _attend_beside_tokens(
             check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
         entry.state = _new_state(cache, where, entry, layout, call.key)
     state: RemoteTokens = entry.state
-    follows = {"continues": cache.continues, "next_is_exact": cache.next_is_exact}
-    if isinstance(state, LateTokens) and (not patch.fresh or state.needs_last(**follows)):
+    if patch.fresh:
+        return _attend_and_remember(patch, where, grid, call, entry)
+    if isinstance(state, LateTokens):
         cache.window.reach(state.index)
     state.arrived(entry.take())
-    if patch.fresh:
-        fresh = state.write_fresh(here)
-        result = _attend_now(patch, where, grid, call, state.layout.fresh, fresh)
-        state.remember(fresh, **follows)
-        return result
     attended = state.write(here)
     if patch.frozen:
         state.repeat(attended, patch.step_ratio)
@@ -140,6 +136,23 @@ def _attend_beside_tokens(
         return state.attend(call, attended)
     result = state.attend(call, attended)  # before the next values may arrive where it reads
     entry.pending = _sent(patch, where, attended, state, entry)
+    return result
+
+
+def _attend_and_remember(
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry
+) -> Tensor:
+    """Attend to fresh tokens of all ranks, and store what the next step needs of them."""
+    cache, state = patch.cache, entry.state
+    assert cache is not None
+    assert isinstance(state, RemoteTokens)
+    follows = {"continues": cache.continues, "next_is_exact": cache.next_is_exact}
+    if isinstance(state, LateTokens) and state.needs_last(**follows):
+        cache.window.reach(state.index)
+    state.arrived(entry.take())
+    fresh = state.write_fresh(_here(call))
+    result = _attend_now(patch, where, grid, call, state.layout.fresh, fresh)
+    state.remember(fresh, **follows)
     return result
 
 

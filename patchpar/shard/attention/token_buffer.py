@@ -3,8 +3,6 @@
 Shape letters: T tokens of the buffer, l some of them, B batch, N heads, D head width, q queries.
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from patchpar.comm.exchange_part import ExchangePart
@@ -47,7 +45,9 @@ def attend_to_tokens(
     """Return attention [B, N, q, D] of the call's queries to `tokens` [T, 2, B, N, D]; `mask` has their columns."""
     key, value = keys_values(tokens) if views is None else views.keys_values(tokens)
     gqa = call.query.shape[1] != key.shape[1]
-    return replace(call, key=key, value=value, attn_mask=mask, enable_gqa=gqa).run()
+    return AttentionCall(
+        call.query, key, value, mask, call.dropout_p, call.is_causal, call.scale, gqa, call.kernel
+    ).run()
 
 
 def in_batches(tokens: Tensor) -> KeysValues:

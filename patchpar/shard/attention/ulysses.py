@@ -13,7 +13,7 @@ Shape letters: as in `sharded_qkv`; n, m query and key heads of this rank, t tok
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def attend_by_heads(
     inner = tokens_to_heads(comm, group, where, shared, split, sizes)
     totals = [sum(shared.sizes[start : start + degree]) for start in range(0, axis.size, degree)]
     mine = split[group.rank].query
-    inner = replace(inner, sizes=tuple(totals), group_rank=across.rank).with_heads(mine.start, mine.stop)
+    inner = inner._replace(sizes=tuple(totals), group_rank=across.rank).with_heads(mine.start, mine.stop)
     if across.size == 1:
         out_BnLD = attend_to_all(inner, inner.k_BMlD, inner.v_BMlD)
     else:
@@ -118,8 +118,7 @@ def tokens_to_heads(
     received = FlatParts(whole.narrow(0, shared.common, sum(sizes)).view(-1), tuple(token * size for size in sizes))
     comm.all_to_all(group, "heads", where, _by_heads(own, split), received).wait()
     q_BnLD, k_BmLD, v_BmLD = unpack_tokens(whole, mine.heads)
-    return replace(
-        shared,
+    return shared._replace(
         q_BNlD=q_BnLD.narrow(2, shared.common - shared.asking, shared.asking + sum(sizes)),
         k_BMlD=mine.keys_for(k_BmLD),
         v_BMlD=mine.keys_for(v_BmLD),

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, update_wrapper
 from importlib.util import find_spec
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,13 +63,31 @@ def nothing(*_: object) -> None:
     """The fake of operators that only write to their arguments."""
 
 
-def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake: Callable[P, R]) -> Callable[P, R]:
+class FusedOp(Generic[P, R]):
+    """Runs an operator on GPUs, and its eager twin elsewhere. The first argument decides, a tensor of any shape.
+
+    An operator's dispatch to Python costs 10 us, so that its kernel is launched without it where nothing watches or
+    records operators.
+    """
+
+    def __init__(self, operator: Any, eager: Callable[P, R], launch: Callable[P, R]) -> None:
+        self._operator, self._eager, self._launch = operator, eager, launch
+        update_wrapper(self, eager)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x: Any = args[0]
+        return (self.fused if is_fused(x) else self._eager)(*args, **kwargs)
+
+    def fused(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """As a call, with a first argument that `is_fused`."""
+        return (self._operator if _is_recorded(args[0]) else self._launch)(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake: Callable[P, R]) -> FusedOp[P, R]:
     """Register `patchpar::<schema>`; return a function that runs the operator on GPUs and calls `eager` elsewhere.
 
     `launch` is exactly one kernel launch. `fake` returns empty tensors of the same shapes, dtypes and strides as
-    `eager`. The first argument decides, a tensor of any shape. An operator's dispatch to Python costs 10 us, so that
-    `launch` is called without it where nothing watches or records operators. The operator has no backward: denoisers
-    and VAEs run without gradients.
+    `eager`. The operator has no backward: denoisers and VAEs run without gradients.
     """
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
@@ -77,12 +95,4 @@ def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake
     _LIBRARY.impl(name, launch, CUDA.upper())  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     _NAMES.append(f"{NAMESPACE}::{name}")
-    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        x: Tensor = args[0]  # type: ignore[assignment]
-        if not is_fused(x):
-            return eager(*args, **kwargs)
-        return (operator if _is_recorded(x) else launch)(*args, **kwargs)
-
-    return update_wrapper(call, eager)
+    return FusedOp(getattr(getattr(torch.ops, NAMESPACE), name).default, eager, launch)

@@ -169,6 +169,6 @@ def moments_of_band(x: Tensor, groups: int) -> Tensor:
     """
     if not is_fused(x):
         return group_moments_eager(x, groups).view(-1)
-    parts = parts_of_group(x, groups)
-    packed = group_moments(dense(x), groups, parts)
-    return packed.view(-1) if parts == 1 else merge_parts(packed)
+    parts = _parts_of(x.shape, groups)
+    packed = group_moments.fused(dense(x), groups, parts)
+    return packed.view(-1) if parts == 1 else merge_parts.fused(packed)

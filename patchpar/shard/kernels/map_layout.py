@@ -1,5 +1,7 @@
 """Where the values of a map are in memory: channel by channel, or the channels of each pixel side by side."""
 
+from functools import cache
+
 from torch import Tensor
 
 
@@ -22,6 +24,7 @@ def empty_with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     return x.new_empty(shape)
 
 
+@cache  # every launch asks
 def power_of_2(least: int) -> int:
     """Return the smallest power of two that is at least `least`, as blocks of Triton programs have to be."""
     return 1 << (least - 1).bit_length()

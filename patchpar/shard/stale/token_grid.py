@@ -5,6 +5,7 @@ Shape letters: l tokens, p planes, r rows, c columns of each, C numbers of one t
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class LevelGrid(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return _sizes_of(self.bands, self.across.num_tokens)
+        return _sizes_of(self.bands.starts, self.across)
 
     @property
     def total_tokens(self) -> int:
@@ -49,9 +50,10 @@ class LevelGrid(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # every attention layer asks, in every call
-def _sizes_of(bands: Bands, tokens: int) -> tuple[int, ...]:
-    """Return the tokens of each rank, of so many in a row."""
-    return tuple(bands.size(group_rank) * tokens for group_rank in range(len(bands)))
+def _sizes_of(starts: tuple[int, ...], across: TokensAcross) -> tuple[int, ...]:
+    """Return the tokens of each rank, whose bands begin there."""
+    tokens = across.num_tokens
+    return tuple((stop - start) * tokens for start, stop in pairwise(starts))
 
 
 def take(x: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:

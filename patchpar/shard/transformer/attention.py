@@ -5,8 +5,8 @@ Where queries and keys are the same tokens, as nearly always, or the queries are
 first. Common tokens are those that every rank holds, such as text that is not split.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -113,11 +113,13 @@ def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionC
         return attend_split(split, where, runs, call.with_heads()).squeeze(1)
     if call.attn_mask is not None and call.attn_mask.ndim == 2 and runs.runs[0][0].mask_dims == 4:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
-        call = replace(call, attn_mask=call.attn_mask[:, None, None])
+        call = call._replace(attn_mask=call.attn_mask[:, None, None])
     queries, keys, first = runs.placed(call.query.shape[-2], call.key.shape[-2])
     if not first:
-        return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
-    call = _with_whole_mask(split, where, call, queries, keys, first)
+        return call._replace(attn_mask=queries.rows(call.attn_mask)).run()
+    if call.attn_mask is not None or call.is_causal:
+        mask = _whole_mask(split, where, call, queries, keys, first)
+        call = call._replace(attn_mask=mask, is_causal=False)
     remembered = split.attend_remembered(where, keys, queries, runs.runs[0][1], call)
     return _attend_with_others(split, where, runs, call, queries, keys) if remembered is None else remembered
 
@@ -127,24 +129,16 @@ def _attend_with_others(
 ) -> Tensor:
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
-        return replace(call, attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
+        return call._replace(attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
     entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
     if split.patch is not None and entry is not None:
         stale = common_first(where, call, queries, keys)
-        return queries.in_order(attend_with_past(split.patch, where, runs.rows, stale, entry), 2)
+        out = attend_with_past(split.patch, where, runs.rows, stale, entry)
+        return out if queries.is_common_first else queries.in_order(out, 2)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
-    return replace(call, key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
-
-
-def _with_whole_mask(
-    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens, first: Runs
-) -> AttentionCall:
-    """Return the call with causality as a mask, and a mask with a column for every key of the whole."""
-    if call.attn_mask is None and not call.is_causal:
-        return call
-    return replace(call, attn_mask=_whole_mask(split, where, call, queries, keys, first), is_causal=False)
+    return call._replace(key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
 
 def _whole_mask(
@@ -224,8 +218,7 @@ def _fits_a_mode(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -
     mask = call.attn_mask
     rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, queries.whole)
     shaped = call.query.ndim == 4 and call.value.shape[-1] == call.key.shape[-1]
-    own_alone = queries.own == queries.local == keys.own
-    return (queries == keys or own_alone) and rows_whole and shaped
+    return rows_whole and shaped and (queries is keys or queries.own == queries.local == keys.own)
 
 
 def common_first(where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> AttentionCall:
@@ -233,18 +226,18 @@ def common_first(where: str, call: AttentionCall, queries: SplitTokens, keys: Sp
     if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
     query, key, value = _tensors_common_first(call, queries, keys)
-    mask = queries.rows(call.attn_mask)
+    mask = call.attn_mask if call.attn_mask is None else queries.rows(call.attn_mask)
     if mask is not None:
         mask = keys.by_rank(mask, -1) if mask.shape[-1] > 1 else mask
         mask = queries.common_first(mask, -2) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
-    return replace(call, query=query, key=key, value=value, attn_mask=mask)
+    return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
-def _tensors_common_first(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> Iterator[Tensor]:
-    yield queries.common_first(call.query, 2)
-    yield keys.common_first(call.key, 2)
-    yield keys.common_first(call.value, 2)
+def _tensors_common_first(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> tuple[Tensor, ...]:
+    if queries.is_common_first and keys.is_common_first:
+        return call[:3]
+    return queries.common_first(call.query, 2), keys.common_first(call.key, 2), keys.common_first(call.value, 2)
 
 
 def _by_mode(
@@ -263,9 +256,10 @@ def _by_mode(
         sizes=keys.sizes,
         group_rank=split.axis.rank,
         common=keys.common,
-        common_asks=queries == keys,
+        common_asks=queries is keys,
         mask=mask,
         scale=call.scale,
         kernel=call.kernel,
     )
-    return queries.in_order(mode(split.comm, split.axis, where, shared), 2)
+    out = mode(split.comm, split.axis, where, shared)
+    return out if queries.is_common_first else queries.in_order(out, 2)

@@ -16,7 +16,8 @@ from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TextPlan, TokenPlan, TokenRows
 
 NO_TEXT = TextPlan(inputs={}, attentions=(), outputs={})
-_LEAVES = (Tensor, int, float, str, bool, type(None))
+_PLAIN: tuple[type, ...] = (int, float, str, bool, type(None))
+_LEAVES = (Tensor, *_PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,13 @@ def _form_of(tree: Any, leaves: list[Any]) -> Any:
         return _form_of_leaf(tree, kind, leaves)
     form: list[Any] = [kind, tuple(tree)] if kind is dict else [kind]
     for each in tree.values() if kind is dict else tree:
-        if type(each) is Tensor:  # most are, and a call for each would cost as much as all else
+        kind = type(each)  # a call for each leaf would cost as much as all else
+        if kind is Tensor or kind is LocalTokens:
             leaves.append(each)
-            form.append(each.ndim)
+            form.append((each if kind is Tensor else each.own).ndim)
+        elif kind in _PLAIN:
+            leaves.append(each)
+            form.append(kind)
         else:
             form.append(_form_of(each, leaves))
     return tuple(form)
@@ -128,7 +133,9 @@ def _filled(form: Any, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     kind = form[0]
     items = form[2:] if kind is dict else form[1:]
-    found = [_filled(each, leaves) if isinstance(each, _INNER) else next(leaves) for each in items]
+    found: list[Any] = []
+    for each in items:
+        found.append(_filled(each, leaves) if isinstance(each, _INNER) else next(leaves))
     return dict(zip(form[1], found, strict=True)) if kind is dict else kind(found)
 
 

@@ -40,12 +40,12 @@ class KnownRuns:
     """The runs of blocks in calls so far: the same in every step of an image."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, TokenRanges, TokenRanges | None], BlockRuns] = {}
+        self._found: dict[tuple[int, int, int], BlockRuns] = {}  # by the ids of what each of them keeps
         self._same: dict[Runs, Runs] = {}
 
     def of(self, plan: BlockPlan, rule: ArgumentRule, ranges: TokenRanges, text: TokenRanges | None) -> BlockRuns:
         """Return the runs of a block that is called by `rule`. Equal runs of several blocks are one object."""
-        key = (id(rule), ranges, text)  # what is found keeps the rule
+        key = (id(rule), id(ranges), id(text))
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = BlockRuns(plan, rule, ranges, text)

@@ -8,8 +8,8 @@ So the last layers of a model run on our tokens, and the prediction is gathered 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ Function = Callable[..., Any]
 Rule = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSource:
+class TokenSource(NamedTuple):
     """The block `where` that made local tokens: the runs they are of, and the function that gathers those of all ranks.
 
     All runs are along one dim, `dim`.

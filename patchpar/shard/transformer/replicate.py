@@ -3,7 +3,6 @@
 Its attention is split by heads, which are independent, if it calls scaled_dot_product_attention.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,5 +72,5 @@ def attend_by_heads(split: TokenSplit, where: str, call: AttentionCall) -> Tenso
     mask = call.attn_mask
     if mask is not None and mask.ndim >= -HEADS and mask.shape[HEADS] > 1:
         mask = ranges.own(mask, HEADS)
-    out = replace(call, query=query, key=key, value=value, attn_mask=mask).run().contiguous()
+    out = call._replace(query=query, key=key, value=value, attn_mask=mask).run().contiguous()
     return torch.cat(AllGather(split.comm, split.axis, "tokens", where).parts(out, 1, ranges.sizes), 1)

@@ -106,19 +106,20 @@ class SplitTokens:
         return None if mask is None else self.cut(mask, -2)
 
     @cached_property
-    def _is_common_first(self) -> bool:
+    def is_common_first(self) -> bool:
+        """Whether all common tokens are before the split ones."""
         return not any(self._gaps[1:])
 
     def common_first(self, x: Tensor, dim: int) -> Tensor:
         """Reorder x, of any shape with the local tokens along `dim`: common tokens first, then our own."""
-        if self._is_common_first:
+        if self.is_common_first:
             return x
         common, own = self.parted(x, dim)
         return torch.cat([*common, *own], dim)
 
     def by_rank(self, mask: Tensor, dim: int) -> Tensor:
         """Reorder a mask of any shape that is whole along `dim`: common tokens first, then each rank's tokens."""
-        if self._is_common_first and (not self.runs or (len(self.runs) == 1 and self.runs[0].ranges.in_order)):
+        if self.is_common_first and (not self.runs or (len(self.runs) == 1 and self.runs[0].ranges.in_order)):
             return mask
         common, tokens = self._whole_parted(mask, dim)
         parts = [run.ranges.parts(x, dim) for run, x in zip(self.runs, tokens, strict=True)]
@@ -126,7 +127,7 @@ class SplitTokens:
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """Undo `common_first` for `x` of any shape."""
-        if self._is_common_first:
+        if self.is_common_first:
             return x
         gaps, counts = self._gaps, [ranges.count for _, ranges in self.runs]
         pieces = x.split_with_sizes([*gaps, *counts], dim)
@@ -134,7 +135,10 @@ class SplitTokens:
 
 
 class PlacedCall(NamedTuple):
-    """Where split tokens are among the queries and keys of a call. `first`: the first run of keys, if any."""
+    """Where split tokens are among the queries and keys of a call: one object where they are the same tokens.
+
+    `first`: the first run of keys, if any.
+    """
 
     queries: SplitTokens
     keys: SplitTokens
@@ -159,7 +163,8 @@ class CallRuns:
         if found is None:
             of_keys = runs_of((tokens.keys, ranges) for tokens, ranges in self.runs)
             of_queries = runs_of((tokens.queries, ranges) for tokens, ranges in self.runs)
-            found = PlacedCall(SplitTokens.of(queries, of_queries), SplitTokens.of(keys, of_keys), of_keys[:1])
+            own, others = SplitTokens.of(queries, of_queries), SplitTokens.of(keys, of_keys)
+            found = PlacedCall(own, own if own == others else others, of_keys[:1])
             self._placed[queries, keys] = found
         return found
 

@@ -6,7 +6,6 @@ Outputs of a block are `LocalTokens`: the next block takes them as they are, any
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled_op import attention_traced
-from patchpar.shard.sdpa import TORCHS, AttentionCall, AttentionReplaced, answered_by, as_torch_lays
+from patchpar.shard.sdpa import TORCHS, AttentionCall, answered_by, as_torch_lays, with_attention
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
@@ -54,7 +53,7 @@ class TokenCall:
         if block is None:  # the block is not split
             return call.run()
         if self.split.kernel is not None:
-            call = replace(call, kernel=self.split.kernel)
+            call = call._replace(kernel=self.split.kernel)
         if block.part is not None:
             return as_torch_lays(attend_by_heads(self.split, f"{block.part} heads", call))
         number, block.attentions = block.attentions, block.attentions + 1
@@ -84,7 +83,8 @@ class TokenCall:
     def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
         """Return the arguments of the block for our tokens. Raises PlanError, UnsupportedModel."""
         ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
-        found = self.runs.of(block.plan, rule, ranges, self.layout.text_ranges(rule, leaves, ranges.num_tokens))
+        text = self._text_ranges(rule, leaves, ranges) if rule.text else None
+        found = self.runs.of(block.plan, rule, ranges, text)
         block.begin(found)
         runs = found.inputs
         own = list(leaves)
@@ -107,8 +107,7 @@ class TokenCall:
         """Run the block on our tokens, which are all that its outputs have. `traced`: it is compiled."""
         self.block = block
         try:
-            with self._around(block, traced=traced):
-                output = forward(*args, **kwargs)
+            output = self._run(block, forward, args, kwargs, traced=traced)
         finally:
             self.block = None
         leaves, form = leaves_and_form(output)
@@ -116,10 +115,11 @@ class TokenCall:
             leaves[number] = local_tokens(leaves[number], TokenSource(runs, block.path, self._gathered))
         return with_leaves(form, leaves)
 
-    def _around(self, block: BlockCall, *, traced: bool) -> AbstractContextManager[Any]:
-        if traced:
-            return attention_traced(self.attend)
-        return _WatchedFunctions(self, block) if block.watches(block.path) else AttentionReplaced(self.attend)
+    def _run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
+        if not traced and not (block.plan.watched and block.watches(block.path)):
+            return with_attention(self.attend, forward, args, kwargs)
+        with attention_traced(self.attend) if traced else _WatchedFunctions(self, block):
+            return forward(*args, **kwargs)
 
     def watched(self, path: str) -> AbstractContextManager[Any]:
         """Context for the module at `path`: its functions are intercepted where the running block's plan says so."""
@@ -132,6 +132,16 @@ class TokenCall:
             if isinstance(leaves[number], LocalTokens) and leaves[number].source.runs[0].rows == rows:
                 return leaves[number].source.runs[0].ranges
         return self.layout.ranges(block.path, block.plan, rule, leaves)
+
+    def _text_ranges(self, rule: ArgumentRule, leaves: list[Any], first: TokenRanges) -> TokenRanges | None:
+        """Return the ranges of a second run of tokens, beside the `first`: those of an argument that is cut already."""
+        number, rows = rule.text[0]
+        x = leaves[number]
+        if isinstance(x, LocalTokens):
+            for run in x.source.runs:
+                if run.rows == rows:
+                    return run.ranges
+        return self.layout.text_ranges(rule, leaves, first.num_tokens)
 
     def _own(self, x: Tensor, runs: Runs) -> Tensor:
         """Return an argument with our tokens only of the `runs` in it."""

@@ -65,7 +65,10 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         else:
             edges = patch.edges(x, feeds.before, feeds.after)
             received, halo = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
-            moments = torch.stack([received[rank][0] if rank in received else own for rank in range(patch.axis.size)])
+            by_rank: list[Tensor] = []
+            for rank in range(patch.axis.size):
+                by_rank.append(received[rank][0] if rank in received else own)
+            moments = torch.cat(by_rank).view(patch.axis.size, -1)
         if entry is not None:
             rows = moments.unbind(0)  # this rank's too, so that its own tensor is not held beside them
             entry.keep({patch.axis.ranks[other]: [rows[other]] for other in patch.axis.others}, rows[patch.axis.rank])
@@ -195,8 +198,9 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 def _joins(conv: Conv, own: Tensor, dim: int, stencil: Stencil, *, has_halo: bool) -> bool:
     """Whether the band `own` [B, C, ..., h, W] is joined with its halo before it is convolved."""
-    reads_beyond = stencil.before + stencil.after > 0
-    return is_thin(own.shape[dim], stencil) or (reads_beyond and copies_band(conv, own, has_halo=has_halo))
+    if is_thin(own.shape[dim], stencil):
+        return True
+    return stencil.before + stencil.after > 0 and copies_band(conv, own, has_halo=has_halo)
 
 
 def _ready(halo: Halo | RawHalo | Callable[[], Halo]) -> Halo:

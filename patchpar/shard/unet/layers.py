@@ -101,12 +101,13 @@ def normalise(
     Also the terms [3, B * C] of its channels, for a neighbour's rows. `now`, `least` and `published` are for
     stale moments, see `kernels.group_norm`.
     """
-    x = dense(x) if is_fused(x) else x
-    return normalise_groups(x, moments, norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published)
+    options = norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published
+    if is_fused(x):
+        return normalise_groups.fused(dense(x), moments, *options)
+    return normalise_groups(x, moments, *options)
 
 
-@dataclass(frozen=True, slots=True)
-class RawHalo:
+class RawHalo(NamedTuple):
     """The neighbours' rows as the exchange of a norm brings them, and what makes a convolution's halo of them."""
 
     halo: Halo
@@ -123,10 +124,14 @@ class RawHalo:
     @property
     def activates_by_silu(self) -> bool | None:
         """Whether the rows are only activated by SiLU; False where they are not activated; None for anything else."""
-        activations = [each for each in self.activations if each.training or not isinstance(each, PASSING)]
-        if len(activations) > 1 or not all(isinstance(each, nn.SiLU) for each in activations):
-            return None
-        return bool(activations)
+        silu = False
+        for each in self.activations:
+            if isinstance(each, PASSING) and not each.training:
+                continue
+            if silu or not isinstance(each, nn.SiLU):
+                return None
+            silu = True
+        return silu
 
     def _activated(self, rows: Tensor) -> Tensor:
         for activation in self.activations:
@@ -150,9 +155,13 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
     """
     padding = list(conv.padding)
     padding[dim] = 0
-    function: Callable[..., Tensor] = F.conv2d if conv.weight.ndim == 4 else F.conv3d
-    bias = None if conv.bias is None else conv.bias.to(x.dtype)
-    return function(x, conv.weight.to(x.dtype), bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
+    weight, bias, dtype = conv.weight, conv.bias, x.dtype  # of a module each name costs a call
+    function: Callable[..., Tensor] = F.conv2d if weight.ndim == 4 else F.conv3d
+    if weight.dtype != dtype:
+        weight = weight.to(dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    return function(x, weight, bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
 
 
 def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
@@ -214,14 +223,18 @@ def join_halo(
     Also contiguous copies of the `first` and of the `last` rows of `x`.
     """
     (before, after), terms, silu = _unpacked(halo)
-    size = x.shape[dim]
-    outputs = -(-size // stencil.stride)
-    needed = max(0, (outputs - 1) * stencil.stride + stencil.extent - stencil.padding - size)
     rows_before = stencil.before if before is None else before.shape[dim]
-    rows_after = needed if after is None else after.shape[dim]
-    if is_fused(x):
-        x, before, after = dense(x), *(None if rows is None else rows.contiguous() for rows in (before, after))
-    return concat_halo(x, before, after, rows_before, rows_after, dim, terms, silu, first, last)
+    rows_after = _rows_needed(stencil, x.shape[dim]) if after is None else after.shape[dim]
+    if not is_fused(x):
+        return concat_halo(x, before, after, rows_before, rows_after, dim, terms, silu, first, last)
+    before, after = before if before is None else before.contiguous(), after if after is None else after.contiguous()
+    return concat_halo.fused(dense(x), before, after, rows_before, rows_after, dim, terms, silu, first, last)
+
+
+def _rows_needed(stencil: Stencil, size: int) -> int:
+    """Return how many rows after `size` of them a convolution reads."""
+    outputs = -(-size // stencil.stride)
+    return max(0, (outputs - 1) * stencil.stride + stencil.extent - stencil.padding - size)
 
 
 def _unpacked(halo: Halo | RawHalo) -> tuple[Halo, Tensor | None, bool]:

@@ -11,7 +11,7 @@ window can be used unchanged. In the first step with windows there is no context
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -235,7 +235,7 @@ class _ContextAttention(SdpaMode):
             return call.run()
         self.passed.add(path)
         joined = self._window_context.with_neighbours(path, self._evaluation, KVPair(call.key, call.value))
-        return replace(call, key=joined.key, value=joined.value).run()
+        return call._replace(key=joined.key, value=joined.value).run()
 
 
 def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:
