@@ -9,7 +9,7 @@ diffusers and transformers decide which weights are cast, and to what. What any 
 
 import importlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from patchpar.launch.file_pages import FilePages
 from patchpar.shard.hooks import HookSet
@@ -77,7 +76,7 @@ class DeferredCasts:
         self._into.setdefault(x.untyped_storage().data_ptr(), []).append(address)
         return made
 
-    def make_for(self, tensors: Sequence[Tensor], *, written: bool) -> None:
+    def make_for(self, tensors: Iterable[Tensor], *, written: bool) -> None:
         """Make the casts into these tensors of any shape, and if they are `written` to also those of them."""
         for address in filter(None, map(_address, tensors)) if self._casts else ():
             for missing in (address, *(self._into.pop(address, ()) if written else ())):
@@ -121,11 +120,19 @@ class _CastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._into.make_for(tensors, written=func._schema.is_mutable)
+        self._into.make_for(_tensors_in((*args, *kwargs.values())), written=func._schema.is_mutable)
         if func is torch.ops.aten._to_copy.default and _is_large_cast(args[0], kwargs):
             return self._into.defer(args[0], kwargs["dtype"])
         return func(*args, **kwargs)
+
+
+def _tensors_in(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors, of any shape, among arguments of an operator, which nests them in lists at most."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from (x for x in each if isinstance(x, Tensor))
 
 
 def _is_large_cast(x: Tensor, kwargs: dict[str, Any]) -> bool:
