@@ -179,3 +179,15 @@ def test_sentences(page: str, words: str) -> None:
 @pytest.mark.parametrize("page", sorted(FIGURES.glob("*.md")), ids=lambda page: page.stem)
 def test_pages_and_what_programs_read_are_the_same(page: Path) -> None:
     assert json.loads(page.with_suffix(".json").read_text()) == contents(page.read_text())
+
+
+def test_which_plan_fits_which_card() -> None:
+    """The table of the page on larger models is a part of what was computed."""
+    page = (REPOSITORY / "docs" / "howto" / "larger-models.md").read_text()
+    table = rows(page, "Which plan fits which card")
+    assert len(table) == 6
+    for row in table:
+        of_model = {each["cards"]: each for each in written("fits", row["model"])}
+        for cell in [name for name in row if name != "model"]:
+            count, _, card = cell.partition(" x ")
+            assert row[cell] == of_model[count][card]

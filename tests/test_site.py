@@ -58,6 +58,7 @@ HOW_TOS = (
     "several-machines",
     "lora-and-controlnet",
     "large-images",
+    "larger-models",
     "stream",
     "add-a-model",
     "add-a-strategy",

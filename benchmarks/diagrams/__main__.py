@@ -13,6 +13,7 @@ from benchmarks.diagrams.large import structure
 from benchmarks.diagrams.ranks import guidance, mesh, stages
 from benchmarks.diagrams.steps import context, staleness
 from benchmarks.diagrams.tokens import rings
+from benchmarks.diagrams.weights import piped, slots
 
 FOLDER = Path(__file__).parents[2] / "assets" / "figures"
 DIAGRAMS: dict[str, Callable[[], str]] = {
@@ -26,6 +27,8 @@ DIAGRAMS: dict[str, Callable[[], str]] = {
     "structure": structure,
     "vae": vae,
     "stages": stages,
+    "slots": slots,
+    "piped": piped,
     "icon": icon,
 }
 

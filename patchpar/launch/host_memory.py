@@ -1,7 +1,29 @@
-"""Free memory of this host."""
+"""Free memory of this host, and of the devices of ranks."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """Free bytes on each device, None for ranks on the CPU, and of the host; None where they are unknown."""
+
+    device: int | None
+    host: int | None
+
+    @classmethod
+    def least(cls, found: Sequence["FreeMemory"]) -> "FreeMemory":
+        """Return what is free on every rank."""
+        devices = [each.device for each in found if each.device is not None]
+        hosts = [each.host for each in found if each.host is not None]
+        return cls(device=min(devices, default=None), host=min(hosts, default=None))
+
+    def times(self, factor: float) -> "FreeMemory":
+        """Return a part of it."""
+        device, host = (None if each is None else int(each * factor) for each in (self.device, self.host))
+        return FreeMemory(device=device, host=host)
 
 
 def free_memory() -> int | None:

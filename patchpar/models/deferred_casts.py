@@ -1,7 +1,7 @@
 """Casts to another dtype while a model is loaded: noted, and made later, for the part of the weights that a rank keeps.
 
     from_pretrained      weight of the file, mapped  ->  to(float16): memory that nobody has written to takes none
-    read(x, a, b)        bytes a to b of the cast weight, for a shard
+    copy(x, a, b, into)  bytes a to b of the cast weight, for a shard
     finish()             all other casts, such as those of weights outside blocks
 
 diffusers and transformers decide which weights are cast, and to what. What any other operator reads is cast before it.
@@ -9,7 +9,7 @@ diffusers and transformers decide which weights are cast, and to what. What any 
 
 import importlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from patchpar.launch.file_pages import FilePages
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.weights.packed import HOST, memory_of
+from patchpar.shard.weights.packed import HOST, copy_memory, memory_of
 
 LEAST_BYTES = 2**14  # of a weight: smaller ones are cast at once
 LOADS_IN_THREADS = "transformers.core_model_loading"  # since transformers 5; a mode is one of its thread only
@@ -50,6 +49,7 @@ class DeferredCasts:
 
     def __init__(self) -> None:
         self._casts: dict[int, DeferredCast] = {}  # by the address of the storage
+        self._into: dict[int, list[int]] = {}  # the addresses of casts by that of their source
         self._pages: FilePages | None = None
 
     @contextmanager
@@ -71,34 +71,35 @@ class DeferredCasts:
         """Return a tensor for `x`, contiguous and of any shape, in another dtype, whose values are missing."""
         made = torch.empty(x.shape, dtype=dtype)
         storage = made.untyped_storage()
-        self._casts[storage.data_ptr()] = DeferredCast(x.detach(), dtype, weakref.ref(storage))
+        address = storage.data_ptr()
+        self._casts[address] = DeferredCast(x.detach(), dtype, weakref.ref(storage))
+        self._into.setdefault(x.untyped_storage().data_ptr(), []).append(address)
         return made
 
-    def make_for(self, tensors: Sequence[Tensor], *, written: bool) -> None:
+    def make_for(self, tensors: Iterable[Tensor], *, written: bool) -> None:
         """Make the casts into these tensors of any shape, and if they are `written` to also those of them."""
-        addresses = set(filter(None, map(_address, tensors))) if self._casts else set[int]()
-        sources = addresses if written else set[int]()
-        for address, cast in list(self._casts.items()):
-            if address in addresses or cast.source.untyped_storage().data_ptr() in sources:
-                self._casts.pop(address).make()
+        for address in filter(None, map(_address, tensors)) if self._casts else ():
+            for missing in (address, *(self._into.pop(address, ()) if written else ())):
+                if missing in self._casts:
+                    self._casts.pop(missing).make()
 
-    def read(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Return bytes of the memory of `x`, of any shape, as [last - first], once: pages of files are released."""
+    def copy(self, x: Tensor, first: int, last: int, into: Tensor) -> None:
+        """Copy bytes of the memory of `x`, of any shape, to `into` [last - first], once: file pages are released."""
         if self._pages is None:
             self._pages = FilePages()
         if x.device != HOST:
-            return memory_of(x, first, last)
+            copy_memory(x, first, last, into)
+            return
         address = _address(x)
         cast = None if address is None else self._casts.get(address)
         if address is None or cast is None or cast.storage() is None:
             part = memory_of(x, first, last)
-            found = part.clone()
+            into.copy_(part)
         else:
             size, begin = cast.dtype.itemsize, x.data_ptr() - address
             part = cast.source.view(-1)[(begin + first) // size : (begin + last) // size]
-            found = part.to(cast.dtype).view(torch.uint8)
+            into.view(cast.dtype).copy_(part)
         self._pages.release(part.data_ptr(), part.numel() * part.element_size())
-        return found
 
     def finish(self) -> None:
         """Make all casts whose result is still used."""
@@ -119,11 +120,19 @@ class _CastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._into.make_for(tensors, written=func._schema.is_mutable)
+        self._into.make_for(_tensors_in((*args, *kwargs.values())), written=func._schema.is_mutable)
         if func is torch.ops.aten._to_copy.default and _is_large_cast(args[0], kwargs):
             return self._into.defer(args[0], kwargs["dtype"])
         return func(*args, **kwargs)
+
+
+def _tensors_in(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors, of any shape, among arguments of an operator, which nests them in lists at most."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from (x for x in each if isinstance(x, Tensor))
 
 
 def _is_large_cast(x: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ Neither torch nor diffusers is imported, so that a bad path is refused before an
 import math
 import re
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,13 +179,19 @@ def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
 
 
 def check_memory(
-    model: str, folder: ModelFolder | None, options: Mapping[str, Any], devices: Sequence[str], plan: Plan | None = None
+    model: str,
+    folder: ModelFolder | None,
+    options: Mapping[str, Any],
+    devices: Sequence[str],
+    plan: Plan | None = None,
+    plan_that_fits: Callable[[], str] = str,
 ) -> None:
     """Raise PlanError if the weights that all ranks have in the host's memory at a time exceed what is free there.
 
     A rank on the CPU keeps its weights there, and one on a GPU has them there while it loads: in the dtype of the files
     they are pages of the files, which all ranks share; in another dtype each rank has a copy of its own. With weights
-    that `plan` divides, the ranks of an image have one copy together, on the CPU or hosted.
+    that `plan` divides, the ranks of an image have one copy together, on the CPU or hosted. `plan_that_fits`: advice to
+    use such a plan, or nothing.
     """
     need, free = needed_bytes(folder, options), free_memory()
     on_cpu = sum(device == "cpu" for device in devices)
@@ -197,14 +203,15 @@ def check_memory(
         return
     fitting = free // need
     way_out = f"use at most {fitting} of them or a smaller dtype" if fitting else "use a smaller dtype"
+    fitting_plan = "" if on_gpus else plan_that_fits()
     if on_gpus:
         way_out = f"{way_out}, best that of the files, which is not converted"
-    elif len(devices) > 1 and fitting and (plan is None or plan.weights == "whole"):
+    elif not fitting_plan and len(devices) > 1 and fitting and (plan is None or plan.weights == "whole"):
         way_out = f"{way_out}, or divide the weights between them (weights=sharded in the plan)"
     raise PlanError(
         f"{ranks} {'GPU' if on_gpus else 'CPU'} {'rank needs' if ranks == 1 else 'ranks need'} about "
         f"{need * ranks / 2**30:.2f} GiB {'of host memory to convert' if on_gpus else 'for'} the weights of {model}, "
-        f"but only {free / 2**30:.2f} GiB are free: {way_out}"
+        f"but only {free / 2**30:.2f} GiB are free: {fitting_plan}{way_out}"
     )
 
 

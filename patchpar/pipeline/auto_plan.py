@@ -6,7 +6,8 @@
    rows of tokens for each device.
 3. Prompts stay in one batch if a callback needs all of them, or if a part of them would give other images.
 4. A device that would not make the call faster stays idle, and the reason is reported.
-5. From 1.5 times the model's native size on both sides, models repeat objects: then there is advice how to ask for
+5. Where whole weights do not fit (see `auto_weights`), all devices work on one image, for which they hold the weights.
+6. From 1.5 times the model's native size on both sides, models repeat objects: then there is advice how to ask for
    structure guidance. `upscale`, which is not a method of diffusers, uses it at these sizes.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import IMAGE_ARGUMENTS, split_call
@@ -23,6 +25,7 @@ from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import MemoryEstimate, is_large, units_of
 
 ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: positions in the whole image
+WHOLE = WeightChoice()
 UNITS_PER_BAND = 2  # with fewer, halos and waiting cost more than a further rank computes
 
 
@@ -40,13 +43,16 @@ class PlanChoice:
         return "; ".join(filter(None, (self.reason, self.advice)))
 
 
-Rule = Callable[[PipelineInfo, int, Mapping[str, Any]], PlanChoice]
+Rule = Callable[[PipelineInfo, int, Mapping[str, Any], WeightChoice], PlanChoice]
 
 
-def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
-    """Return the plan for a call with `kwargs` on `devices` devices. Its image is that of plain diffusers."""
-    choice, large = _exact(model, devices, kwargs), LargeImage.of(model, devices, kwargs)
-    if large is None or large.why_not:
+def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], weights: WeightChoice = WHOLE) -> PlanChoice:
+    """Return the plan for a call with `kwargs` on `devices` devices. Its image is that of plain diffusers.
+
+    `weights`: where they are. Raises PlanError where they are on devices between which the call cannot be divided.
+    """
+    choice, large = _exact(model, devices, kwargs, weights), LargeImage.of(model, devices, kwargs)
+    if large is None or large.why_not or weights.plan is not None:
         return choice
     return replace(
         choice,
@@ -55,12 +61,18 @@ def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
     )
 
 
-def choose_for_upscale(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
-    """Return the plan that keeps a large image close to the one it starts from: structure guidance where possible."""
+def choose_for_upscale(
+    model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], weights: WeightChoice = WHOLE
+) -> PlanChoice:
+    """Return the plan that keeps a large image close to the one it starts from: structure guidance where possible.
+
+    `weights`, errors: see `choose`.
+    """
     large = LargeImage.of(model, devices, kwargs)
-    if large is None or large.why_not:
-        choice = _exact(model, devices, kwargs)
-        why_not = "" if large is None else f"; {large.ratio}, but no structure guidance: {large.why_not}"
+    if large is None or large.why_not or weights.plan is not None:
+        choice = _exact(model, devices, kwargs, weights)
+        reason = "" if large is None else large.why_not or "it takes whole weights"
+        why_not = "" if large is None else f"; {large.ratio}, but no structure guidance: {reason}"
         return replace(choice, reason=choice.reason + why_not)
     unused = devices - large.plan.patch
     idle = f"; {unused} of {devices} devices idle: no more windows" if unused else ""
@@ -94,35 +106,70 @@ class LargeImage:
         )
 
 
-def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
+def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], weights: WeightChoice) -> PlanChoice:
     """Return the plan that generates the image of plain diffusers."""
+    if weights.plan is not None:
+        return _with_all_devices(model, devices, kwargs, weights)
     if devices == 1:
         return PlanChoice(Plan(), "one device: the plain pipeline")
-    branches, prompts = model.branches(kwargs), _prompts(kwargs)
+    prompts = _prompts(kwargs)
     one_batch = _why_one_batch(model, kwargs) if prompts > 1 else ""
-    work = Workload(
-        prompts=1 if one_batch else prompts,
-        branches=branches,
-        most_bands=_most_bands(model, devices, model.size(kwargs)),
-        units=_units(model, model.size(kwargs)) if model.splits_into_bands else None,
-    )
+    work = _work(model, devices, kwargs, 1 if one_batch else prompts)
     plan, reasons = work.soonest(devices), []
     if plan.data > 1:
         reasons.append(f"{prompts} prompts over {plan.data} groups, which exchange nothing")
     elif one_batch:
         reasons.append(f"{prompts} prompts stay in one batch: {one_batch}")
-    if plan.cfg > 1:
-        part = {2: "half", 3: "third"}.get(plan.cfg, f"{plan.cfg}th")
-        reasons.append(f"guidance is on: one branch for each {part} of the devices")
-    elif branches > 1 and plan.patch > 1:
-        reasons.append(f"guidance is not split, because {_why_whole(branches, devices)}")
-    if plan.patch > 1:
-        bands = plan.patch
-        reasons.append(f"the image in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
+    reasons += _reasons(model, work, plan, devices)
     if plan.world_size < devices:
         idle = f"{devices - plan.world_size} of {devices} devices idle"
         reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
     return PlanChoice(plan, "; ".join(reasons))
+
+
+def _with_all_devices(
+    model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], weights: WeightChoice
+) -> PlanChoice:
+    """Return the plan of a call whose image all devices have to work on, since the weights are divided between them."""
+    work = _work(model, devices, kwargs, 1)
+    shapes = [plan for plan in work.shapes(devices) if plan.world_size == devices]
+    if not shapes:
+        most = max(plan.world_size for plan in work.shapes(devices))
+        reason = model.unsplit_reason or (
+            f"it has {work.branches} guidance branch{'es' * (work.branches > 1)} and an image of at most "
+            f"{work.most_bands} part{'s' * (work.most_bands > 1)}"
+        )
+        raise PlanError(
+            f"the weights are held by {devices} devices together ({weights.reason}), but the work of this call cannot "
+            f"be divided between all of them: {reason}. Use devices={most}, or a larger image"
+        )
+    plan = work.first_of(shapes)
+    reasons = _reasons(model, work, plan, devices) if devices > 1 else ["one device"]
+    return PlanChoice(weights.applied_to(plan), "; ".join([*reasons, weights.reason]))
+
+
+def _work(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], prompts: int) -> Workload:
+    size = model.size(kwargs)
+    return Workload(
+        prompts=prompts,
+        branches=model.branches(kwargs),
+        most_bands=_most_bands(model, devices, size),
+        units=_units(model, size) if model.splits_into_bands else None,
+    )
+
+
+def _reasons(model: PipelineInfo, work: Workload, plan: Plan, devices: int) -> list[str]:
+    """Return why guidance and the image are divided as in `plan`."""
+    reasons = []
+    if plan.cfg > 1:
+        part = {2: "half", 3: "third"}.get(plan.cfg, f"{plan.cfg}th")
+        reasons.append(f"guidance is on: one branch for each {part} of the devices")
+    elif work.branches > 1 and plan.patch > 1:
+        reasons.append(f"guidance is not split, because {_why_whole(work.branches, devices)}")
+    if plan.patch > 1:
+        bands = plan.patch
+        reasons.append(f"the image in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
+    return reasons
 
 
 def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo | None:

@@ -103,10 +103,13 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             self.check(plain, call, result)
 
     def _divide_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
-        if self.tensor is not None:
-            self.tensor.prepare(_on_lists_of_its_own(plain), call)
+        plain = _on_lists_of_its_own(plain)
+        if self.tensor is not None and self.weights is not None:
+            self.weights.divide_features(self.tensor, plain, call)
+        elif self.tensor is not None:
+            self.tensor.prepare(plain, call)
         if self.weights is not None:
-            self.weights.before_denoiser(module, _on_lists_of_its_own(plain), call)
+            self.weights.before_denoiser(module, plain, call)
 
     @property
     def _splits_calls(self) -> bool:

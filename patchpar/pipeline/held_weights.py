@@ -4,25 +4,27 @@ from_pretrained maps the files into memory. Each rank reads its own bytes, block
 blocks goes to the device as always.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
-from patchpar.launch.host_memory import free_memory
+from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.deferred_casts import DeferredCasts
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
-from patchpar.models.dry_run.plan_memory import network_bytes, plans_by_cost
+from patchpar.models.dry_run.plan_memory import network_bytes
 from patchpar.models.loading import for_task, load_pipeline, with_dtype
-from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values
+from patchpar.pipeline.auto_weights import ModelForecast, advice
+from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values, refuse_before_dividing
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
+from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.sharded import ShardedWeights
 
 Held = Mapping[nn.Module, ShardedWeights | None]
@@ -48,19 +50,13 @@ def refuse_without_memory(
 
 def _plan_that_fits(model: str, options: Mapping[str, Any], base: Plan, free: int) -> str:
     """Return advice to use the plan whose weights fit and that costs least time; empty where none is known."""
-    if not Path(model).is_dir() or base.world_size != base.data * base.cfg * base.patch:
+    if not Path(model).is_dir():
         return ""
     try:
         networks = network_bytes(empty_pipeline(Path(model), with_dtype(options)))
     except UnsupportedModel:  # quantised: unknown before it is loaded
         return ""
-    whole = replace(base, weights="whole", resident=0, encoders="auto")
-    found = (each for each in plans_by_cost(whole, networks, 0, free, free_memory()) if each.fits(free, free_memory()))
-    best = next(found, None)
-    if best is None:
-        return "no plan for these devices has room for them: use more devices, "
-    host = f", and {best.host / 2**30:.1f} GiB of host memory" if best.host else ""
-    return f"use plan={str(best.plan)!r} (weights of {max(best.ranks) / 2**30:.1f} GiB on a device{host}), "
+    return advice(base, ModelForecast(networks, 0), FreeMemory(device=free, host=free_memory()))
 
 
 class HeldWeights:
@@ -70,6 +66,17 @@ class HeldWeights:
         self._rank, self._device, self._connect = rank, device, connect
         self._held: dict[nn.Module, ShardedWeights | None] = {}
         self._plan: Plan | None = None
+
+    def free_memory(self, world_size: int, *, everywhere: bool) -> FreeMemory:
+        """Return what is free for a model here; with `everywhere`, the least of all ranks, on all of them."""
+        own = FreeMemory(device=free_bytes(self._device), host=free_memory())
+        if not everywhere or world_size == 1:
+            return own
+        axis = Mesh(self._rank, range(world_size), patch=world_size)["patch"]
+        gather = AllGather(self._connect(), axis, "verify", "free memory")
+        found = gather.of_bytes(json.dumps([own.device, own.host]).encode())
+        pairs = [json.loads(each) for each in found]
+        return FreeMemory.least([FreeMemory(device=device, host=host) for device, host in pairs])
 
     def load(self, model: str, options: Mapping[str, Any], plan: Plan | None) -> Any:
         """Return the pipeline of a folder or a hub name on the host, without the blocks that are in shards by `plan`.
@@ -89,21 +96,37 @@ class HeldWeights:
     def hold(self, pipe: Any, plan: Plan | None, casts: DeferredCasts | None = None) -> bool:
         """Keep this rank's part of the blocks of `pipe` that `plan` divides; return whether it divides any.
 
-        Raises UnsupportedModel for a denoiser that cannot be divided.
+        `casts`: of a pipeline that has been loaded for this. Any other stays as it was where a rank refuses it.
+        Raises UnsupportedModel for a denoiser that cannot be divided, PlanError without host memory.
         """
-        casts = DeferredCasts() if casts is None else casts
         if plan is None or not self._divides(plan):
             return False
-        axis, self._plan, self._held = self._axis(plan), plan, {}
+        axis, is_loaded = self._axis(plan), casts is not None
+        casts = DeferredCasts() if casts is None else casts
         try:
-            for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.read):
+            self._refuse(pipe, plan, axis, together=not is_loaded and axis.size > 1)
+            self._plan, self._held = plan, {}
+            for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.copy):
                 self._held[network] = weights
-        except PatchparError:
-            if axis.size == 1:  # a pipeline of the user's process, which stays as it was
+        except BaseException:
+            if axis.size == 1 and not is_loaded:  # a pipeline of the user's process
                 self.give_back()
+            self._plan, self._held = None, {}
             raise
         casts.finish()
         return True
+
+    def _refuse(self, pipe: Any, plan: Plan, axis: Axis, *, together: bool) -> None:
+        """Raise what is wrong before anything changes, with `together` where it is on another rank of the axis too."""
+        refusal = None
+        try:
+            refuse_before_dividing(pipe, plan, axis, self._device)
+        except PatchparError as error:
+            refusal = error
+        if together and not every_rank_has((self._connect(), axis), "weights to divide", refusal is None):
+            raise refusal or UnsupportedModel("another rank cannot divide its weights, so that none does")
+        if refusal is not None:
+            raise refusal
 
     def take(self, plan: Plan) -> Held:
         """Return the networks in shards for `plan`, which installs them. Those for another plan are made whole."""

@@ -112,6 +112,8 @@ class InstalledPlan:
         assert self.mesh is not None
         assert self.comm is not None
         if self.mesh["tensor"].size > 1:
+            if self.weights is not None and verifications is not None:  # all ranks gather blocks for a search
+                verifications = AgreedCache(verifications.folder, self.comm, self.mesh.of_one_image())
             hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
             self.tensors.append(hook.tensor)
         if isinstance(plan.strategy, PipedStages):
@@ -198,30 +200,31 @@ class InstalledPlan:
 
         Not for a method that needs no values of weights.
         """
-        self._gather_weights(method)
         for patched in self.patched:
             patched.forget()
+        self._gather_weights(method)
         if self.vaes is not None:
             self.vaes.forget()
 
     def open_up(self) -> None:
         """Remove the denoisers' exchange points before a callback changes them. The next call analyses them again."""
-        self._gather_weights()
         for patched in self.patched:
             shared = patched.team if isinstance(patched, HighResDenoiser) else patched
             if shared is not None:
                 shared.restore()
                 shared.unsure = True
+        self._gather_weights()
         if self.vaes is not None:
             self.vaes.forget()
 
     def _gather_weights(self, method: str = "") -> None:
+        if self.weights is not None and self.guidance is not None:
+            self.guidance.catch_up()
         for tensor in self.tensors:
             tensor.restore()
         if self.weights is None:
             return
         if self.guidance is not None:  # calls are verified again, which other ranks cannot follow
-            self.guidance.catch_up()
             self.guidance.forget()
         if not needs_no_values(method):
             self.weights.gather()

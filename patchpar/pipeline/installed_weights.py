@@ -14,14 +14,17 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.models.info import denoisers_of
+from patchpar.pipeline.divided_features import DividedFeatures, move
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
+from patchpar.shard.compiled import uncompiled
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.weights.host_segment import all_can_map
-from patchpar.shard.weights.host_store import HostStore
+from patchpar.shard.weights.host_store import HostStore, refuse_without_host_memory
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
-from patchpar.shard.weights.packed import ReadMemory
+from patchpar.shard.weights.packed import CopyMemory, copy_memory, packed_blocks, resident_of
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.shard.weights.stores import BlockStore, DeviceShards
@@ -51,21 +54,41 @@ def needs_no_values(method: str) -> bool:
     return method.rpartition(".")[2] in NEED_NO_VALUES
 
 
+def refuse_before_dividing(pipe: Any, plan: Plan, axis: Axis, device: torch.device) -> None:
+    """Raise what `each_in_shards` would, before anything has changed: UnsupportedModel, or PlanError for memory."""
+    total = 0
+    for network in _divided(pipe).values():
+        try:
+            blocks = packed_blocks(network, device, on_the_host=True)
+        except UnsupportedModel:
+            if network in _text_encoders(pipe).values():
+                continue
+            raise
+        whole = resident_of(len(blocks), plan.resident)
+        total += sum(block.shard_bytes(axis.size) for number, block in enumerate(blocks) if number not in whole)
+    if plan.weights == "hosted":
+        refuse_without_host_memory(total)
+
+
 def each_in_shards(
-    pipe: Any, plan: Plan, axis: Axis, device: torch.device, read: ReadMemory
+    pipe: Any, plan: Plan, axis: Axis, device: torch.device, copy: CopyMemory
 ) -> Iterator[tuple[nn.Module, ShardedWeights | None]]:
-    """Yield each denoiser and text encoder with this rank's part of its weights, on the host so far, read by `read`.
+    """Yield each denoiser and text encoder with this rank's part of its weights, on the host so far, copied by `copy`.
 
     None for a text encoder that stays whole, which is logged. Raises UnsupportedModel for such a denoiser.
     """
-    for name, network in {**denoisers_of(pipe), **_text_encoders(pipe)}.items():
+    for name, network in _divided(pipe).items():
         try:
-            yield network, ShardedWeights(network, _store(plan, axis, device), resident=plan.resident, read=read)
+            yield network, ShardedWeights(network, _store(plan, axis, device), resident=plan.resident, copy=copy)
         except UnsupportedModel as error:  # the same on all ranks
             if network not in _text_encoders(pipe).values():
                 raise
             yield network, None
             _log_whole(name, axis, error)
+
+
+def _divided(pipe: Any) -> dict[str, nn.Module]:
+    return {**denoisers_of(pipe), **_text_encoders(pipe)}
 
 
 def _text_encoders(pipe: Any) -> dict[str, nn.Module]:
@@ -99,6 +122,7 @@ class InstalledWeights:
         held: Mapping[nn.Module, ShardedWeights | None] = MappingProxyType({}),
     ) -> None:
         self._plan, self._axis, self._comm, self._guidance = plan, mesh.of_one_image(), comm, guidance
+        self._same_features = mesh.of_same_features()
         self._is_collective = plan.weights != "hosted" or not all_can_map((comm, self._axis))
         if plan.weights == "hosted" and self._is_collective and self._axis.rank == 0:
             log.warning("the ranks cannot map each other's host memory, so that they send their parts of weights")
@@ -120,6 +144,43 @@ class InstalledWeights:
         if self._guidance is not None and self._guidance.rounds is not None:
             self._guidance.rounds.weights = self._sharded[network]
 
+    def divide_features(self, tensor: TensorDenoiser, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
+        """Cut a denoiser to this rank's features, and shard these, before such a call, unless it is done. Collective.
+
+        Raises UnsupportedModel, VerificationError, ExchangeError; PlanError where whole weights are needed and do not
+        fit.
+        """
+        if tensor.is_ready(call):
+            tensor.prepare(plain, call)
+            return
+        self._catch_up()
+        network = tensor.denoiser
+        held = self._held.pop(network, None)
+        if held is not None:
+            self._keep_what_is_read_outside(held, plain, call)
+        divide, blocks = partial(self._features_of, network, plain, call), tensor.weights
+        if held is None and isinstance(blocks, DividedFeatures):
+            blocks.divide = divide
+        else:
+            tensor.weights = blocks = DividedFeatures(held, divide)
+        try:
+            tensor.prepare(plain, call)
+        except BaseException:
+            blocks.give_back()
+            raise
+        self._sharded[network] = blocks.weights
+
+    def _features_of(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights:
+        device = self._comm.transport.device
+        with torch.inference_mode(mode=False):
+            store = _store(self._plan, self._same_features, device)
+            found = ShardedWeights(network, store, resident=self._plan.resident, copy=copy_memory)
+            found.times_whole = self._axis.size // self._same_features.size
+            self._join(found)
+        move(network, device)
+        self._keep_what_is_read_outside(found, plain, call)
+        return found
+
     def _catch_up(self) -> None:
         if self._guidance is not None:
             self._guidance.catch_up()
@@ -137,16 +198,19 @@ class InstalledWeights:
 
     def _shard(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights | None:
         found = self._held.pop(network) if network in self._held else self._new(network)
-        if found is None:
-            return None
+        if found is not None:
+            self._keep_what_is_read_outside(found, plain, call)
+        return found
 
+    def _keep_what_is_read_outside(
+        self, weights: ShardedWeights, plain: Callable[..., Any], call: tuple[Any, Any]
+    ) -> None:
         def run() -> Any:
             args, kwargs = map_leaves(_copied, call)
             return plain(*args, **kwargs)
 
-        with caches_set_aside(network):
-            keep_what_is_read_outside(found, run)
-        return found
+        with caches_set_aside(weights.network), uncompiled(weights.network):  # graphs of these shapes may be for this
+            keep_what_is_read_outside(weights, run, self._axis)
 
     def _new(self, network: nn.Module) -> ShardedWeights:
         with torch.inference_mode(mode=False):  # slots are written to in calls without it too
@@ -157,7 +221,7 @@ class InstalledWeights:
 
     def _join(self, weights: ShardedWeights) -> None:
         weights.join(self._comm)
-        if weights.is_collective != self._is_collective:  # the same on all ranks
+        if weights.is_collective and not self._is_collective:  # the same on all ranks
             raise ExchangeError(
                 f"the host memory with weights of {type(weights.network).__name__} cannot be mapped by all ranks, "
                 "although a first page could: use weights=sharded"

@@ -17,12 +17,12 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.executor import Executor
-from patchpar.models.files import check_memory, needed_bytes, resolve_model
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose, without
 from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.messages import CallResult
+from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
@@ -64,7 +64,7 @@ class ParallelPipeline:
         request = check_request(devices, plan, **start, verify=verify, vae=vae, graphs=graphs)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
-        self._begin(request, "adopt", pipe, request.plan)
+        self._begin(request, ModelInMemory(pipe))
         self._state.progress = dict(getattr(pipe, "_progress_bar_config", None) or {})
 
     @classmethod
@@ -92,21 +92,20 @@ class ParallelPipeline:
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
         request = check_request(devices, plan, **start, verify=verify, vae=vae, graphs=graphs)
         check_options(options)
-        source, options, folder = resolve_model(model, options)
-        wanted, need = request.plan, needed_bytes(folder, options)
-        check_memory(source, folder, options, request.devices.names, wanted)
         self = cls.__new__(cls)
-        self._begin(request, "load", source, options, need if wanted is None else wanted.held_bytes(need), wanted)
+        self._begin(request, ModelInFiles.of(model, options))
         return self
 
-    def _begin(self, request: PipelineOptions, method: str, *args: Any) -> None:
+    def _begin(self, request: PipelineOptions, model: ModelToLoad) -> None:
         """Start the ranks, load or adopt the pipeline on each, and get its description."""
+        weights = model.weights_for(request.devices.names, request.plan)
         object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
-        state.is_fresh = method == "load" and not any(map(callable, args[1].values()))  # no network among its options
-        state.executor = request.executor()
+        state.is_fresh, state.executor = model.is_fresh, request.executor()
         try:
-            results = state.executor.call(method, *args, replay=True, expected=LOAD_SECONDS)
+            state.weights = weights or model.weights_on(state.executor, request.devices.names)
+            arguments = model.arguments(request.plan or state.weights.plan)
+            results = state.executor.call(model.method, *arguments, replay=True, expected=LOAD_SECONDS)
             state.model = next(result for result in results if result is not None)
             if request.plan is not None:
                 check_plan(state.model, request.plan)
@@ -170,7 +169,7 @@ class ParallelPipeline:
         state = self._state
         plan = state.wanted
         if plan is None:
-            choice = rule(self.description, self._executor.world_size, kwargs)
+            choice = rule(self.description, self._executor.world_size, kwargs, state.weights)
             plan, state.reason = choice.plan, choice.explanation
             state.advise(choice.advice)
         check_plan_for(self.description, plan, kwargs, state.request.devices.names)

@@ -25,14 +25,8 @@ from patchpar.comm.pytree import leaves
 from patchpar.comm.transport import Transport, alone, connect, watched
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import IdleRank, RankContext
-from patchpar.models.info import (
-    PipelineInfo,
-    describe,
-    is_name_of_denoiser,
-    refuse_compiled,
-    refuse_compiled_denoisers,
-    refuse_parallel,
-)
+from patchpar.launch.host_memory import FreeMemory
+from patchpar.models.info import PipelineInfo, describe, is_name_of_denoiser, refuse_compiled
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
@@ -43,6 +37,7 @@ from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.torchrun_sync import TorchrunSync
+from patchpar.pipeline.validate import check_pipeline, is_offloaded
 from patchpar.plan.mesh import Mesh, rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
@@ -73,6 +68,10 @@ class PipelineRunner:
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
+    def free_memory(self, *, everywhere: bool = False) -> FreeMemory:
+        """Return what is free for a model on this rank; with `everywhere`, the least of all ranks, on all of them."""
+        return self._held.free_memory(self.context.world_size, everywhere=everywhere)
+
     def load(
         self, model: str, options: Mapping[str, Any], weight_bytes: int = 0, plan: Plan | None = None
     ) -> PipelineInfo:
@@ -89,18 +88,11 @@ class PipelineRunner:
 
     def adopt(self, pipe: Any, plan: Plan | None = None) -> PipelineInfo:
         """Use a pipeline in memory. Raises UnsupportedModel for an offloaded, spread, parallel or compiled one."""
-        if getattr(pipe, "hf_device_map", None):
-            raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
-        offloaded = getattr(pipe, "_offload_device", None) is not None or getattr(pipe, "_all_hooks", None)
-        if offloaded and self.context.world_size > 1:
-            raise UnsupportedModel("the pipeline is offloaded to the CPU: pass it without offloading")
-        refuse_parallel(pipe)
-        if self.context.world_size > 1:
-            refuse_compiled_denoisers(pipe)
+        check_pipeline(pipe, self.context.world_size)
         self.restore()
         self._encoders.arrange(pipe, plan)
         in_shards = self._held.hold(pipe, plan)
-        stays = offloaded or (pipe.device == self.device and not in_shards)
+        stays = is_offloaded(pipe) or (pipe.device == self.device and not in_shards)
         return self._use(pipe if stays else pipe.to(self.device))
 
     def _use(self, pipe: Any) -> PipelineInfo:

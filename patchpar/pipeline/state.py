@@ -11,6 +11,7 @@ from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.messages import CallbackChange, MethodResult
 from patchpar.pipeline.report import Run
@@ -29,6 +30,7 @@ class PipelineState:
         self.executor: Executor | None = None
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
+        self.weights = WeightChoice()  # with plan="auto"
         self.reason = ""
         self._advice: set[str] = set()  # what has been logged
         self.last_run: Run | None = None

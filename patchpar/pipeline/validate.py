@@ -6,7 +6,7 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.host_memory import free_memory
-from patchpar.models.info import DENOISERS, PipelineInfo
+from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.shard.generators import generators_of
@@ -95,6 +95,22 @@ def _check_side(name: str, value: Any, unit: int) -> None:
         below, above = value // unit * unit, -(-value // unit) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise PlanError(f"{name}={value} is no multiple of {unit}, the model's grid: use {nearest}")
+
+
+def check_pipeline(pipe: Any, world_size: int) -> None:
+    """Raise UnsupportedModel for an offloaded, spread, parallel or compiled pipeline on so many ranks."""
+    if getattr(pipe, "hf_device_map", None):
+        raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
+    if is_offloaded(pipe) and world_size > 1:
+        raise UnsupportedModel("the pipeline is offloaded to the CPU: pass it without offloading")
+    refuse_parallel(pipe)
+    if world_size > 1:
+        refuse_compiled_denoisers(pipe)
+
+
+def is_offloaded(pipe: Any) -> bool:
+    """Whether diffusers moves the networks of a pipeline between devices."""
+    return getattr(pipe, "_offload_device", None) is not None or bool(getattr(pipe, "_all_hooks", None))
 
 
 def check_plan(model: PipelineInfo, plan: Plan) -> None:

@@ -82,9 +82,16 @@ class Mesh:
         ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
         return Axis("image", ranks.index(self._me), size, ranks)
 
+    def of_same_features(self) -> Axis:
+        """Return the axis of those of them that hold the same features as this one, by axis `tensor`."""
+        image, tensor = self.of_one_image(), self["tensor"]
+        ranks = image.ranks[tensor.rank :: tensor.size]
+        return Axis("features", ranks.index(self._me), len(ranks), ranks)
+
 
 def rank_sets(num_ranks: int, **degrees: int) -> list[tuple[int, ...]]:
-    """Return the global ranks, ascending, of every axis and every image of several ranks, for all ranks of a mesh."""
+    """Return the global ranks, ascending, of every axis, every image, and those of equal features, of a mesh."""
     meshes = [Mesh(rank, range(num_ranks), **degrees) for rank in range(num_ranks)]
     found = [mesh[name].ranks for name in AXES for mesh in meshes] + [mesh.of_one_image().ranks for mesh in meshes]
+    found += [mesh.of_same_features().ranks for mesh in meshes]
     return list(dict.fromkeys(ranks for ranks in found if len(ranks) > 1))

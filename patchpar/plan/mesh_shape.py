@@ -8,7 +8,7 @@ Of equal shapes the one that exchanges less wins: prompts before guidance, guida
 more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from patchpar.plan.plan import Plan
@@ -47,4 +47,8 @@ class Workload:
 
     def soonest(self, devices: int) -> Plan:
         """Return the plan with the shortest step."""
-        return min(self.shapes(devices), key=lambda plan: (round(self.step(plan), 9), plan.patch, plan.cfg, plan.data))
+        return self.first_of(self.shapes(devices))
+
+    def first_of(self, plans: Iterable[Plan]) -> Plan:
+        """Return that of some plans with the shortest step."""
+        return min(plans, key=lambda plan: (round(self.step(plan), 9), plan.patch, plan.cfg, plan.data))

@@ -101,11 +101,6 @@ class Plan:
     def _check_weights(self) -> None:
         if self.weights not in WEIGHTS:
             raise PlanError(f"weights={self.weights!r}: use one of {', '.join(WEIGHTS)}")
-        if self.weights != "whole" and self.tensor > 1:
-            raise PlanError(
-                f"weights={self.weights} divides the weights that tensor={self.tensor} has divided: use weights=whole, "
-                f"or patch={self.patch * self.tensor} instead of tensor"
-            )
         if self.weights == "sharded" and self.patch * self.cfg == 1:
             raise PlanError(
                 "weights=sharded divides the weights between the ranks of one image (axes 'cfg' and 'patch'), which is "

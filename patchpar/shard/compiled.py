@@ -35,7 +35,7 @@ def uncompiled(network: nn.Module) -> Iterator[None]:
     compiled = [module._compiled_call_impl for module in found]
     try:
         for module in found:
-            module._compiled_call_impl = None
+            module._compiled_call_impl = getattr(module._compiled_call_impl, "uncompiled", None)
         yield
     finally:
         for module, implementation in zip(found, compiled, strict=True):

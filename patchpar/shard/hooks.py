@@ -12,6 +12,8 @@ from typing import Any
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
+from patchpar.shard.compiled import is_compiled
+
 OURS = "patchpar"
 MISSING = object()
 
@@ -81,6 +83,14 @@ class HookSet(ExitStack):
         """Register a torch hook after the module's forward, with `prepend` before all registered ones."""
         self.callback(module.register_forward_hook(hook, with_kwargs=with_kwargs, prepend=prepend).remove)
 
+    def around(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Call functions before and after the module runs; of a compiled one before and after its graph."""
+        if is_compiled(module):
+            self.replace(module, "_compiled_call_impl", AroundGraph(module, before, after))
+        else:
+            self.before(module, before)
+            self.after(module, after)
+
     def install(self, module: nn.Module, hook: ModelHook, name: str) -> InstalledHook:
         """Install a diffusers hook under `name`."""
         installed = InstalledHook(module, hook, name)
@@ -91,6 +101,28 @@ class HookSet(ExitStack):
         """Set an attribute in an object's own dict, whatever its class defines under that name."""
         self.callback(_put_back, owner, name, vars(owner).get(name, MISSING))
         vars(owner)[name] = value
+
+
+class AroundGraph:
+    """The graph of a compiled module, with functions that run before and after it and are not traced."""
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._before, self._after = before, after
+        self._eager: Any = module._call_impl
+        self._graph: Any = module._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before()
+        found = self._graph(*args, **kwargs)
+        self._after()
+        return found
+
+    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module without its graph."""
+        self._before()
+        found = self._eager(*args, **kwargs)
+        self._after()
+        return found
 
 
 def _put_back(owner: object, name: str, before: object) -> None:

@@ -23,6 +23,8 @@ PAGES = {
     "structure": "docs/structure-guidance.md",
     "vae": "docs/parallel-vae.md",
     "stages": "docs/streaming.md",
+    "slots": "docs/weights.md",
+    "piped": "docs/weights.md",
     "icon": "mkdocs.yml",
 }
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from patchpar.comm.all_reduce import all_reduce
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
@@ -30,10 +35,13 @@ def against_one_process(this: PoolRank, name: str, plan: str, verifications: str
     held = sum(x.numel() for x in denoiser.parameters())
     wanted = tensors_in(pipe(**_call(arguments)))
     runner = PipelineRunner(this.context)
-    runner.adopt(pipe)
+    runner.adopt(pipe, Plan.parse(plan))
     options = CallOptions(plan=Plan.parse(plan), verify=Path(verifications))
     right = runner.generate(_call(arguments), options)
+    weights = runner._installed.weights
+    of_denoiser = None if weights is None else weights._sharded[denoiser]
     part = sum(x.numel() for x in denoiser.parameters()) / held
+    in_slots = of_denoiser is not None and bool(of_denoiser.in_slots) and of_denoiser.axis.size < 4
     runner.control(exchange="off")
     wrong = runner.generate(_call(arguments), options)
     runner.restore()
@@ -46,8 +54,27 @@ def against_one_process(this: PoolRank, name: str, plan: str, verifications: str
         "alone": None if wrong.output is None else _error(tensors_in(wrong.output), wanted),
         "sent": dict(right.figures[0].bytes_sent),
         "part": part,
+        "in slots": in_slots,
         "restored": restored,
     }
+
+
+def killed(this: PoolRank, verifications: str) -> None:
+    """Rank 1 ends in the middle of a call, at a sum, before it has sent its terms."""
+    built, sums = tiny.build("flux"), list[str]()
+    runner = PipelineRunner(this.context)
+    runner.adopt(built.pipe)
+
+    def add_up_or_end(mesh: AxisComm, kind: str, where: str, own: Tensor) -> Tensor:
+        sums.append(where)
+        if this.rank == 1 and len(sums) == 20:
+            mesh[0].beat(where)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return all_reduce(mesh, kind, where, own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patchpar.shard.tensor.sharder.all_reduce", add_up_or_end)
+        runner.generate(_call(built.call_kwargs), CallOptions(plan=Plan(tensor=2), verify=Path(verifications)))
 
 
 def _call(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from patchpar import Plan
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, WorkerDied
 from tests.breadth import first_of
 
 CASES = [
@@ -17,10 +17,15 @@ CASES = [
     ("sd3", "cfg=2,tensor=2", False),
     ("wan", "patch=2,tensor=2", False),
     ("qwen", "tensor=3", False),
+    ("flux", "tensor=2,weights=hosted", True),
+    ("flux", "tensor=2,weights=hosted,resident=1", False),
+    ("wan", "patch=2,tensor=2,weights=sharded", False),
+    ("wan", "cfg=2,tensor=2,weights=sharded", False),
+    ("sd3", "cfg=2,tensor=2,weights=hosted", False),
 ]
 
 
-@pytest.mark.parametrize(("name", "plan", "lora"), first_of(CASES, CASES[1]))
+@pytest.mark.parametrize(("name", "plan", "lora"), first_of(CASES, CASES[1], CASES[5]))
 def test_same_latents_as_one_process(ranks: Any, tmp_path: Path, name: str, plan: str, lora: bool) -> None:
     every = ranks.run("tests.features.pipelines:against_one_process", 4, name, plan, str(tmp_path), lora)
     found = [each for each in every if each]
@@ -30,7 +35,16 @@ def test_same_latents_as_one_process(ranks: Any, tmp_path: Path, name: str, plan
     for each in found:
         assert each["part"] < 1
         assert each["sent"]["tensor"] > 0
+        assert each["in slots"] == ("weights=" in plan), "each rank's features, in shards of the ranks that hold them"
         assert each["restored"], "every bit"
+
+
+@pytest.mark.breadth
+def test_a_rank_killed_in_a_sum(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGKILL.*last exchange point 'sum at "):
+        ranks.run("tests.features.pipelines:killed", 4, str(tmp_path))
+    for found in ranks.run("tests.features.on_ranks:transformer", 2, "FluxTransformer2DModel"):  # on other workers
+        assert max(found["errors"]) <= 1e-5
 
 
 def test_a_plan_has_a_degree_of_features() -> None:
@@ -39,6 +53,6 @@ def test_a_plan_has_a_degree_of_features() -> None:
     assert (plan.world_size, str(plan)) == (6, "patch=2,tensor=3,strategy=exact")
 
 
-def test_sharding_what_is_divided_is_refused() -> None:
-    with pytest.raises(PlanError, match="tensor=2 has divided: use weights=whole, or patch=4"):
-        Plan(patch=2, tensor=2, weights="sharded")
+def test_features_on_one_rank_cannot_be_sharded() -> None:
+    with pytest.raises(PlanError, match="which is 1 rank: use patch=2 or cfg=2 or more, weights=hosted"):
+        Plan(tensor=2, weights="sharded")

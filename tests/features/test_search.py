@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import diffusers
 import pytest
 import torch
+from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, FeaturePlan
 from patchpar.shard.tensor.proof import BlockProof
 from patchpar.shard.tensor.search import find_cut
-from patchpar.shard.transformer.probe.capture import CallArguments, CapturedRun, watch
+from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, CapturedRun, watch
 from tests.breadth import first_of
 from tests.features.networks import captured
 from tests.tiny.transformers import TRANSFORMERS
 
 WHOLE = {"SanaWMTransformer3DModel": "linear attention, with state of all heads"}
 """Classes none of whose blocks is divided, and why."""
+DECLARED = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel")
+DECLARED += ("QwenImage21Transformer2DModel",)
+"""Classes of which diffusers says what tensor parallelism divides."""
 
 
 def paths(cuts: tuple[FeatureCut, ...]) -> set[str]:
@@ -124,3 +130,69 @@ def test_blocks_of_diffusers(name: str) -> None:
                 reasons.append(str(error))
     assert bool(found) == (name not in WHOLE), reasons
     assert all(cut.fraction > 0.15 for cut in found)
+
+
+def declared(model: Any, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The features of each rank in columns and rows as diffusers declares them, by path and kind of block."""
+    columns: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    for name, spec in resolve_tp_shard_specs(model, type(model)._tp_plan, size).items():
+        path, _, parameter = name.rpartition(".")
+        if parameter == "weight":
+            (columns, rows)[spec.dim or 0][path] = [features_of(spec.block_sizes, size, rank) for rank in range(size)]
+    return columns, rows
+
+
+def features_of(pieces: Sequence[int], size: int, rank: int) -> set[int]:
+    starts = [sum(pieces[:number]) for number in range(len(pieces))]
+    parts = zip(starts, (piece // size for piece in pieces), strict=True)
+    return {number for start, share in parts for number in range(start + rank * share, start + (rank + 1) * share)}
+
+
+def found_by_path(block: CapturedBlock, cuts: Sequence[FeatureCut]) -> dict[str, Any]:
+    return {
+        f"{path}.{cut.path}": [{number for start, end in runs for number in range(start, end)} for runs in cut.runs]
+        for path in block.paths
+        for cut in cuts
+    }
+
+
+def attention_features(model: Any, path: str) -> int | None:
+    """How many of the first features are of attention, in a Linear of Flux2 that has others too; None elsewhere."""
+    linear = model.get_submodule(path)
+    pieces = getattr(linear, "_tp_packed_col_blocks", None) or getattr(linear, "_tp_packed_row_blocks", None)
+    of_flux2 = type(model).__name__.startswith("Flux2") and pieces is not None
+    return sum(pieces[:-2]) if of_flux2 and len(pieces) > 2 else pieces[0] if of_flux2 else None
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", DECLARED)
+def test_columns_and_rows_are_those_that_diffusers_declares(name: str) -> None:
+    """Also which features each rank holds.
+
+    In the fused projection of Flux2, of the feed-forward features each rank holds as many, but others: diffusers takes
+    a run of all of them, the search a run of each piece that is as wide as the queries. Both are right, since such
+    features meet only in the row.
+    """
+    model = TRANSFORMERS[name].build()
+    size = next(count for count in (2, 3, 5) if model.config.num_attention_heads % count == 0)
+    columns: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
+    for block in seen_in(name).values():
+        cut = find_cut(block, size)
+        columns |= found_by_path(block, cut.columns)
+        rows |= found_by_path(block, cut.rows)
+    wanted = declared(model, size)
+    for found, of_diffusers in zip((columns, rows), wanted, strict=True):
+        assert found.keys() == of_diffusers.keys()
+        for path, features in found.items():
+            assert [*map(len, features)] == [*map(len, of_diffusers[path])]
+            attention = attention_features(model, path)
+            for own, theirs in zip(features, of_diffusers[path], strict=True):
+                assert {each for each in own ^ theirs if attention is None or each < attention} == set()
+
+
+@pytest.mark.breadth
+def test_no_other_class_declares_columns_and_rows() -> None:
+    declaring = {name for name in TRANSFORMERS if getattr(getattr(diffusers, name), "_tp_plan", None)}
+    assert declaring == set(DECLARED)

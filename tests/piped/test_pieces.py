@@ -92,12 +92,17 @@ def test_restore_leaves_the_network_as_it_was(kept: Path) -> None:
         assert torch.equal(network(**call(FLUX, 0))[0], plain(FLUX, call(FLUX, 0)))
 
 
-def test_networks_that_have_no_pieces_are_refused(kept: Path) -> None:
+def test_a_network_of_convolutions_is_refused() -> None:
     strategy = PipedStages()
     with pytest.raises(
         UnsupportedModel, match=r"UNet2DConditionModel is a network of convolutions: use strategy=exact"
     ):
         strategy.install(denoisers.build("sdxl"), Communicator(Nobody(0, "cpu")), Axis("stage"), clock=StepClock())
+
+
+@pytest.mark.breadth
+def test_networks_that_have_no_pieces_are_refused(kept: Path) -> None:
+    strategy = PipedStages()
     with pytest.raises(UnsupportedModel, match="meet in sums or convolutions"):
         here("SanaTransformer2DModel", strategy, kept).run([call("SanaTransformer2DModel", 0)])
     with pytest.raises(PlanError, match=r"pieces=36, but transformer_blocks\.0 attention 0 has 35 tokens"):

@@ -71,6 +71,7 @@ def test_bytes_of_a_step(kept: Path, text: Any) -> None:
     assert found[1].sent == {"prediction": found[1].predictions[-1].nbytes}
 
 
+@pytest.mark.breadth
 def test_with_lora(kept: Path) -> None:
     strategy, calls = PipedStages(pieces=2), [call(FLUX, step) for step in range(3)]
     network: nn.Module = TRANSFORMERS[FLUX].build()

@@ -34,6 +34,16 @@ def test_neighbours_in_the_image_are_neighbours_in_rank() -> None:
     assert mesh["data"] == Axis("data", 0, 1, (5,))
 
 
+def test_ranks_of_the_same_features() -> None:
+    """Of an image's ranks those with the same group rank on axis `tensor`."""
+    mesh = Mesh(6, range(8), data=2, patch=2, tensor=2)
+    assert mesh.of_one_image() == Axis("image", 2, 4, (4, 5, 6, 7))
+    assert mesh.of_same_features() == Axis("features", 1, 2, (4, 6))
+    assert Mesh(3, range(4), tensor=4).of_same_features() == Axis("features", 0, 1, (3,))
+    assert Mesh(1, range(2), patch=2).of_same_features().ranks == (0, 1)
+    assert (0, 2) in rank_sets(4, patch=2, tensor=2)
+
+
 def test_the_ends_of_an_axis() -> None:
     first, last = (Mesh(me, range(3), patch=3)["patch"] for me in (0, 2))
     assert (first.before, first.after) == (None, 1)

@@ -49,7 +49,7 @@ def test_degrees_multiply_to_the_devices() -> None:
         ("patch=2,split=diagonal", "split='diagonal': use one of auto, rows, columns"),
         ("patch=2,weights=split", "weights='split': use one of whole, sharded, hosted"),
         ("stage=2,weights=hosted", "weights=hosted divides every block .*use weights=whole"),
-        ("tensor=2,weights=hosted", "weights=hosted divides the weights that tensor=2 has divided"),
+        ("tensor=2,weights=sharded", "which is 1 rank: use patch=2 or cfg=2 or more, weights=hosted"),
         ("patch=2,encoders=one,weights=hosted", "weights=hosted on all: leave one of them out"),
         (
             "data=2,weights=sharded",

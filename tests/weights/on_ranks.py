@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
+from patchpar.shard.compiled import uncompiled
 from patchpar.shard.weights.host_store import HostStore
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.sharded import ShardedWeights
@@ -21,7 +22,7 @@ from tests.exact import denoisers
 from tests.ranks import PoolRank
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.collectives_on_ranks import over_torch
-from tests.weights import networks
+from tests.weights import networks, quantised
 
 
 def divided(this: PoolRank, network: nn.Module, kind: str = "sharded", **options: Any) -> ShardedWeights:
@@ -80,6 +81,31 @@ def networks_with(this: PoolRank, name: str, slots: int, resident: int, kind: st
     network.order = tuple(reversed(network.order))
     outputs.append(equal(network(x), reordered))
     return {"equal": outputs, "outside": outside, "restored": same_state(network, before)}
+
+
+@torch.no_grad()
+def with_quantised_weights(this: PoolRank, form: str, kind: str) -> dict[str, Any]:
+    """Two calls of a network, and one where slots keep what they have; its bytes; and how many are in shards."""
+    network, x = quantised.build(form), networks.sample()
+    before, wanted = quantised.bytes_of(network), network(x)
+    weights = divided(this, network, kind)
+    found = [equal(network(x), wanted) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedWeights, "_start", lambda self, index: None)
+        patch.setattr(ShardedWeights, "_take", lambda self, slot: None)
+        weights.settle()
+        weights._holds = [None] * len(weights._holds)
+        weights._slots[0].zero_()
+        alone = equal(network(x), wanted)
+    weights.restore()
+    after = quantised.bytes_of(network)
+    codes = [each for block in weights.blocks for each in block.tensors if each.dtype in (torch.int8, torch.uint8)]
+    return {
+        "equal": [*found, equal(network(x), wanted)],
+        "alone": alone,
+        "restored": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+        "codes": len(codes),
+    }
 
 
 @torch.no_grad()
@@ -156,6 +182,31 @@ def by_one_operation(this: PoolRank) -> list[bool]:
 
 
 @torch.no_grad()
+def compiled_blocks(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
+    """Calls of a network of compiled blocks, and how many graphs were made for them; afterwards without graphs."""
+    from torch._dynamo.utils import counters  # takes seconds
+
+    network, x = networks.build("tied"), networks.sample()
+    for block in network.blocks:  # type: ignore[union-attr]
+        block.compile(backend="eager", fullgraph=True)
+    graphs = [block._compiled_call_impl for block in network.blocks]  # type: ignore[union-attr]
+    torch._dynamo.reset()
+    counters.clear()
+    wanted = network(x)
+    made = counters["stats"]["unique_graphs"]
+    weights = divided(this, network, kind)
+    found = [equal(network(x), wanted) for _ in range(2)]
+    with uncompiled(network):
+        keep_what_is_read_outside(weights, lambda: network(x))
+        found.append(equal(network(x), wanted))
+    more = counters["stats"]["unique_graphs"] - made
+    weights.restore()
+    found.append(equal(network(x), wanted))
+    restored = [block._compiled_call_impl for block in network.blocks] == graphs  # type: ignore[union-attr]
+    return {"equal": found, "made": made, "more": more, "restored": restored}
+
+
+@torch.no_grad()
 def after_an_exception(this: PoolRank) -> list[bool]:
     """A block raises on every rank; the next call is right."""
     network, x = networks.build("chain"), networks.sample()
@@ -188,7 +239,7 @@ def _fail(*_: Any) -> None:
 
 
 def _compile(this: PoolRank, network: Any) -> None:
-    network.blocks[0].compile()
+    network.compile()
 
 
 def _to_meta(this: PoolRank, network: Any) -> None:
@@ -197,6 +248,10 @@ def _to_meta(this: PoolRank, network: Any) -> None:
 
 def _without_blocks(this: PoolRank, network: Any) -> None:
     del network.blocks
+
+
+def _hide(this: PoolRank, network: Any) -> None:
+    network.blocks = nn.ModuleList(quantised.HiddenWeights() for _ in range(5))
 
 
 def _different(this: PoolRank, network: Any) -> None:
@@ -209,6 +264,7 @@ CHANGES: dict[str, Callable[[PoolRank, Any], None]] = {
     "compiled": _compile,
     "offloaded": _to_meta,
     "no blocks": _without_blocks,
+    "hidden": _hide,
     "different": _different,
 }
 

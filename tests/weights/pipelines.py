@@ -16,6 +16,8 @@ from patchpar.errors import PatchparError
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.shard.hooks import AroundGraph
+from patchpar.shard.weights.packed import packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
 from tests import tiny
 from tests.ranks import PoolRank
@@ -54,6 +56,8 @@ def both(this: PoolRank, name: str, plan: str, cache: Any = None, kind: str = "s
 def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str) -> dict[str, Any] | None:
     latents, sent, received = [], {}, {}
     options = CallOptions(plan=Plan.parse(plan), verify=False)
+    if options.plan.data > 1:
+        arguments = {**arguments, "prompt": [f"{arguments['prompt']} {number}" for number in range(options.plan.data)]}
     for _ in range(2):
         kwargs = {**arguments, "output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
         result = runner.generate(kwargs, options)
@@ -69,18 +73,56 @@ def _weights(pipe: Any) -> dict[str, Tensor]:
     return {f"{name}.{key}": x for name, net in networks.items() for key, x in net.state_dict().items()}
 
 
-def refused(this: PoolRank, plan: str) -> str:
-    """The message where the denoiser's blocks are compiled after the plan was made."""
-    built = tiny.build("flux")
-    pipe, arguments = built.pipe, built.call_kwargs
-    runner = PipelineRunner(this.context)
-    runner.adopt(pipe)
-    pipe.transformer.transformer_blocks[0].compile()
-    try:
-        _run(runner, arguments, plan)
-    except PatchparError as error:
-        return str(error)
-    return "not refused"
+def compiled(this: PoolRank, name: str, plan: str, kind: str, backend: str) -> dict[str, Any] | None:
+    """Latents of compiled blocks with divided weights, against the same blocks with whole ones; and what was traced."""
+    from torch._dynamo.utils import counters  # takes seconds
+
+    latents: list[Any] = []
+    graphs = []
+    for text in (plan, f"{plan},weights={kind}"):
+        built = tiny.build(name)
+        runner = PipelineRunner(this.context)
+        runner.adopt(built.pipe)
+        before = dict(vars(built.pipe.transformer.transformer_blocks[0]))
+        built.pipe.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
+        torch._dynamo.reset()
+        counters.clear()
+        latents.append(_run(runner, built.call_kwargs, text))
+        graphs.append(counters["stats"]["unique_graphs"])
+        runner.restore()
+        after = vars(built.pipe.transformer.transformer_blocks[0])
+        restored = after.keys() == before.keys() and not isinstance(after["_compiled_call_impl"], AroundGraph)
+    if latents[0] is None or latents[1] is None:
+        return None
+    whole, found = latents
+    return {
+        "equal": [torch.equal(a, b) for a, b in zip(found["latents"], whole["latents"], strict=True)],
+        "graphs": graphs,
+        "kinds": sorted({*found["sent"], *found["received"]}),
+        "restored": restored,
+    }
+
+
+def refused_midway(this: PoolRank) -> dict[str, Any]:
+    """One rank has host memory for the transformer, and not for the text encoders after it."""
+    pipe = tiny.build("flux").pipe
+    before = {key: x.clone() for key, x in _weights(pipe).items()}
+    runner, message = PipelineRunner(this.context), "not refused"
+    blocks = packed_blocks(pipe.transformer, torch.device("cpu"))
+    room = sum(block.shard_bytes(this.context.world_size) for block in blocks)
+    with pytest.MonkeyPatch.context() as patch:
+        if this.rank == 1:
+            patch.setattr("patchpar.shard.weights.host_store.free_memory", lambda: room)
+        try:
+            runner.adopt(pipe, Plan(patch=this.context.world_size, weights="hosted"))
+        except PatchparError as error:
+            message = str(error)
+    whole = all(torch.equal(x, before[key]) for key, x in _weights(pipe).items())
+    hooked = [path for path, module in pipe.transformer.named_modules() if module._forward_pre_hooks]
+    runner.adopt(pipe, Plan(patch=this.context.world_size, weights="sharded"))
+    held = len(runner._held._held)
+    runner.restore()
+    return {"message": message, "whole": whole and not hooked, "held next": held}
 
 
 def adapted(this: PoolRank, plan: str, folder: str, kind: str = "sharded") -> dict[str, Any]:
@@ -137,7 +179,7 @@ def _save_adapter(pipe: Any, folder: Path, rank: int, seed: int) -> str:
 
 def replaced(this: PoolRank) -> str:
     """The message where a method puts other weights in place of sharded ones."""
-    built, plan = tiny.build("flux"), "patch=2,weights=sharded"
+    built, plan = tiny.build("sd3"), "cfg=2,weights=sharded"
     runner = PipelineRunner(this.context)
     runner.adopt(built.pipe)
     _run(runner, built.call_kwargs, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 
 from benchmarks.weights.__main__ import memory_of
 from benchmarks.weights.model import save_model
+from patchpar.comm.collectives import Communicator
 from patchpar.models.deferred_casts import DeferredCasts
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.pipeline.held_weights import HeldWeights
 from patchpar.plan.plan import Plan
-from tests.breadth import first_of
+from tests.unit.threads import on_threads
 from tests.weights.loading import saved
 
 PLAN = Plan(patch=2, weights="sharded")
 PHASES = ("loading", "first", "generating")
-HEAP = 8 * 2**20
+HEAP = 16 * 2**20
 """Bytes that the C library keeps of freed memory, at most; benchmarks/weights has a model that is large beside it."""
 
 
@@ -92,18 +94,16 @@ def test_what_is_read_while_loading_is_cast_before() -> None:
     assert torch.equal(doubled, halves[1] * 2)
 
 
+@pytest.mark.breadth  # bytes of shards are compared in every run, and latents of shards
 @pytest.mark.parametrize(
     ("dtype", "plan"),
-    first_of(
-        [
-            (torch.float32, "patch=2,weights=sharded"),
-            (torch.float16, "cfg=2,weights=sharded,resident=1"),
-            (torch.float16, "cfg=2,patch=2,weights=sharded"),
-            (torch.float32, "patch=2,weights=hosted"),
-            (torch.bfloat16, "patch=1,weights=hosted"),
-        ],
+    [
+        (torch.float32, "patch=2,weights=sharded"),
         (torch.float16, "cfg=2,weights=sharded,resident=1"),
-    ),
+        (torch.float16, "cfg=2,patch=2,weights=sharded"),
+        (torch.float32, "patch=2,weights=hosted"),
+        (torch.bfloat16, "patch=1,weights=hosted"),
+    ],
 )
 def test_same_latents_as_whole_weights(ranks: Any, flux: str, dtype: torch.dtype, plan: str) -> None:
     found = [each for each in ranks.run("tests.weights.loading:loaded", 4, "flux", flux, dtype, plan) if each]
@@ -113,6 +113,25 @@ def test_same_latents_as_whole_weights(ranks: Any, flux: str, dtype: torch.dtype
         assert each["restored"]
 
 
+def test_methods_before_the_first_call(flux: str) -> None:
+    """Those that need no values of weights leave them in shards; any other makes them whole, bit for bit."""
+    plain, comms = load_pipeline(flux, {}), dict[int, Communicator]()
+    ranks = [HeldWeights(rank, torch.device("cpu"), partial(comms.__getitem__, rank)) for rank in range(2)]
+    pipes = [rank.load(flux, {}, PLAN) for rank in ranks]
+
+    def on_rank(transport: Any) -> tuple[bool, bool, bool]:
+        comms[transport.rank] = Communicator(transport)
+        held, pipe = ranks[transport.rank], pipes[transport.rank]
+        held.give_back_for("disable_lora")
+        kept = len(held._held) == 3
+        held.give_back_for("vae.enable_slicing")
+        same = zip(pipe.transformer.parameters(), plain.transformer.parameters(), strict=True)
+        return kept, not held._held, all(torch.equal(x, y) for x, y in same)
+
+    assert on_threads(2, on_rank, deadline=30.0) == [(True, True, True)] * 2
+
+
+@pytest.mark.breadth
 def test_methods_and_other_plans_before_the_first_call(ranks: Any, flux: str) -> None:
     plan = "patch=2,weights=sharded"
     for found in ranks.run("tests.weights.loading:changed_before_the_first_call", 4, flux, plan)[:2]:

@@ -61,8 +61,16 @@ def test_adapters_come_and_go_beside_sharded_weights(ranks: Any, tmp_path: Path)
 
 def test_a_method_that_replaces_sharded_weights_is_noticed(ranks: Any) -> None:
     for message in ranks.run("tests.weights.pipelines:replaced", 4)[:2]:
-        assert "has replaced weights of transformer_blocks.0 of FluxTransformer2DModel" in message
+        assert "has replaced weights of transformer_blocks.0 of SD3Transformer2DModel" in message
         assert "or use weights=whole" in message
+
+
+def test_a_refusal_on_one_rank_leaves_every_pipeline_as_it_was(ranks: Any) -> None:
+    found = ranks.run("tests.weights.pipelines:refused_midway", 4)
+    for rank, each in enumerate(found):
+        assert ("GiB of weights in host memory" if rank == 1 else "another rank cannot divide") in each["message"]
+        assert each["whole"]
+        assert each["held next"] == 3
 
 
 @pytest.mark.breadth
@@ -73,6 +81,22 @@ def test_a_rank_killed_in_a_gather(ranks: Any) -> None:
         assert all(found)
 
 
-def test_compiled_blocks_are_refused(ranks: Any) -> None:
-    messages = ranks.run("tests.weights.pipelines:refused", 4, "patch=2,weights=sharded")
-    assert all("compiled modules" in message for message in messages[:2])
+COMPILED = [  # of small networks in every run, see test_sharded
+    ("flux", "patch=2", "sharded", "eager"),
+    ("flux", "patch=2", "sharded", "inductor"),
+    ("wan", "cfg=2", "sharded", "eager"),
+    ("flux", "patch=2", "hosted", "eager"),
+    ("flux", "patch=1", "hosted", "eager"),
+]
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize(("name", "plan", "kind", "backend"), COMPILED)
+def test_compiled_blocks(ranks: Any, name: str, plan: str, kind: str, backend: str) -> None:
+    """Their graphs are those of blocks with whole weights, and gathers are not in them."""
+    found = [each for each in ranks.run("tests.weights.pipelines:compiled", 4, name, plan, kind, backend) if each]
+    for each in found:
+        assert all(each["equal"])
+        assert each["graphs"][0] == each["graphs"][1] > 0
+        assert {"sharded": "weights", "hosted": "host"}[kind] in each["kinds"]
+        assert each["restored"]

@@ -12,6 +12,7 @@ from tests.breadth import first_of
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
 from tests.weights.networks import NETWORKS
+from tests.weights.quantised import LINEARS
 
 ON_RANKS = "tests.weights.on_ranks"
 
@@ -45,6 +46,17 @@ def test_networks_of_diffusers(ranks: Any, name: str) -> None:
         assert found["restored"]
 
 
+@pytest.mark.parametrize("kind", first_of(["sharded", "hosted"], "sharded"))
+@pytest.mark.parametrize("form", LINEARS)
+def test_quantised_weights(ranks: Any, form: str, kind: str) -> None:
+    """In the forms that torchao, GGUF and bitsandbytes use: codes are in shards."""
+    for found in ranks.run(f"{ON_RANKS}:with_quantised_weights", 3, form, kind):
+        assert found["equal"] == [True] * 3
+        assert not found["alone"], "the control: without gathers the output is another"
+        assert found["restored"]
+        assert found["codes"] == 5
+
+
 def test_networks_in_half_precision(ranks: Any) -> None:
     for found in ranks.run(f"{ON_RANKS}:diffusers_network", 2, "FluxTransformer2DModel", True, torch.bfloat16):
         assert found["equal"] == [True, True]
@@ -61,6 +73,15 @@ def test_parameters_with_other_memory_and_interrupted_calls(ranks: Any, case: st
         assert all(found)
 
 
+@pytest.mark.parametrize("kind", first_of(["sharded", "hosted"], "sharded"))
+def test_compiled_blocks_keep_their_graphs(ranks: Any, kind: str) -> None:
+    """Gathers are outside of the graphs, so that no further one is made."""
+    for found in ranks.run(f"{ON_RANKS}:compiled_blocks", 2, kind):
+        assert found["equal"] == [True] * 4
+        assert found["made"] > found["more"] == 0
+        assert found["restored"]
+
+
 def test_by_one_operation_as_on_gpus(ranks: Any) -> None:
     for found in ranks.run(f"{ON_RANKS}:by_one_operation", 4, through="torch"):
         assert all(found)
@@ -70,9 +91,10 @@ def test_by_one_operation_as_on_gpus(ranks: Any) -> None:
     ("change", "says"),
     [
         ("nothing", "not refused"),
-        ("compiled", "compiled modules (blocks.0)"),
+        ("compiled", "compiled modules (Chain)"),
         ("offloaded", "weights on meta"),
         ("no blocks", "no list of blocks"),
+        ("hidden", "no list of blocks with weights of their own"),
         ("different", "the ranks hold different weights of Chain"),
     ],
 )

@@ -1,6 +1,7 @@
 """A pipeline without weights: its networks from their configurations on the meta device, the rest from its files."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,21 @@ def empty_pipeline(folder: Path, options: Mapping[str, Any]) -> Any:
     }
     found = {name: network for name, network in networks.items() if network is not None}
     return load_pipeline(str(folder), {**dict.fromkeys(index.absent), **others, **found})
+
+
+def emptied_copy(pipe: Any) -> Any:
+    """Return a copy of a pipeline in memory whose networks are on the meta device. Its weights are not copied.
+
+    Raises UnsupportedModel for quantised weights.
+    """
+    empty: dict[int, Any] = {}
+    for network in (each for each in pipe.components.values() if isinstance(each, nn.Module)):
+        for x in (*network.parameters(), *network.buffers()):
+            if type(x) not in (nn.Parameter, torch.Tensor):
+                raise UnsupportedModel(f"{type(network).__name__} has weights of type {type(x).__name__}: quantised")
+            like = torch.empty_like(x, device=META)
+            empty[id(x)] = nn.Parameter(like, requires_grad=False) if isinstance(x, nn.Parameter) else like
+    return deepcopy(pipe, empty)
 
 
 def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.Module | None:

@@ -14,7 +14,7 @@ from patchpar.shard.compiled import compiled_in
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
-from patchpar.shard.tensor.sharder import FeatureSharder
+from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error, verify_once
 from patchpar.shard.verification_cache import VerificationCache
@@ -35,8 +35,15 @@ class TensorDenoiser:
         self.plan: FeaturePlan | None = None
         self.error: float | None = None
         self.exchange = "on"
+        self.weights = WholeBlocks()
+        """Where the weights of blocks are."""
         self._sharder: FeatureSharder | None = None
         self._known: set[tuple[str, ...]] = set()  # signatures of calls
+
+    def is_ready(self, call: Call) -> bool:
+        """Whether the denoiser is cut, and such a call is known."""
+        known = CallArguments.of(self.denoiser, *call).signature() in self._known
+        return known and self._sharder is not None
 
     def prepare(self, forward: Forward, call: Call) -> None:
         """Cut the denoiser for such a call, unless it is; `forward` is its own. Collective.
@@ -45,7 +52,7 @@ class TensorDenoiser:
         VerificationError, ExchangeError.
         """
         signature = CallArguments.of(self.denoiser, *call).signature()
-        if signature in self._known and self._sharder is not None:
+        if self._sharder is not None and signature in self._known:
             self._sharder.exchange = self.exchange
             return
         self._make_whole()
@@ -54,7 +61,7 @@ class TensorDenoiser:
             raise UnsupportedModel(f"{kind} has compiled modules, whose graphs hold whole weights: {WAY_OUT}")
         with torch.no_grad(), caches_set_aside(self.denoiser):
             if self.plan is None:
-                self.plan = find_plan(self.denoiser, self.mesh, forward, call, self.verifications)
+                self.plan = find_plan(self.denoiser, self.mesh, forward, call, self.verifications, self.weights.take)
             try:
                 self._verify(self.plan, forward, call)
             except BaseException:
@@ -78,7 +85,7 @@ class TensorDenoiser:
 
     def _cut(self, plan: FeaturePlan) -> FeatureSharder:
         if self._sharder is None:
-            self._sharder = FeatureSharder(self.denoiser, plan, self.mesh)
+            self._sharder = FeatureSharder(self.denoiser, plan, self.mesh, self.weights)
         return self._sharder
 
     def _verify(self, plan: FeaturePlan, forward: Forward, call: Call) -> None:

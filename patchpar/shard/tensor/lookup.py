@@ -26,17 +26,19 @@ def find_plan(
     forward: Callable[..., Any],
     call: Call,
     verifications: VerificationCache | None,
+    take: Callable[[nn.Module], None] = lambda block: None,
 ) -> FeaturePlan:
     """Return the plan of the first rank of the axis, on all its ranks; `forward` is the denoiser's own. Collective.
 
-    Raises UnsupportedModel where no block can be divided.
+    `take`: is called with a block before it is searched, whose weights have to be whole. Raises UnsupportedModel where
+    no block can be divided.
     """
     facts, kept = plan_facts(denoiser, mesh[1].size, call), None
     if verifications is not None:
         kept = verifications.find(verifications.key(facts), "plan", FeaturePlan.from_json)
     plan = _first_of_all(mesh, kept)
     if plan is None:
-        found = discover_features(denoiser, forward, call, mesh[1].size)
+        found = discover_features(denoiser, forward, call, mesh[1].size, take)
         if verifications is not None:
             verifications.remember(verifications.key(facts), facts, plan=found.to_json())
         plan = _first_of_all(mesh, found)
@@ -57,8 +59,14 @@ def plan_facts(denoiser: nn.Module, size: int, call: Call) -> dict[str, Any]:
     return {**fingerprint_of(denoiser), "features for": arguments, "ranks": size}
 
 
-def discover_features(denoiser: nn.Module, forward: Callable[..., Any], call: Call, size: int) -> FeaturePlan:
-    """Run `forward` and return the plan of its blocks for `size` ranks; blocks may be none."""
+def discover_features(
+    denoiser: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    size: int,
+    take: Callable[[nn.Module], None] = lambda block: None,
+) -> FeaturePlan:
+    """Run `forward` and return the plan of its blocks for `size` ranks; blocks may be none. `take`: see `find_plan`."""
     blocks, refused, done = list[BlockCut](), list[str](), set[str]()
     for block in watch(denoiser, forward, CallArguments.of(denoiser, *call)).values():
         paths = [path for path in block.paths if path not in done]
@@ -66,6 +74,7 @@ def discover_features(denoiser: nn.Module, forward: Callable[..., Any], call: Ca
         if not paths or not any(isinstance(part, nn.Linear) for part in block.module.modules()):
             continue
         alike = [path for path in paths if shapes_of(denoiser.get_submodule(path)) == shapes_of(block.module)]
+        take(block.module)
         what = f"{block.name}, {len(paths)} x {type(block.module).__name__}"
         try:
             found = find_cut(CapturedBlock(block.name, block.module, block.arguments, alike), size)

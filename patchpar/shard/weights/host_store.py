@@ -22,11 +22,22 @@ from patchpar.launch.host_memory import free_memory
 from patchpar.plan.mesh import Axis
 from patchpar.shard.weights.copy_stream import CopyStream
 from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
-from patchpar.shard.weights.packed import PackedBlock, ReadMemory
+from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 from patchpar.shard.weights.stores import KIND, BlockStore, Transfer
 
 COPIED = "host"  # in statistics: what is copied from the host, which no rank sends
 log = logging.getLogger(__name__)
+
+
+def refuse_without_host_memory(num_bytes: int) -> None:
+    """Raise PlanError if so many bytes of host memory are not free."""
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        raise PlanError(
+            f"weights=hosted keeps {num_bytes / 2**30:.1f} GiB of weights in host memory here, of which "
+            f"{free / 2**30:.1f} GiB are free: load the model in a smaller dtype, use weights=sharded on more "
+            "devices, or free some memory"
+        )
 
 
 class HostStore(BlockStore):
@@ -57,20 +68,14 @@ class HostStore(BlockStore):
         for block in blocks:
             self._offsets.append(total)
             total += block.shard_bytes(self.axis.size)
-        free = free_memory()
-        if free is not None and total > free:
-            raise PlanError(
-                f"weights=hosted keeps {total / 2**30:.1f} GiB of weights in host memory here, of which "
-                f"{free / 2**30:.1f} GiB are free: load the model in a smaller dtype, use weights=sharded on more "
-                "devices, or free some memory"
-            )
+        refuse_without_host_memory(total)
         self._own = HostSegment(total)
 
-    def keep(self, index: int, read: ReadMemory) -> None:
+    def keep(self, index: int, copy: CopyMemory) -> None:
         """See BlockStore."""
         assert self._own is not None, "reserve comes first"
         block = self._blocks[index]
-        block.write(self._part(self._own.memory, index), self.axis.rank * block.shard_bytes(self.axis.size), read)
+        block.write(self._part(self._own.memory, index), self.axis.rank * block.shard_bytes(self.axis.size), copy)
 
     def join(self, comm: Communicator) -> None:
         """See BlockStore: map the memory of the other ranks, where all are on this host."""

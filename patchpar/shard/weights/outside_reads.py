@@ -8,25 +8,29 @@ from typing import Any
 import torch
 
 from patchpar.comm.collectives import AllGather
+from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import fails_or_has_nan, uncounted
 from patchpar.shard.weights.sharded import ShardedWeights
 
 log = logging.getLogger(__name__)
 
 
-def keep_what_is_read_outside(weights: ShardedWeights, run: Callable[[], Any]) -> list[str]:
+def keep_what_is_read_outside(
+    weights: ShardedWeights, run: Callable[[], Any], together: Axis | None = None
+) -> list[str]:
     """Keep whole, from now on, every block whose weights are read while it does not run; return their names.
 
     `run` calls the network, without side effects, and returns its output. It is called once with NaN in all weights
     that are in no slot, and again for smaller and smaller groups if these reach the output. A model whose own output
-    has NaN keeps all blocks whole. Only floating-point weights can be found. Collective.
+    has NaN keeps all blocks whole. Only floating-point weights can be found. `together`: the ranks that call the
+    network at the same time; those of the weights' axis where it is None. Collective.
     """
     with uncounted(weights.comm):
         candidates, found = weights.in_slots, list[int]()
         if weights.comm.transport.device.type == "meta":  # nothing can be found without values
             weights.record(run)
         elif candidates:
-            found = _read_outside(weights, run, candidates)
+            found = _read_outside(weights, run, candidates, weights.axis if together is None else together)
         weights.settle()
         for index in found:
             weights.keep_whole(index)
@@ -40,13 +44,13 @@ def keep_what_is_read_outside(weights: ShardedWeights, run: Callable[[], Any]) -
     return names
 
 
-def _read_outside(weights: ShardedWeights, run: Callable[[], Any], group: list[int]) -> list[int]:
+def _read_outside(weights: ShardedWeights, run: Callable[[], Any], group: list[int], axis: Axis) -> list[int]:
     with weights.poisoned(group):
         own = fails_or_has_nan(partial(weights.record, run))
     flag = torch.tensor([own], device=weights.comm.transport.device)
-    if not any(bool(x) for x in AllGather(weights.comm, weights.axis, "verify", "poisoned weights").same(flag)):
+    if not any(bool(x) for x in AllGather(weights.comm, axis, "verify", "poisoned weights").same(flag)):
         return []
     if len(group) == 1:
         return group
     half = len(group) // 2
-    return _read_outside(weights, run, group[:half]) + _read_outside(weights, run, group[half:])
+    return _read_outside(weights, run, group[:half], axis) + _read_outside(weights, run, group[half:], axis)

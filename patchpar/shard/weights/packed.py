@@ -8,7 +8,7 @@ A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.compiled import compiled_in
+from patchpar.shard.compiled import compiled_in, is_compiled
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import is_alike
 
@@ -26,14 +26,19 @@ OUTSIDE = -1
 APART = 2**48  # bytes between made-up addresses
 HOST = torch.device("cpu")
 GROUP_OFFLOAD = "group_offloading"  # as diffusers names its hook
-ReadMemory = Callable[[Tensor, int, int], Tensor]
-"""Returns the bytes from the first to before the last of a tensor of any shape, with what lies between its elements."""
+CopyMemory = Callable[[Tensor, int, int, Tensor], object]
+"""Copies the bytes from the first to before the last of a tensor of any shape, with what lies between its elements."""
 
 
 def memory_of(x: Tensor, first: int, last: int) -> Tensor:
     """Return bytes of the memory of `x`, of any shape, as [last - first], with what lies between its elements."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.detach().as_subclass(Tensor).as_strided((_span(x),), (1,)).view(torch.uint8)[first:last]
+
+
+def copy_memory(x: Tensor, first: int, last: int, into: Tensor) -> None:
+    """Copy bytes of the memory of `x`, of any shape, to `into` [last - first]."""
+    into.copy_(memory_of(x, first, last))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +71,13 @@ class PackedBlock:
         """Return the bytes that each of `num_ranks` ranks keeps; the last ones may hold padding only."""
         return -(-self.num_bytes // (num_ranks * ALIGNMENT)) * ALIGNMENT
 
-    def write(self, buffer: Tensor, first: int = 0, read: ReadMemory = memory_of) -> None:
+    def write(self, buffer: Tensor, first: int = 0, copy: CopyMemory = copy_memory) -> None:
         """Copy the weights into `buffer` [bytes], from byte `first` of the block on; others are not read."""
         last = first + buffer.numel()
         for each in {each.offset: each for each in self.tensors}.values():  # tied ones once
             begin, end = max(first, each.offset), min(last, each.offset + each.num_bytes)
             if begin < end:
-                found = read(each.tensor, begin - each.offset, end - each.offset)
-                buffer[begin - first : end - first].copy_(found)
+                copy(each.tensor, begin - each.offset, end - each.offset, buffer[begin - first : end - first])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors, of any shape, as they lie in `buffer` [bytes]."""
@@ -119,10 +123,10 @@ def packed_blocks(network: nn.Module, device: torch.device, *, on_the_host: bool
     with compiled modules, or with weights elsewhere.
     """
     blocks, kind = blocks_of(network), type(network).__name__
-    if compiled_in(network):
+    if graphs := [path for path in compiled_in(network) if _contains_gathers(network, path, blocks)]:
         raise UnsupportedModel(
-            f"{kind} has compiled modules ({compiled_in(network)[0] or kind}), whose graphs would contain the gathers "
-            "of sharded weights: use weights=whole, or do not compile it"
+            f"{kind} has compiled modules ({graphs[0] or kind}), whose graphs would contain the gathers of sharded "
+            "weights: compile its blocks instead, by compile_repeated_blocks(), or use weights=whole"
         )
     allowed = [device, HOST] if on_the_host else [device]
     elsewhere = next((x.device for _, x in _tensors_of(network, blocks) if not _is_on(x.device, allowed)), None)
@@ -157,6 +161,13 @@ def resident_of(num_blocks: int, count: int) -> set[int]:
     """Return which of the blocks stay whole: `count` of them, or all, evenly spaced."""
     count = min(count, num_blocks)
     return {(2 * number + 1) * num_blocks // (2 * count) for number in range(count)}
+
+
+def _contains_gathers(network: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> bool:
+    """Whether blocks run within the graph of the compiled module at `path`, or it is a block that has been wrapped."""
+    module = network.get_submodule(path)
+    inside = any(block.startswith(f"{path}.".lstrip(".")) for block in blocks)
+    return inside or (path in blocks and not is_compiled(module))
 
 
 def _is_on(found: torch.device, devices: Sequence[torch.device]) -> bool:

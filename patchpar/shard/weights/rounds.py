@@ -26,8 +26,9 @@ NO_CALL = 0
 class GatherRounds:
     """The rounds of all networks whose weights are sharded over `axis`, where guidance is split within it.
 
-    Every rank calls `own_call` or `skip_call` for each call that one rank makes, and `catch_up` before the ranks do
-    anything else together, among them an own call that cannot join. `weights`: those of the network that is called.
+    Every rank calls `own_call` or `skip_call` for each call that one rank makes, and `catch_up` while calls are
+    `outstanding` before the ranks do anything else together, among them an own call that cannot join. `weights`: those
+    of the network that is called; `count`: of its calls and others', the same on all ranks.
     """
 
     def __init__(self, comm: Communicator, axis: Axis) -> None:
@@ -37,41 +38,43 @@ class GatherRounds:
 
     def reset(self) -> None:
         """Begin a pipeline call: nothing is outstanding."""
-        self._count = 0  # calls, the same number on all ranks
-        self._outstanding: dict[int, ShardedWeights] = {}  # calls of other ranks that may wait for this one's shards
+        self.count = 0
+        self.outstanding: dict[int, ShardedWeights] = {}  # calls of other ranks that may wait for this one's shards
         self._ahead: set[int] = set()  # calls that other ranks have made before this one got there
 
     @property
     def can_join(self) -> bool:
         """Whether this network's next call can be of the round that other ranks wait in."""
-        return all(weights is self.weights for weights in self._outstanding.values())
+        return all(weights is self.weights for weights in self.outstanding.values())
 
     @contextmanager
     def own_call(self) -> Iterator[None]:
         """Context in which this rank calls the network. Raises ExchangeError, UnsupportedModel."""
-        self._count += 1
+        self.count += 1
         if self.weights is None:
             yield
         else:
-            with self._round(self.weights, self._count):
+            with self._round(self.weights, self.count):
                 yield
 
     def skip_call(self) -> bool:
         """Note that another rank calls the network; return whether it needs nothing of this rank any more."""
-        self._count += 1
+        self.count += 1
         if self.weights is None:
             return True
-        if self._count in self._ahead:
-            self._ahead.remove(self._count)
+        if self.count in self._ahead:
+            self._ahead.remove(self.count)
             return True
-        self._outstanding[self._count] = self.weights
+        self.outstanding[self.count] = self.weights
         return False
 
     def catch_up(self) -> None:
-        """Send what ranks wait for that have made calls without this one. Raises ExchangeError."""
-        while self._outstanding:
-            with self._round(next(iter(self._outstanding.values())), NO_CALL):
-                pass
+        """Take part in the next round of ranks that wait for this one, for which a call is outstanding.
+
+        Raises ExchangeError.
+        """
+        with self._round(next(iter(self.outstanding.values())), NO_CALL):
+            pass
 
     @contextmanager
     def _round(self, weights: ShardedWeights, call: int) -> Iterator[None]:
@@ -81,6 +84,6 @@ class GatherRounds:
         with weights.round():
             yield
         made = {int(number) for (number,) in gathered.wait()}
-        self._ahead |= {number for number in made if number > self._count}
+        self._ahead |= {number for number in made if number > self.count}
         for number in made:
-            self._outstanding.pop(number, None)
+            self.outstanding.pop(number, None)

@@ -25,8 +25,8 @@ from patchpar.launch.accelerators import free_bytes
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.packed import (
-    ReadMemory,
-    memory_of,
+    CopyMemory,
+    copy_memory,
     packed_blocks,
     refuse_other_layouts,
     resident_of,
@@ -41,8 +41,8 @@ class ShardedWeights:
     """The weights of one network, of which `store` keeps this rank's part, until `restore`.
 
     The constructor works on this rank alone: all ranks of the axis create it with the same weights, and `join` before
-    the network is called. `resident`: how many blocks stay whole, evenly spaced. `read`: what reads the memory of
-    weights, which may be in host memory if it is given. Raises UnsupportedModel.
+    the network is called. `resident`: how many blocks stay whole, evenly spaced. `copy`: what copies the memory
+    of weights, which may be in host memory if it is given. Raises UnsupportedModel.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class ShardedWeights:
         *,
         slots: int = SLOTS,
         resident: int = 0,
-        read: ReadMemory | None = None,
+        copy: CopyMemory | None = None,
     ) -> None:
         self.network, self.axis, self._store = network, store.axis, store
-        blocks = packed_blocks(network, store.device, on_the_host=read is not None)
+        self.times_whole = 1
+        """How many such weights, of other ranks, make the whole ones that `restore` is for."""
+        blocks = packed_blocks(network, store.device, on_the_host=copy is not None)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
         largest = max(map(store.rows, self.blocks), default=0)
@@ -75,7 +77,7 @@ class ShardedWeights:
         self._hooks: dict[int, HookSet] = {}
         store.reserve(self.blocks)
         for index in range(len(self.blocks)):
-            self._shard(index, memory_of if read is None else read)
+            self._shard(index, copy_memory if copy is None else copy)
 
     def join(self, comm: Communicator) -> None:
         """Begin to exchange bytes with the other ranks through `comm`. Collective. Raises UnsupportedModel."""
@@ -119,7 +121,8 @@ class ShardedWeights:
         self._store.close()
 
     def _refuse_without_memory(self) -> None:
-        device, need = self._store.device, sum(self.blocks[index].num_bytes for index in self._hooks)
+        device = self._store.device
+        need = self.times_whole * sum(self.blocks[index].num_bytes for index in self._hooks)
         free = free_bytes(device)
         if not every_rank_has((self.comm, self.axis), "memory for whole weights", free is None or need <= free):
             have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
@@ -140,15 +143,14 @@ class ShardedWeights:
 
     # --- shards and slots ---------------------------------------------------------------------------------------
 
-    def _shard(self, index: int, read: ReadMemory) -> None:
+    def _shard(self, index: int, copy: CopyMemory) -> None:
         """Keep this rank's bytes of a block, and make its parameters views of its slot."""
         block, slot = self.blocks[index], self._slot(index)
-        self._store.keep(index, read)
+        self._store.keep(index, copy)
         self._views.append(block.views(self._slots[slot]))
         block.point_to(self._views[index])
         hooks = self._hooks[index] = HookSet()
-        hooks.before(block.module, partial(self._enter, index))
-        hooks.after(block.module, partial(self._leave, index))
+        hooks.around(block.module, partial(self._enter, index), partial(self._leave, index))
 
     def keep_whole(self, index: int) -> None:
         """Gather a block for good. Collective. Raises ExchangeError."""

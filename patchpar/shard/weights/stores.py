@@ -10,7 +10,7 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
-from patchpar.shard.weights.packed import PackedBlock, ReadMemory
+from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 
 KIND = "weights"  # of all gathers, in statistics
 
@@ -51,7 +51,7 @@ class BlockStore(ABC):
         """Prepare to keep a part of these blocks."""
 
     @abstractmethod
-    def keep(self, index: int, read: ReadMemory) -> None:
+    def keep(self, index: int, copy: CopyMemory) -> None:
         """Copy this rank's part of a block, before its parameters are views of a slot."""
 
     @abstractmethod
@@ -93,11 +93,11 @@ class DeviceShards(BlockStore):
         """See BlockStore."""
         self._blocks = blocks
 
-    def keep(self, index: int, read: ReadMemory) -> None:
+    def keep(self, index: int, copy: CopyMemory) -> None:
         """See BlockStore."""
         size = self._blocks[index].shard_bytes(self.axis.size)
         shard = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._blocks[index].write(shard, self.axis.rank * size, read)
+        self._blocks[index].write(shard, self.axis.rank * size, copy)
         self._shards.append(shard)
 
     def start(self, index: int, slot: Tensor) -> Transfer:

@@ -5,7 +5,7 @@ one of them made a step or a call more than the others, would use values of anot
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -73,11 +73,19 @@ class PredictionTime:
 class PredictionExchange:
     """Sends this rank's predictions to the other ranks of the axis and receives theirs.
 
-    `catch_up` is called before messages of other ranks are received, which may wait for this one.
+    `catch_up` is called before messages of other ranks are received, which may wait for this one; `not_made` returns
+    the numbers of calls that they have not made for that reason. A call that is made is sent and received before
+    the ranks do anything else together, since messages between two ranks arrive in the order in which they are sent.
     """
 
-    def __init__(self, comm: Communicator, axis: Axis, catch_up: Callable[[], object] = bool) -> None:
-        self._comm, self._axis, self._catch_up = comm, axis, catch_up
+    def __init__(
+        self,
+        comm: Communicator,
+        axis: Axis,
+        catch_up: Callable[[], object] = bool,
+        not_made: Callable[[], Container[int]] = tuple,
+    ) -> None:
+        self._comm, self._axis, self._catch_up, self._not_made = comm, axis, catch_up, not_made
         self._sent: list[Work[Messages]] = []
         self._parcels: list[_ExpectedMessage] = []
         self._messages: list[AsyncMessage] = []
@@ -107,22 +115,23 @@ class PredictionExchange:
         return [tuple(tuple(sizes[end - x.ndim : end]) for sizes in of_all) for x, end in zip(own, ends, strict=True)]
 
     def send(self, output: Any, form: OutputForm, when: PredictionTime) -> None:
-        """Start to send a prediction to all others, and to receive the messages expected from earlier calls."""
-        self._catch_up()
+        """Start to send a prediction to all others, and to receive the messages expected from calls that are made."""
         tensors = (self._stamp(when, form), *(x.contiguous() for x in tensors_in(output)))
         peers = tuple(self._axis.ranks[group_rank] for group_rank in self._axis.others)
         self._sent.append(self._send_recv([Outgoing(peers, tensors)], when))
 
-    def expect(self, group_rank: int, form: OutputForm, when: PredictionTime, *, at_once: bool) -> list[Tensor]:
-        """Return async tensors of any shape, that of `form`, for the prediction that `group_rank` makes.
+    def expect(
+        self, group_rank: int, form: OutputForm, when: PredictionTime, *, at_once: bool, number: int = 0
+    ) -> list[Tensor]:
+        """Return async tensors of any shape, that of `form`, for the prediction that `group_rank` makes in a call.
 
-        `at_once`: post the receive now. Not if this rank computes something first: a receive that waits on a GPU's
-        stream would delay the exchange of that computation on another axis.
+        `number`: of the call, see `not_made`. `at_once`: post the receive now. Not if this rank computes something
+        first: a receive that waits on a GPU's stream would delay the exchange of that computation on another axis.
         """
-        parcel = _ExpectedMessage(self, group_rank, form, when)
+        parcel = _ExpectedMessage(self, group_rank, form, when, number)
         self._parcels.append(parcel)
         if at_once:
-            self.wait()
+            self.receive_made()
         self._messages.append(AsyncMessage(form.specs, self._comm.transport.device, parcel.fetch))
         return self._messages[-1].tensors
 
@@ -130,7 +139,12 @@ class PredictionExchange:
         """Start to receive all expected messages."""
         if any(parcel.arriving is None for parcel in self._parcels):
             self._catch_up()
-            self._send_recv([], self._parcels[-1].when)
+            self.receive_made()
+
+    def receive_made(self) -> None:
+        """Start to receive the expected messages of calls that are made."""
+        if due := self._due():
+            self._send_recv([], due[-1].when)
 
     def settle(self) -> None:
         """Wait for all messages that are sent or expected. Raises ExchangeError."""
@@ -169,18 +183,24 @@ class PredictionExchange:
         return when.stamp(form.specs, self._comm.transport.device)
 
     def _send_recv(self, outgoing: list[Outgoing], when: PredictionTime) -> Work[Messages]:
-        due = [parcel for parcel in self._parcels if parcel.arriving is None]
+        due = self._due()
         arriving = self._comm.send_recv(KIND, str(when), outgoing, [parcel.incoming() for parcel in due])
         for index, parcel in enumerate(due):
             parcel.arriving, parcel.index = arriving, index
         return arriving
 
+    def _due(self) -> list["_ExpectedMessage"]:
+        not_made = self._not_made()
+        return [each for each in self._parcels if each.arriving is None and each.number not in not_made]
+
 
 class _ExpectedMessage:
-    """One message that another rank sends to this one."""
+    """One message that another rank sends to this one, when it has made call `number`."""
 
-    def __init__(self, post: PredictionExchange, group_rank: int, form: OutputForm, when: PredictionTime) -> None:
-        self.post, self.group_rank, self.form, self.when = post, group_rank, form, when
+    def __init__(
+        self, post: PredictionExchange, group_rank: int, form: OutputForm, when: PredictionTime, number: int
+    ) -> None:
+        self.post, self.group_rank, self.form, self.when, self.number = post, group_rank, form, when, number
         self.arriving: Work[Messages] | None = None
         self.index = 0
 

@@ -14,7 +14,7 @@ speed only. The first call of each form runs on every rank, to learn the specs o
 that modifies a cache among its arguments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ class GuidanceSplit:
         self.carriers: Mapping[str, int | None] = {}
         self.by_branch: Sequence[nn.Module] = ()
         self._axis, self._clock = axis, clock
-        self._post = PredictionExchange(comm, axis, self._send_shards)
+        self._post = PredictionExchange(comm, axis, self._send_shards, self._not_made)
         self.rounds: GatherRounds | None = None
         """Of networks whose weights are sharded over this axis too."""
         self._progress = GuidanceProgress()
@@ -142,8 +142,12 @@ class GuidanceSplit:
             self._post.wait()
 
     def _send_shards(self) -> None:
-        if self.rounds is not None:
+        while self.rounds is not None and self.rounds.outstanding:
+            self._post.receive_made()  # of the round before
             self.rounds.catch_up()
+
+    def _not_made(self) -> Container[int]:
+        return () if self.rounds is None else self.rounds.outstanding
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `forward(*args, **kwargs)`, computed by the ranks of the axis together.
@@ -242,7 +246,8 @@ class GuidanceSplit:
         if owner != axis.rank:
             is_made = self.rounds is None or self.rounds.skip_call()
             at_once = is_made and when.call > axis.rank
-            return with_tensors(form.tree, self._post.expect(owner, form, when, at_once=at_once))
+            number = 0 if self.rounds is None else self.rounds.count
+            return with_tensors(form.tree, self._post.expect(owner, form, when, at_once=at_once, number=number))
         output = self._own_call(forward, args, kwargs)
         found = OutputForm.of(output)
         if found is None or found.specs != form.specs:

@@ -1,0 +1,138 @@
+"""Where weights are with plan="auto", and what is said where a plan's weights do not fit: the fastest plan that does.
+
+    whole  ->  encoders on one rank  ->  sharded, with resident blocks  ->  sharded  ->  hosted
+
+The first of these that fits, by the formula of `models.dry_run.plan_memory`. Weights that take less than half of what
+is free are whole, and nothing is computed. torch is imported only where a forecast is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from patchpar.errors import PatchparError, PlanError
+from patchpar.launch.host_memory import FreeMemory
+from patchpar.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from patchpar.models.dry_run.plan_memory import NetworkBytes, PlanMemory
+
+USED = 0.95  # of what is free: allocators keep some of it
+SMALL = 0.5  # of what is free: weights that take less leave enough for activations
+GIB = 2**30
+PROMPT = "a test image"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChoice:
+    """The weights of every call with plan="auto". `plan`: for all devices; None where they are whole on every rank.
+
+    `is_tight`: activations of an image of the default size may not fit beside them.
+    """
+
+    plan: Plan | None = None
+    reason: str = ""
+    is_tight: bool = False
+
+    def applied_to(self, plan: Plan) -> Plan:
+        """Return a plan of a call with these weights."""
+        if self.plan is None:
+            return plan
+        return replace(plan, weights=self.plan.weights, resident=self.plan.resident, encoders=self.plan.encoders)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForecast:
+    """Bytes of a model's networks, and of activations of an image of its default size; 0 where they are unknown."""
+
+    networks: Mapping[str, NetworkBytes]
+    activations: int
+
+    @classmethod
+    def of(cls, empty: Any) -> ModelForecast:
+        """Return that of a pipeline on the meta device."""
+        from patchpar.models.dry_run.dry_run import dry_run
+        from patchpar.models.dry_run.plan_memory import network_bytes
+
+        empty.set_progress_bar_config(disable=True)
+        networks = network_bytes(empty)
+        try:
+            peak = dry_run(empty, prompt=PROMPT).peak_bytes
+        except (PatchparError, TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+            peak = 0  # it needs more than a prompt, or values
+        return cls(networks, peak)
+
+
+def is_small(weight_bytes: int, devices: int, free: FreeMemory) -> bool:
+    """Whether whole weights certainly fit on so many devices, or too little is known to say that they do not."""
+    if free.device is not None:
+        return weight_bytes <= SMALL * free.device
+    return free.host is None or weight_bytes * devices <= SMALL * free.host
+
+
+def choose_weights(model: ModelForecast, devices: int, free: FreeMemory) -> WeightChoice:
+    """Return the weights of plans for all of so many devices. Raises PlanError where no plan fits."""
+    usable, base = free.times(USED), Plan(patch=devices)
+    of_a_rank = model.activations // devices  # about, where the image is divided
+    for activations in (model.activations, of_a_rank):
+        found = fitting(base, replace(model, activations=activations), usable)
+        if found is not None:
+            return _choice(found, model, free, is_tight=False)
+    alone = replace(model, activations=0)
+    for found in _plans(base, alone, usable):
+        if not found.plan.resident and found.fits(usable.device, usable.host):
+            return _choice(found, model, free, is_tight=True)
+    least = min(_plans(base, alone, usable), key=lambda each: (max(each.ranks), each.host))
+    raise PlanError(
+        f"no plan for {devices} device{'s' * (devices > 1)} has room for the weights: plan {least.plan} takes least, "
+        f"{_amount(least)}, but {_free(free)} free: use more devices or a smaller dtype, or free some memory"
+    )
+
+
+def fitting(base: Plan, model: ModelForecast, free: FreeMemory) -> PlanMemory | None:
+    """Return what the fastest plan that fits takes, with the axes of `base`; None where none fits."""
+    if base.stage * base.tensor > 1:
+        base = Plan(data=base.data, patch=base.world_size // base.data)
+    whole = replace(base, weights="whole", resident=0, encoders="auto")
+    return next((each for each in _plans(whole, model, free) if each.fits(free.device, free.host)), None)
+
+
+def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
+    """Return the advice to use the fastest plan that fits, which ends with a comma."""
+    best = fitting(base, model, free)
+    if best is None:
+        return "no plan for these devices has room for them: use more devices, "
+    return f"use plan={str(best.plan)!r} (weights of {_amount(best)}), "
+
+
+def _plans(base: Plan, model: ModelForecast, free: FreeMemory) -> Iterator[PlanMemory]:
+    from patchpar.models.dry_run.plan_memory import plans_by_cost
+
+    yield from plans_by_cost(base, model.networks, model.activations, free.device, free.host)
+
+
+def _choice(found: PlanMemory, model: ModelForecast, free: FreeMemory, *, is_tight: bool) -> WeightChoice:
+    plan = found.plan
+    if (plan.weights, plan.encoders) == ("whole", "auto"):
+        return WeightChoice(is_tight=is_tight)
+    whole = sum(each.whole for each in model.networks.values()) + model.activations
+    parts = [f"weights={plan.weights}"] if plan.weights != "whole" else ["encoders=one"]
+    parts += [f"resident={plan.resident}"] * bool(plan.resident)
+    reason = (
+        f"{','.join(parts)}, which takes {_amount(found)}: whole weights and activations take "
+        f"{whole / GIB:.1f} GiB on each rank, and {_free(free)} free"
+    )
+    tight = "; activations of an image of the default size may not fit" if is_tight else ""
+    return WeightChoice(plan, reason + tight, is_tight)
+
+
+def _amount(found: PlanMemory) -> str:
+    host = f", and {found.host / GIB:.1f} GiB of host memory" if found.host else ""
+    return f"{max(found.ranks) / GIB:.1f} GiB on a device{host}"
+
+
+def _free(free: FreeMemory) -> str:
+    host = "unknown" if free.host is None else f"{free.host / GIB:.1f} GiB of host memory"
+    return f"{host} are" if free.device is None else f"{free.device / GIB:.1f} GiB of a device and {host} are"

@@ -1,0 +1,161 @@
+"""The model that ranks load or adopt: what its weights take, and the plan by which each rank holds them.
+
+Torch is imported only where a forecast is needed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import UnsupportedModel
+from patchpar.launch.executor import Executor
+from patchpar.launch.host_memory import FreeMemory, free_memory
+from patchpar.models.files import ModelFolder, check_memory, needed_bytes, resolve_model
+from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small
+from patchpar.plan.plan import Plan
+
+CPU = "cpu"
+
+
+class ModelToLoad(ABC):
+    """A model, before any rank has it. `method`: of the engine, which loads it."""
+
+    method: str
+
+    @property
+    @abstractmethod
+    def is_fresh(self) -> bool:
+        """Whether all of it is from files."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; 0 where they are unknown."""
+
+    @abstractmethod
+    def forecast(self) -> ModelForecast:
+        """Return what it takes. Raises UnsupportedModel where that is unknown."""
+
+    @abstractmethod
+    def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
+        """Return the arguments of the method, for ranks that hold what `plan` says; None: everything."""
+
+    def check(self, devices: Sequence[str], plan: Plan | None) -> None:  # noqa: B027 - most have nothing to check
+        """Raise PlanError if ranks of `devices` lack host memory for the weights."""
+
+    def weights_for(self, devices: Sequence[str], wanted: Plan | None) -> WeightChoice | None:
+        """Return the weights with plan="auto", before ranks start; None where only ranks know what is free.
+
+        `wanted`: the plan; None for "auto". Raises PlanError.
+        """
+        if wanted is not None or all(device == CPU for device in devices):
+            host = FreeMemory(device=None, host=free_memory())
+            choice = self.chosen(len(devices), host) if wanted is None else WeightChoice()
+            self.check(devices, choice.plan if wanted is None else wanted)
+            return choice
+        return None
+
+    def weights_on(self, ranks: Executor, devices: Sequence[str]) -> WeightChoice:
+        """Return the weights with plan="auto" for ranks that have started. Raises PlanError."""
+        if not self.weight_bytes:
+            return WeightChoice()
+        found = ranks.call("free_memory", everywhere=ranks.kind != "local")
+        free = FreeMemory.least([each for each in found if each is not None])
+        choice = self.chosen(ranks.world_size, free)
+        self.check(devices, choice.plan)
+        return choice
+
+    def chosen(self, devices: int, free: FreeMemory) -> WeightChoice:
+        """Return the weights with plan="auto" for so many devices. Raises PlanError where no plan fits."""
+        if is_small(self.weight_bytes, devices, free):
+            return WeightChoice()
+        try:
+            forecast = self.forecast()
+        except UnsupportedModel:  # quantised: unknown before it is loaded
+            return WeightChoice()
+        return choose_weights(forecast, devices, free)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInFiles(ModelToLoad):
+    """A model folder; None for one that has still to be fetched. `options`: of from_pretrained."""
+
+    source: str
+    options: Mapping[str, Any]
+    folder: ModelFolder | None
+    method = "load"
+
+    @classmethod
+    def of(cls, model: str | Path, options: Mapping[str, Any]) -> "ModelInFiles":
+        """Return a model by its folder or name. Raises PlanError."""
+        return cls(*resolve_model(model, options))
+
+    @property
+    def is_fresh(self) -> bool:
+        """See ModelToLoad."""
+        return not any(map(callable, self.options.values()))
+
+    @property
+    def weight_bytes(self) -> int:
+        """See ModelToLoad."""
+        return needed_bytes(self.folder, self.options)
+
+    def forecast(self) -> ModelForecast:
+        """See ModelToLoad."""
+        from patchpar.models.dry_run.empty_pipeline import empty_pipeline  # imports diffusers
+        from patchpar.models.loading import with_dtype
+
+        assert self.folder is not None
+        return ModelForecast.of(empty_pipeline(self.folder.path, with_dtype(self.options)))
+
+    def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
+        """See ModelToLoad."""
+        need = self.weight_bytes
+        return self.source, self.options, need if plan is None else plan.held_bytes(need), plan
+
+    def check(self, devices: Sequence[str], plan: Plan | None) -> None:
+        """See ModelToLoad."""
+        check_memory(self.source, self.folder, self.options, devices, plan, self._advice(devices, plan))
+
+    def _advice(self, devices: Sequence[str], plan: Plan | None) -> Callable[[], str]:
+        def text() -> str:
+            try:
+                forecast = ModelForecast(self.forecast().networks, 0)
+            except UnsupportedModel:
+                return ""
+            base = Plan(patch=len(devices)) if plan is None else plan
+            return advice(base, forecast, FreeMemory(device=None, host=free_memory()))
+
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInMemory(ModelToLoad):
+    """A pipeline in memory."""
+
+    pipe: Any
+    method = "adopt"
+
+    @property
+    def is_fresh(self) -> bool:
+        """See ModelToLoad."""
+        return False
+
+    @property
+    def weight_bytes(self) -> int:
+        """See ModelToLoad."""
+        from patchpar.models.dry_run.dry_run import weight_bytes  # imports torch
+
+        return sum(weight_bytes(each) for each in self.pipe.components.values() if hasattr(each, "named_modules"))
+
+    def forecast(self) -> ModelForecast:
+        """See ModelToLoad."""
+        from patchpar.models.dry_run.empty_pipeline import emptied_copy  # imports diffusers
+
+        return ModelForecast.of(emptied_copy(self.pipe))
+
+    def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
+        """See ModelToLoad."""
+        return self.pipe, plan
