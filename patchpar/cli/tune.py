@@ -31,7 +31,7 @@ class TuneFlags:
 
 
 def tune(request: TuneFlags) -> None:
-    """Measure this machine's devices and links, for plan and simulate."""
+    """Measure this machine's devices and links, for plan, simulate and plan="auto"."""
     with friendly_errors(request.debug):
         start = time.perf_counter()
         with stdout_kept_clean(request.json), ended_at_once():
@@ -67,7 +67,7 @@ def lines(found: TuneResult, seconds: float) -> Iterator[str]:
         yield f"{name:9} {text}"
     for line in machine.assumptions():
         yield f"{'':9} {line}"
-    yield "use       --machine local of `patchpar plan` and `patchpar simulate`"
+    yield 'use       --machine local of `patchpar plan` and `patchpar simulate`, and plan="auto" of calls'
 
 
 def _device_lines(machine: MeasuredMachine) -> Iterator[tuple[str, str]]:

@@ -23,15 +23,17 @@ from patchpar.pipeline.auto_plan import Rule, choose, without
 from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.messages import CallResult
+from patchpar.pipeline.planned_calls import PlannedCalls
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, check_plan_for
 from patchpar.plan.plan import Plan
 
 
-class ParallelPipeline:
+class ParallelPipeline(PlannedCalls):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
@@ -104,7 +106,7 @@ class ParallelPipeline:
         object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
         state.is_fresh = method == "load" and not any(map(callable, args[1].values()))  # no network among its options
-        state.executor = request.executor()
+        state.executor, state.timed = request.executor(), TimedPlans.of(method, args, request.devices.names)
         try:
             results = state.executor.call(method, *args, replay=True, expected=LOAD_SECONDS)
             state.model = next(result for result in results if result is not None)
@@ -145,7 +147,8 @@ class ParallelPipeline:
                 move_generators_on(bound, results)
             output = output_of(results)
             figures = tuple(figures for result in results for figures in result.figures)
-            state.plan, state.last_run = plan, Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
+            run = Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
+            state.plan, state.last_run = plan, state.timed.compared(run, bound)
         return output
 
     def _call_workers(self, executor: Executor, caller: CallController, rule: Rule) -> tuple[Plan, list[CallResult]]:
@@ -171,6 +174,7 @@ class ParallelPipeline:
         plan = state.wanted
         if plan is None:
             choice = rule(self.description, self._executor.world_size, kwargs)
+            choice = state.timed.better(choice, self.description, kwargs)
             plan, state.reason = choice.plan, choice.explanation
             state.advise(choice.advice)
         check_plan_for(self.description, plan, kwargs, state.request.devices.names)
