@@ -45,8 +45,9 @@ ONLY = {
     "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {"errors", "launch", "models", "strategies", "stream", "pipeline.image_metrics", "PUBLIC"},
-    "cli.plan": {"cli", "strategies", "pipeline.planner"},
-    "cli.simulate": {"errors", "cli", "models", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},
+    "cli.plan": {"cli", "strategies", "pipeline.planner", "plan.replay"},
+    "cli.tune": {"cli", "launch.devices", "pipeline.planner", "plan.replay"},
+    "cli.simulate": {"errors", "cli", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},
     "__main__": {"cli"},
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.

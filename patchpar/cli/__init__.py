@@ -15,6 +15,7 @@ from patchpar.cli.simulate import SimulateFlags, simulate
 from patchpar.cli.stream.command import stream as run_stream
 from patchpar.cli.stream.flags import StreamFlags
 from patchpar.cli.stream.replay import ReplayFlags, replay
+from patchpar.cli.tune import TuneFlags, tune
 from patchpar.cli.upscale import UpscaleFlags, enlarge
 from patchpar.cli.video import VideoFlags, video
 
@@ -39,6 +40,7 @@ app.command(epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --
     takes(SimulateFlags, simulate)
 )
 app.command(epilog="Try: patchpar plan embedded --machine 8xH100-nvlink --dtype float16")(takes(PlanFlags, plan))
+app.command(epilog="Try: patchpar tune --devices 2")(takes(TuneFlags, tune))
 app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(AppFlags, serve_app))
 app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
 

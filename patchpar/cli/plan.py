@@ -42,15 +42,18 @@ def _searched(request: PlanFlags) -> PlanSearchResult:
 
     strategy = parse_strategy(request.strategy or "exact")
     simulator = request.simulator()
-    found = search(simulator.machine, simulator.branches, strategy, simulator.of)
+    found = search(simulator.machine, simulator.call.branches, strategy, simulator.of)
     found.best  # noqa: B018 - raises where nothing fits
     return found
 
 
 def lines(found: PlanSearchResult) -> Iterator[str]:
     """Yield the best plans as a table, and what is assumed."""
+    from patchpar.plan.replay.measured_machine import MeasuredMachine
+
     best = found.best
-    yield f"plan      {best.plan} on {best.machine}: predicted from published rates, not measured"
+    known = "measured rates" if isinstance(best.machine, MeasuredMachine) else "published rates, not measured"
+    yield f"plan      {best.plan} on {best.machine}: predicted from {known}"
     yield f"{'':10}{'step':>9} {'compute':>9} {'launches':>9} {'waits':>9} {'GiB':>6}  plan"
     for each in found.ranked[:LISTED]:
         yield f"{'':10}{_row(each)}"
@@ -58,6 +61,8 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
         yield f"refused   {'; '.join(f'{name}: {why}' for name, why in found.refused.items())}"
     if found.skipped:
         yield f"skipped   {', '.join(map(str, found.skipped))}: slower even without exchange"
+    if best.order:
+        yield f"devices   {', '.join(map(str, best.order[: best.plan.world_size]))}: of ranks 0, 1, ..."
     yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
     for number, line in enumerate(best.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"

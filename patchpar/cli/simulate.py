@@ -24,7 +24,7 @@ class SimulatedCallFlags:
     """Flags of a model, a machine and a call."""
 
     model: Annotated[str, typer.Argument(help="A folder, with or without weights; 'embedded'.")]
-    machine: Annotated[str, typer.Option(help="8xH100-nvlink, 4xRTX4090-pcie4, 2x(4xL40-pcie4)-eth100.")]
+    machine: Annotated[str, typer.Option(help="8xH100-nvlink, 2x(4xL40-pcie4)-eth100; local: as tune has measured.")]
     strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
     height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
@@ -45,15 +45,10 @@ class SimulatedCallFlags:
 
     def simulator(self) -> Simulator:
         """Return what simulates the call. Raises PlanError."""
-        from patchpar.plan.replay.machine import Machine
-
-        machine = Machine.parse(self.machine)  # before anything slow is imported
-        from patchpar.models.quiet_libraries import silence_libraries
         from patchpar.pipeline.planner.simulate import Simulator
 
-        silence_libraries()
         loading = given(torch_dtype=self.dtype, graphs=self.graphs or None)
-        return Simulator(self.model, machine, loading, self._call())
+        return Simulator(self.model, self.machine, loading, self._call())
 
     def _call(self) -> dict[str, Any]:
         return given(

@@ -23,15 +23,17 @@ from patchpar.pipeline.caller import CallController, move_generators_on, output_
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.messages import CallResult
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
+from patchpar.pipeline.planned_calls import PlannedCalls
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, check_plan_for
 from patchpar.plan.plan import Plan
 
 
-class ParallelPipeline:
+class ParallelPipeline(PlannedCalls):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
@@ -102,6 +104,7 @@ class ParallelPipeline:
         object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
         state.is_fresh, state.executor = model.is_fresh, request.executor()
+        state.timed = TimedPlans.of(model.method, model.arguments(None), request.devices.names)
         try:
             state.weights = weights or model.weights_on(state.executor, request.devices.names)
             arguments = model.arguments(request.plan or state.weights.plan)
@@ -144,7 +147,8 @@ class ParallelPipeline:
                 move_generators_on(bound, results)
             output = output_of(results)
             figures = tuple(figures for result in results for figures in result.figures)
-            state.plan, state.last_run = plan, Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
+            run = Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
+            state.plan, state.last_run = plan, state.timed.compared(run, bound)
         return output
 
     def _call_workers(self, executor: Executor, caller: CallController, rule: Rule) -> tuple[Plan, list[CallResult]]:
@@ -170,6 +174,8 @@ class ParallelPipeline:
         plan = state.wanted
         if plan is None:
             choice = rule(self.description, self._executor.world_size, kwargs, state.weights)
+            if state.weights.plan is None:
+                choice = state.timed.better(choice, self.description, kwargs)
             plan, state.reason = choice.plan, choice.explanation
             state.advise(choice.advice)
         check_plan_for(self.description, plan, kwargs, state.request.devices.names)

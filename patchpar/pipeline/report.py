@@ -15,12 +15,14 @@ from patchpar.plan.plan import Plan
 class Run:
     """Statistics of one call. `seconds` are measured at the caller, from call to image; `ranks` that took part.
 
+    `forecast`: seconds that were predicted for it, where the machine has been measured and the call has a forecast.
     A step is a scheduler step: a scheduler of second order takes two for each denoising step but one.
     """
 
     plan: Plan
     seconds: float
     ranks: tuple[RankStats, ...]
+    forecast: float | None = None
 
     @property
     def steps(self) -> int:
@@ -73,6 +75,7 @@ class Run:
         return {
             "plan": str(self.plan),
             "seconds": round(self.seconds, 4),
+            "forecast": None if self.forecast is None else round(self.forecast, 4),
             "steps": self.steps,
             "exact_steps": self.exact_steps,
             "bytes_per_step": list(self.bytes_per_step),
@@ -84,7 +87,10 @@ class Run:
         }
 
     def __str__(self) -> str:
-        return f"plan {self.plan}: {self._steps_taken()} in {self.seconds:.1f} s{self._cost()}"
+        return f"plan {self.plan}: {self._steps_taken()} in {self.seconds:.1f} s{self._predicted()}{self._cost()}"
+
+    def _predicted(self) -> str:
+        return "" if self.forecast is None else f" ({self.forecast:.1f} s predicted)"
 
     def _steps_taken(self) -> str:
         exact = self.exact_steps

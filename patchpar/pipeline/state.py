@@ -17,6 +17,7 @@ from patchpar.pipeline.messages import CallbackChange, MethodResult
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
+from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class PipelineState:
     def __init__(self, request: PipelineOptions) -> None:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
+        self.timed = TimedPlans(None, {}, ())
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
         self.weights = WeightChoice()  # with plan="auto"

@@ -11,7 +11,8 @@ import torch
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
 from patchpar.pipeline.planner.image_ranks import unequal_pairs
-from patchpar.pipeline.planner.record import RecordedRank, Recording, RecordOptions
+from patchpar.pipeline.planner.record import Recording, RecordOptions
+from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.token_plans import KnownTokens, tokens_by_values
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
@@ -110,6 +111,7 @@ def test_what_is_aligned_in_a_buffer_is_counted_as_it_is() -> None:
     assert unequal_pairs(tapes) == []
 
 
+@pytest.mark.breadth
 def test_kernels_that_are_fused_on_gpus_are_one() -> None:
     apart, joined = (operators(recorded("sd", "patch=2", 1, 1, joined=joined)[0]) for joined in (False, True))
     assert joined["concat_halo"] > 0 == apart["concat_halo"]
@@ -144,6 +146,7 @@ def test_a_transformer_without_a_known_token_plan_is_refused() -> None:
         recording.of_rank(0)
 
 
+@pytest.mark.breadth
 def test_tokens_of_a_model_with_values_are_found_by_its_first_call() -> None:
     """The split is that of the plan in the package."""
     found = tiny.build("flux")

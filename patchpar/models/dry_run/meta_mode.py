@@ -50,6 +50,11 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self.known = {} if known is None else known
         self._last: Operator | None = None  # counted since the last result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch: no, nothing is compiled inside, and the skipping takes as long as an operator."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar.pipeline.planner.image_ranks import ImageRanks
-from patchpar.pipeline.planner.record import RecordedRank
+from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.fold import replay_groups
 from patchpar.plan.replay.machine import Machine
-from patchpar.plan.replay.price import ASSUMED, CostAssumptions, priced
+from patchpar.plan.replay.measured_machine import MeasuredMachine
+from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Prices
 from patchpar.plan.replay.replay import COMPUTE, LAUNCH, STEP, WAIT, Interval, Replayed
-from patchpar.plan.replay.tape import bytes_sent, steps_of
+from patchpar.plan.replay.tape import Kernel, bytes_sent, steps_of
+from patchpar.plan.replay.topology import Topology
 
+AnyMachine = Machine | MeasuredMachine
 CONTEXT_BYTES = 700_000_000
 """Of a GPU's memory, for the CUDA context and kernels."""
 
@@ -57,10 +60,14 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A call of `steps` steps, of which `warm_up_steps` are like the first. `bytes_sent`: in a later step, by rank."""
+    """A call of `steps` steps, of which `warm_up_steps` are like the first. `bytes_sent`: in a later step, by rank.
+
+    `launching`: seconds of a later step that the process of the first rank takes to launch its kernels. `order`: the
+    device of each rank, then idle ones; empty where they are in order.
+    """
 
     plan: Plan
-    machine: Machine
+    machine: AnyMachine
     steps: int
     warm_up_steps: int
     phases: Mapping[str, PhaseForecast]
@@ -70,6 +77,8 @@ class Forecast:
     memory: Sequence[RankMemory]
     assumed: Sequence[str]
     replayed: Replayed
+    launching: float = 0.0
+    order: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -84,6 +93,7 @@ class Forecast:
         return {
             "plan": str(self.plan),
             "machine": str(self.machine),
+            "devices": list(self.order or range(self.plan.world_size)),
             "seconds": self.seconds,
             "steps": self.steps,
             "warm_up_steps": self.warm_up_steps,
@@ -96,23 +106,25 @@ class Forecast:
         }
 
 
-def forecast(
+def forecast(  # noqa: PLR0913 - each is a setting of its own, by name
     ranks: ImageRanks,
     plan: Plan,
-    machine: Machine,
+    machine: AnyMachine,
     *,
     steps: int,
     warm_up_steps: int,
     assumed: CostAssumptions = ASSUMED,
+    order: tuple[int, ...] = (),
 ) -> Forecast:
-    """Return the forecast of a plan whose ranks are recorded, on the first devices of a machine.
+    """Return the forecast of a plan whose ranks are recorded, on the first devices of a machine, or in this `order`.
 
     `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last. Raises PlanError
     for more ranks than devices, and for a dtype that the device has no rate for.
     """
     plan_fits(plan, machine)
-    tapes = [priced(tape, machine.device, assumed) for tape in ranks.tapes]
-    replayed = replay_groups(tapes, plan.data, machine.topology()).slowest
+    prices = Prices(machine.device, assumed)
+    tapes = [prices.of(tape) for tape in ranks.tapes]
+    replayed = replay_groups(tapes, plan.data, _ordered(machine.topology(), order)).slowest
     phases = _phases(replayed)
     in_order = [name for name in phases if name not in (ENCODE, DECODE)]
     last = in_order[-1]
@@ -125,13 +137,19 @@ def forecast(
         first=phases[in_order[0]],
         step=phases[last],
         bytes_sent=[bytes_sent(steps_of(tape)[last]) for tape in ranks.tapes],
-        memory=[memory_of(rank) for rank in ranks.recorded],
+        memory=[memory_of(rank) for rank in ranks.ranks],
         assumed=(*assumed.lines(machine.device), *machine.assumptions()),
         replayed=replayed,
+        launching=sum(entry.host for entry in steps_of(tapes[0])[last] if isinstance(entry, Kernel)),
+        order=order,
     )
 
 
-def plan_fits(plan: Plan, machine: Machine) -> None:
+def _ordered(topology: Topology, order: tuple[int, ...]) -> Topology:
+    return Topology(lambda a, b: topology.path(order[a], order[b])) if order else topology
+
+
+def plan_fits(plan: Plan, machine: AnyMachine) -> None:
     """Raise PlanError for a plan with more ranks than the machine has devices."""
     if plan.world_size > machine.devices:
         plan.check_devices(machine.devices)

@@ -1,29 +1,48 @@
-"""The tapes of all ranks of an image: some recorded, the others like those at a place of the same kind.
+"""The programs of all ranks of an image: some recorded, the others like those at a place of the same kind.
 
-Along axis `patch` the first and the last rank differ from those between, which are alike where their shares are equal:
-the tape of one is that of the other with its peers moved along the axis. That is checked: between any two ranks what
-one sends is what the other waits for, in order and to the byte. Ranks for which it is not so are recorded too.
+Until the last step ranks differ by their place on axis `patch`: the first and the last differ from those between, and
+all guidance branches are alike. While decoding, bands are those of all ranks of the image, and so are first, last and
+between. The program of one rank is that of another with its peers moved along the axes. That is checked: between any
+two ranks what one sends is what the other waits for, in order and to the byte. Ranks for which it is not so are
+recorded too.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from patchpar.errors import PlanError
-from patchpar.pipeline.planner.record import RecordedRank
+from patchpar.pipeline.planner.recorded_rank import RecordedRank
+from patchpar.pipeline.planner.tape_recorder import DECODE, DECODE_NUMBERS
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Send, Tape, TapeEntry, Wait
 
 RECORDED = 3
-"""Ranks along axis `patch` up to which all are recorded; of more, the first, one between, and the last."""
+"""Ranks along an axis up to which all are recorded; of more, the first, one between, and the last."""
+Peers = Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SourcesOfRank:
+    """The recorded ranks whose programs a rank has: until the last step, and while decoding."""
+
+    steps: int
+    decode: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRanks:
-    """The ranks of one image: the tape of each, and the recorded rank whose tape it is."""
+    """The `ranks` of one image, in order; those that were recorded, by rank, and for each rank its sources."""
 
-    tapes: tuple[Tape, ...]
-    recorded: tuple[RecordedRank, ...]
+    ranks: tuple[RecordedRank, ...]
+    recorded: Mapping[int, RecordedRank]
+    sources: tuple[SourcesOfRank, ...]
+
+    @property
+    def tapes(self) -> tuple[Tape, ...]:
+        """The tape of each rank."""
+        return tuple(rank.tape for rank in self.ranks)
 
 
 def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRanks:
@@ -32,46 +51,115 @@ def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRa
     found: dict[int, RecordedRank] = {}
     kept: set[int] = set()  # that have to be recorded themselves
     while True:
-        source = {rank: rank if rank in kept else _like(plan, rank) for rank in range(size)}
-        for rank in dict.fromkeys(source.values()):
+        sources = [SourcesOfRank(rank, rank) if rank in kept else _sources(plan, rank) for rank in range(size)]
+        for rank in dict.fromkeys(each for source in sources for each in (source.steps, source.decode)):
             if rank not in found:
                 found[rank] = record(rank)
-        tapes = [_moved(plan, found[source[rank]].tape, source[rank], rank) for rank in range(size)]
-        odd = {rank for pair in unequal_pairs(tapes) for rank in pair}
+        ranks = ranks_from(plan, found, sources)
+        odd = {rank for pair in unequal_pairs(ranks.tapes) for rank in pair}
         if not odd:
-            return ImageRanks(tapes=tuple(tapes), recorded=tuple(found[source[rank]] for rank in range(size)))
-        more = {rank for rank in odd if source[rank] != rank}
+            return ranks
+        more = odd - kept - {rank for rank in odd if sources[rank] == SourcesOfRank(rank, rank)}
         if not more:
             raise PlanError(f"ranks {sorted(odd)} of plan {plan} do not send what others wait for: this is a bug")
         kept |= more
+
+
+def ranks_from(plan: Plan, recorded: Mapping[int, RecordedRank], sources: Sequence[SourcesOfRank]) -> ImageRanks:
+    """Return the ranks of an image. `sources`: for each rank those that were recorded for it."""
+    ranks = tuple(_rank(plan, recorded, rank, source) for rank, source in enumerate(sources))
+    return ImageRanks(ranks=ranks, recorded=recorded, sources=tuple(sources))
+
+
+def _sources(plan: Plan, rank: int) -> SourcesOfRank:
+    """Return the ranks that are recorded for this one.
+
+    With three of one image, of all guidance branches: its first rank, its last one, and one between.
+    """
+    patch, size = _mesh(plan, rank)["patch"], plan.world_size // plan.data
+    between = _mesh(plan, 0)["patch"].ranks[patch.size // 2]
+    if patch.size > RECORDED and patch.rank not in (0, patch.size - 1):
+        steps = between
+    elif patch.rank == 0 and patch.size > 1:
+        steps = 0
+    elif patch.rank == patch.size - 1 and patch.size > 1:
+        steps = size - 1
+    else:
+        steps = _mesh(plan, 0)["patch"].ranks[patch.rank]
+    if size <= RECORDED or rank in (0, size - 1):
+        return SourcesOfRank(steps, rank)
+    return SourcesOfRank(steps, between if patch.size > RECORDED else size // 2)
 
 
 def _mesh(plan: Plan, rank: int) -> Mesh:
     return Mesh(rank, range(plan.world_size), **plan.degrees())
 
 
-def _like(plan: Plan, rank: int) -> int:
-    """Return the rank whose tape is recorded for this one."""
-    patch = _mesh(plan, rank)["patch"]
-    if patch.size <= RECORDED or patch.rank in (0, patch.size - 1):
-        return rank
-    return patch.ranks[patch.size // 2]
+def _rank(plan: Plan, recorded: Mapping[int, RecordedRank], rank: int, source: SourcesOfRank) -> RecordedRank:
+    """Return a rank with the steps of one recorded rank and the decoding of another."""
+    steps, decode = recorded[source.steps], recorded[source.decode]
+    if source == SourcesOfRank(rank, rank):
+        return steps
+    size = plan.world_size // plan.data
+    in_steps = {peer: _moved(plan, peer, source.steps, rank) for peer in range(plan.world_size)}
+    in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
+    front, back = _parts(steps.tape)
+    end = _parts(decode.tape)[1]
+    pending = [entry for entry in back if isinstance(entry, Wait) and entry.number < DECODE_NUMBERS]
+    decoding = [entry for entry in end if not (isinstance(entry, Wait) and entry.number < DECODE_NUMBERS)]
+    to_root = _to_root(decoding) if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
+    tape = (
+        *(_renumbered(entry, in_steps) for entry in front),
+        *(_renumbered(entry, in_decode, to_root) for entry in decoding),
+        *(_renumbered(entry, in_steps) for entry in pending),
+    )
+    peaks = {**steps.peaks, **({DECODE: decode.peaks[DECODE]} if DECODE in decode.peaks else {})}
+    return replace(steps, rank=rank, tape=tuple(_counted(tape)), peaks=peaks)
 
 
-def _moved(plan: Plan, tape: Tape, source: int, rank: int) -> Tape:
-    """Return the tape of `source` for `rank`, of another patch: its peers move along that axis as it does."""
-    if source == rank:
-        return tape
-    by = _mesh(plan, rank)["patch"].rank - _mesh(plan, source)["patch"].rank
-    axes = [_mesh(plan, peer)["patch"] for peer in range(plan.world_size)]
-    moved = {peer: axis.ranks[(axis.rank + by) % axis.size] for peer, axis in enumerate(axes)}
-    return tuple(_renumbered(entry, moved) for entry in tape)
+def _counted(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
+    """Yield the entries, what is sent while decoding counted again: messages to a neighbour and to the first rank."""
+    sent: Counter[int] = Counter()
+    for entry in tape:
+        if isinstance(entry, Send) and entry.number >= DECODE_NUMBERS:
+            (peer,) = entry.peers
+            yield entry.to(peer, number=DECODE_NUMBERS + sent[peer])
+            sent[peer] += 1
+        else:
+            yield entry
 
 
-def _renumbered(entry: TapeEntry, peers: Mapping[int, int]) -> TapeEntry:
+def _parts(tape: Tape) -> tuple[Tape, Tape]:
+    """Return a tape until the last step's end, and what follows."""
+    last = Boundary(DECODE, is_step=True)
+    at = tape.index(last) if last in tape else len(tape)
+    return tape[:at], tape[at:]
+
+
+def _moved(plan: Plan, peer: int, source: int, rank: int) -> int:
+    """Return the peer that is to `rank` what `peer` is to `source`, along axes cfg and patch."""
+    mesh, before, after = _mesh(plan, peer), _mesh(plan, source), _mesh(plan, rank)
+    patch = mesh["patch"]
+    found = patch.ranks[(patch.rank + after["patch"].rank - before["patch"].rank) % patch.size]
+    cfg = _mesh(plan, found)["cfg"]
+    return cfg.ranks[(cfg.rank + after["cfg"].rank - before["cfg"].rank) % cfg.size]
+
+
+def _to_root(tape: Sequence[TapeEntry]) -> frozenset[str]:
+    """Return the exchange points at which a rank sends to the first rank only, as of decoded bands."""
+    peers: dict[str, set[int]] = {}
+    for entry in tape:
+        if isinstance(entry, Send):
+            peers.setdefault(entry.where, set()).update(entry.peers)
+    return frozenset(where for where, found in peers.items() if found == {0})
+
+
+def _renumbered(entry: TapeEntry, peers: Peers, to_root: frozenset[str] = frozenset()) -> TapeEntry:
     if isinstance(entry, Send):
-        return replace(entry, peers=tuple(peers[peer] for peer in entry.peers))
-    return replace(entry, sender=peers[entry.sender]) if isinstance(entry, Wait) else entry
+        if entry.where in to_root:
+            return entry
+        return entry.to(*(peers[peer] for peer in entry.peers))
+    return entry.of(peers[entry.sender]) if isinstance(entry, Wait) else entry
 
 
 def unequal_pairs(tapes: Sequence[Tape]) -> list[tuple[int, int]]:

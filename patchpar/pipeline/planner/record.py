@@ -9,9 +9,10 @@ What runs is the pipeline's own code on the meta device with the plan installed 
 nobody. So no strategy is described a second time: what it sends is on the tape.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,8 @@ from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, w
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import KnownForms, MetaMode
 from patchpar.models.info import denoisers_of
-from patchpar.pipeline.messages import CallOptions, CallResult
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, TapeRecorder
 from patchpar.pipeline.planner.token_plans import KnownTokens
@@ -30,30 +32,25 @@ from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Tape
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.kernels.fused_op import fused_without_values
 from patchpar.shard.sdpa import SdpaMode
 from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.unet.discover import ExchangeSites, splits_into_bands
 
 DENOISE = "denoise"
 STEPS = 4
 """Steps that are recorded: one exact, two until the values of two steps are known, and one that is like all others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRank:
-    """The program of one rank. `peaks`: the most bytes of tensors beside the weights, by phase of the call.
+@dataclass(slots=True)
+class LearntFacts:
+    """What the first call of a model finds: exchange points of UNets, and, by VAE and method, `SplitMethod.feeds`."""
 
-    `weight_bytes` of each network; buffers into which shards are gathered, and shards, are among the other tensors.
-    `stats`: what its communicators counted.
-    """
-
-    rank: int
-    tape: Tape
-    peaks: Mapping[str, int]
-    weight_bytes: Mapping[str, int]
-    stats: RankStats
+    sites: dict[nn.Module, ExchangeSites] = field(default_factory=dict)
+    feeds: dict[tuple[nn.Module, str], dict[str, bool]] = field(default_factory=dict)
+    has_decoded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +59,7 @@ class RecordOptions:
 
     `joined`: as on GPUs, with operations of several ranks at once, which NCCL has, and with fused kernels; without,
     as workers on a CPU. `tokens`: the token plans of transformers, which are found by values. `known`: forms of
-    results, see MetaMode, which recordings of one process may share.
+    results, see MetaMode. `learnt`: what first calls have found. Recordings of one model may share both.
     """
 
     steps: int = STEPS
@@ -71,6 +68,11 @@ class RecordOptions:
     tokens: KnownTokens = field(default_factory=KnownTokens)
     exchange: str = "on"
     known: KnownForms = field(default_factory=dict)
+    learnt: LearntFacts = field(default_factory=LearntFacts)
+
+    def with_steps(self, steps: int) -> "RecordOptions":
+        """Return the options for calls of so many steps, which learn and know the same."""
+        return replace(self, steps=steps)
 
 
 class Recording:
@@ -111,24 +113,31 @@ class Recording:
             raise needs_values(self.pipe, error) from error
 
     def _recorded(self, runner: "_Runner", memory: LiveBytes, tape: TapeRecorder) -> RecordedRank:
-        check_plan_for(runner.adopt(self.pipe, self.plan), self.plan, self.kwargs)
+        check_plan_for(runner.adopt(self.pipe), self.plan, self.kwargs)  # weights are divided at the first call
         options = CallOptions(plan=self.plan, verify=False, vae=self.options.vae, quiet=True)
         try:
-            with suppress(_FirstStepDone):
+            if not self._is_known:
                 runner.generate(self.kwargs, options)
-            runner.begin_recording()
-            memory.begin(ENCODE)
-            found = runner.generate(self.kwargs, options)
-            assert isinstance(found, CallResult)
+                runner.learn()
+            runner.begin_recording(partial(memory.begin, ENCODE))
+            runner.generate(self.kwargs, options)
             return RecordedRank(  # before weights are gathered to restore the networks
                 rank=runner.context.rank,
                 tape=tape.tape,
                 peaks=dict(memory.peaks),
                 weight_bytes={name: _weight_bytes(network, memory) for name, network in self.networks.items()},
-                stats=found.figures[0],
             )
         finally:
             runner.restore()
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the first call is like any other: nothing is to be learnt in it, and no weights are divided."""
+        plan, learnt = self.plan, self.options.learnt
+        bands = [each for each in denoisers_of(self.pipe).values() if splits_into_bands(each)]
+        if plan.weights != "whole" or (plan.patch > 1 and not all(each in learnt.sites for each in bands)):
+            return False
+        return plan.world_size == plan.data or learnt.has_decoded
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
         def begin(*_: Any) -> None:
@@ -165,10 +174,7 @@ def _refuse_what_needs_values(plan: Plan) -> None:
 
 
 class RecordingContext:
-    """The RankContext of a rank that is recorded. Blocks and steps are noted in `tape`.
-
-    `is_recorded`: the first call ends after a step, in which layers are found and the forms of calls learnt.
-    """
+    """The RankContext of a rank that is recorded. Blocks and steps are noted in `tape`."""
 
     device = "cpu"
     deadline = wait_limit = DEADLINE
@@ -177,7 +183,6 @@ class RecordingContext:
     def __init__(self, rank: int, world_size: int, tape: TapeRecorder) -> None:
         self.rank, self.world_size, self._tape = rank, world_size, tape
         self.waiting: AbstractContextManager[None] = nullcontext()
-        self.is_recorded = False
 
     def emit(self, event: object) -> None:
         """See RankContext."""
@@ -190,8 +195,6 @@ class RecordingContext:
         """See RankContext."""
         if where.startswith("step "):
             self._tape.step_ended()
-            if not self.is_recorded:
-                raise _FirstStepDone
         else:
             self._tape.block(where)
 
@@ -201,30 +204,44 @@ class _Runner(PipelineRunner):
 
     def __init__(self, context: RecordingContext, transport: RecordingTransport, options: RecordOptions) -> None:
         super().__init__(context)
-        self._context, self._transport = context, transport
+        self._transport = transport
         self._nowhere, self._options = transport, options
+        self._begin: Callable[[], None] = lambda: None
 
     def _communicator(self) -> RecordingCommunicator:
         return RecordingCommunicator(self._nowhere)
 
-    def begin_recording(self) -> None:
-        """Record the calls from now on."""
+    def learn(self) -> None:
+        """Keep what a first call has found, for other ranks and plans."""
+        for patched in self._installed.patched:
+            if isinstance(patched, PatchedDenoiser) and patched.sites is not None:
+                self._options.learnt.sites[patched.denoiser] = patched.sites
+        self._options.learnt.has_decoded |= self._installed.vaes is not None
+
+    def begin_recording(self, begin: Callable[[], None]) -> None:
+        """Record the calls from now on. `begin` is called when one begins."""
+        self._begin = begin
+
+    def _call_pipeline(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
+        """See PipelineRunner. A call that is made again, for images that all ranks need, is recorded again."""
+        self._begin()
         self._nowhere.tape.begin()
-        self._context.is_recorded = True
+        return super()._call_pipeline(kwargs, options)
 
     def install(self, plan: Plan, *, verify: Any = True, vae: str = "auto", graphs: bool | str = False) -> None:
         """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
         super().install(plan, verify=verify, vae=vae, graphs=graphs)
-        installed = self._installed
+        installed, learnt = self._installed, self._options.learnt
         for patched in installed.patched:
             if isinstance(patched, TokenDenoiser):
                 patched.use_plan(self._options.tokens.of(patched.denoiser))
+            if isinstance(patched, PatchedDenoiser) and plan.weights == "whole":  # else more calls learn the order
+                patched.sites = learnt.sites.get(patched.denoiser)
         if installed.vaes is not None:
             assert isinstance(installed.vaes.comm, RecordingCommunicator)
             installed.vaes.comm.only_kind = VAE
+            for each in installed.vaes.vaes:
+                for name, split in each.split.items():
+                    split.feeds = learnt.feeds.setdefault((each.vae, name), split.feeds)
         if self._options.exchange != "on":
             installed.control(exchange=self._options.exchange, vae="on")
-
-
-class _FirstStepDone(Exception):
-    """The step of the first call has ended."""

@@ -1,24 +1,31 @@
-"""The best plan of a model on a machine: plans that can be, memory first, and a replay of those that may be fastest.
+"""The plan with the shortest predicted step for a call on a machine, among those that fit the memory.
 
-candidates    guidance branches x bands or tokens, whole weights; sharded where whole ones do not fit
-refused       by the checks of a call, or by the model
-too slow      one device's step divided by their ranks is longer than the best step so far
-choice        the shortest step; within 3 %, fewer devices, then fewer bytes
+1. One device, then guidance branches times axis patch, with powers of two and all devices. Where whole weights do not
+   fit, weights are sharded.
+2. A plan is not replayed if what one device computes, divided by its ranks, takes longer than the best step so far;
+   nor if that, or what it launches, takes about as long as a plan with fewer devices.
+3. Where waits for keys and values are worth it, rings and Ulysses in the place of gathering them.
+4. Where links differ, ranks are swapped as long as that makes the best step shorter.
+5. Of plans of about equal times the one with fewest devices is taken, then an exact one, then the one that sends least.
+   Devices that do not help stay idle.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.pipeline.planner.forecast import Forecast
+from patchpar.pipeline.planner.forecast import AnyMachine, Forecast
+from patchpar.pipeline.planner.placement import Simulate, placed
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.machine import Machine
+from patchpar.strategies.exact import ExactPatch
 
 CLOSE = 1.03
 """Times of plans that count as equal."""
-
-Simulate = Callable[[Plan], Forecast]
+KEYS = "kv"
+"""The kind of exchange that other ways of attention change."""
+WITHOUT_LINKS = 1.05
+"""A plan without axis patch, which needs hardly any link, counts as equal to one that is faster by less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,38 +52,96 @@ class PlanSearchResult:
         return {"plans": plans, "refused": dict(self.refused), "too_slow": [str(plan) for plan in self.skipped]}
 
 
-def search(machine: Machine, branches: int, strategy: Any, simulate: Simulate) -> PlanSearchResult:
+def search(machine: AnyMachine, branches: int, strategy: Any, simulate: Simulate) -> PlanSearchResult:
     """Return what plans for at most all devices of a machine take, for a call with so many guidance branches.
 
     `strategy`: of plans with axis patch. Raises what `simulate` raises for one device.
     """
-    one = simulate(Plan())
-    found, refused, skipped = [one], dict[str, str](), list[Plan]()
+    found = _Search(simulate, branches)
     for plan in candidates(machine.devices, branches, strategy):
-        best = min((each.step.seconds for each in found if fits(each)), default=float("inf"))
-        if one.step.compute / plan.world_size > best * CLOSE:
-            skipped.append(plan)
-            continue
+        found.try_unless_slow(plan)
+    for base in list(found.forecasts):
+        if found.may_gain(base):
+            for plan in attention_variants(base.plan):
+                found.try_plan(plan)
+    return found.result(machine)
+
+
+class _Search:
+    """Forecasts so far. Raises what `simulate` raises for one device."""
+
+    def __init__(self, simulate: Simulate, branches: int) -> None:
+        self._simulate, self._branches = simulate, branches
+        self._one = simulate(Plan())
+        self.forecasts = [self._one]
+        self._refused: dict[str, str] = {}
+        self._skipped: list[Plan] = []
+
+    def try_unless_slow(self, plan: Plan) -> None:
+        """Replay a plan, unless by what it computes and launches one with fewer devices is about as fast."""
+        launching = self._one.launching / (self._branches if plan.cfg > 1 else 1)
+        if self._may_win(max(self._one.step.compute / plan.world_size, launching), plan):
+            self.try_plan(plan)
+        else:
+            self._skipped.append(plan)
+
+    def _may_win(self, least: float, plan: Plan) -> bool:
+        """Whether a plan whose step takes at least so many seconds may be the one to take."""
+        fitting = [each for each in self.forecasts if fits(each)]
+        if any(CLOSE * least >= each.step.seconds for each in fitting if each.plan.world_size < plan.world_size):
+            return False
+        return least <= CLOSE * min((each.step.seconds for each in fitting), default=float("inf"))
+
+    def try_plan(self, plan: Plan) -> None:
+        """Replay a plan; with sharded weights too, where whole ones do not fit."""
         try:
-            forecast = simulate(plan)
-            if not fits(forecast):
-                found.append(forecast)
-                forecast = simulate(replace(plan, weights="sharded"))
-            found.append(forecast)
+            forecast = self._simulate(plan)
+            self.forecasts.append(forecast)
+            if not fits(forecast) and plan.weights == "whole":
+                self.forecasts.append(self._simulate(replace(plan, weights="sharded")))
         except PlanError as error:
-            refused[str(plan)] = str(error)
-    return PlanSearchResult(ranked=ranked(found), refused=refused, skipped=skipped)
+            self._refused[str(plan)] = str(error)
+
+    def may_gain(self, base: Forecast) -> bool:
+        """Whether a plan without any of its waits for keys and values may be the one to take."""
+        least = base.step.seconds - base.step.exposed.get(KEYS, 0.0)
+        return base.step.seconds > CLOSE * least and self._may_win(least, base.plan)
+
+    def result(self, machine: AnyMachine) -> PlanSearchResult:
+        """Return all, the best with its ranks where they are fastest."""
+        best, *others = ranked(self.forecasts)
+        if fits(best) and not machine.is_uniform and best.plan.world_size > 1:
+            best = placed(best, machine.devices, self._simulate)
+        return PlanSearchResult(ranked=[best, *others], refused=self._refused, skipped=self._skipped)
 
 
 def candidates(devices: int, branches: int, strategy: Any) -> Iterator[Plan]:
-    """Yield plans with more ranks than one, those with most first: powers of two on axis patch, and all devices."""
+    """Yield plans with more ranks than one: powers of two on axis patch, and all devices.
+
+    Those without axis patch come first, since hardly anything is sent, then those with most ranks.
+    """
     plans = {
         Plan(cfg=cfg, patch=patch, strategy=strategy if patch > 1 else "exact")
         for cfg in {1, branches}
         for patch in _degrees(devices // cfg)
         if cfg * patch > 1
     }
-    yield from sorted(plans, key=lambda plan: (-plan.world_size, plan.patch))
+    yield from sorted(plans, key=lambda plan: (plan.patch > 1, -plan.world_size, plan.patch))
+
+
+def attention_variants(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with its keys and values exchanged in other ways, all exact; none where a way was asked for."""
+    if plan.patch == 1 or plan.strategy != ExactPatch():
+        return
+    groups = [each for each in range(2, plan.patch + 1) if plan.patch % each == 0]
+    modes = [ExactPatch(ulysses=plan.patch), ExactPatch(attention="ring")]
+    if plan.patch > 2:
+        modes += [
+            ExactPatch(attention="two-way-ring"),
+            ExactPatch(attention="ring", ulysses=groups[len(groups) // 2 - 1]),
+        ]
+    for mode in modes:
+        yield replace(plan, strategy=mode)
 
 
 def _degrees(most: int) -> set[int]:
@@ -89,18 +154,35 @@ def fits(found: Forecast) -> bool:
 
 
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
-    """Return forecasts with the best first: those that fit, and of about equal times the plan with fewer devices."""
+    """Return forecasts with the best first: those that fit, and of about equal times the plan with fewer devices.
+
+    One device is never behind a slower plan: where it is about equal it has the fewest devices.
+    """
     remaining = sorted(found, key=lambda each: (not fits(each), each.step.seconds))
     ordered = []
     while remaining:
         first = remaining[0]
-        close = [
-            each for each in remaining if fits(each) == fits(first) and each.step.seconds <= CLOSE * first.step.seconds
-        ]
-        best = min(close, key=lambda each: (each.plan.world_size, _bytes(each), each.step.seconds))
+        close = [each for each in remaining if fits(each) == fits(first) and _is_close(each, first)]
+        best = min(close, key=_preference)
         ordered.append(best)
         remaining.remove(best)
     return ordered
+
+
+def _is_close(found: Forecast, first: Forecast) -> bool:
+    factor = WITHOUT_LINKS if found.plan.patch == 1 else CLOSE
+    return found.step.seconds <= factor * first.step.seconds
+
+
+def _preference(found: Forecast) -> tuple[Any, ...]:
+    plan = found.plan
+    return (
+        plan.world_size,
+        plan.strategy.policy.remembers,
+        _bytes(found),
+        plan.weights != "whole",
+        found.step.seconds,
+    )
 
 
 def _bytes(found: Forecast) -> int:

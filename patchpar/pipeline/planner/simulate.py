@@ -5,25 +5,27 @@ simulate("./flux", "8xH100-nvlink", "patch=8", height=1024, width=1024).step.sec
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.dry_run.empty_pipeline import empty_pipeline
-from patchpar.models.dry_run.meta_mode import KnownForms
 from patchpar.models.files import EMBEDDED, embedded_model
-from patchpar.models.info import describe, parameters_of
-from patchpar.pipeline.planner.forecast import Forecast, forecast, plan_fits
-from patchpar.pipeline.planner.image_ranks import ranks_of_image
-from patchpar.pipeline.planner.record import Recording, RecordOptions
+from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, forecast, plan_fits
+from patchpar.pipeline.planner.image_ranks import ImageRanks
+from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
+from patchpar.pipeline.planner.machine_names import machine_of
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.structure.options import StructureGuidance
 
-PROMPT = "a photo"
+if TYPE_CHECKING:
+    from patchpar.pipeline.planner.empty_model import EmptyModel
+
 GRAPHS = "graphs"
-EXACT_STEPS, STALE_STEPS = 2, 4
+EXACT_STEPS, STALE_STEPS = 1, 4
 """Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three."""
 
 
@@ -51,45 +53,78 @@ class SimulatedSteps:
 
 
 class Simulator:
-    """Calls of one model with `kwargs` on one machine, under any plans. `options`: see `simulate`.
+    """Calls of one model with `kwargs` on one machine, under any plans. `options`: see `simulate`. `files`: kept tapes.
 
-    Raises PlanError for a model or a machine that is not known, UnsupportedModel for a quantised model.
+    A plan that is kept is not recorded again, and then neither torch nor diffusers is imported. Raises PlanError for a
+    model or a machine that is not known.
     """
 
     def __init__(
-        self, model: str, machine: str | Machine, options: Mapping[str, Any], kwargs: Mapping[str, Any]
+        self,
+        model: str,
+        machine: str | AnyMachine,
+        options: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
+        files: VerificationCache | None = None,
     ) -> None:
-        self.machine = Machine.parse(machine) if isinstance(machine, str) else machine
+        self.machine = machine_of(machine) if isinstance(machine, str) else machine
         loading = {name: value for name, value in options.items() if name != GRAPHS}
         self._assumed = AS_GRAPH if options.get(GRAPHS) else ASSUMED
-        self._pipe: Any = empty_pipeline(*_folder(model, loading))
-        self._pipe.set_progress_bar_config(disable=True)
-        self._kwargs, self._known = dict(kwargs), KnownForms()
+        self._folder, self._options = _folder(model, loading)
+        self._kwargs = dict(kwargs)
+        device = self.machine.device
+        self._joined = not isinstance(device, MeasuredDevice) or device.beside_host
+        facts = {"joined": self._joined}
+        self._tapes = KeptTapes.of(self._folder, self._options, self._kwargs, facts=facts, files=files)
 
-    @property
-    def branches(self) -> int:
-        """The number of guidance branches of the call."""
-        return describe(self._pipe).branches(self._kwargs)
+    @cached_property
+    def call(self) -> CallFacts:
+        """What is known of the call. Raises PlanError, UnsupportedModel for a quantised model."""
+        found = self._tapes.call()
+        if found is None:
+            found = self._model.call
+            self._tapes.keep_call(found)
+        return found
 
-    def of(self, plan: Plan) -> Forecast:
-        """Return the forecast of a call under a plan. With data=N it has N prompts.
+    @cached_property
+    def _model(self) -> "EmptyModel":
+        from patchpar.pipeline.planner.empty_model import EmptyModel  # imports diffusers, which takes seconds
+
+        return EmptyModel(self._folder, self._options, self._kwargs, joined=self._joined)
+
+    def of(self, plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        """Return the forecast of a call under a plan. With data=N it has N prompts. `order`: the device of each rank.
 
         Raises PlanError, and UnsupportedModel where it cannot be recorded.
         """
         plan_fits(plan, self.machine)
-        steps, pipe = SimulatedSteps.of(plan), self._pipe
-        kwargs = {"prompt": [PROMPT] * plan.data if plan.data > 1 else PROMPT} | self._kwargs
-        number = kwargs.get("num_inference_steps") or parameters_of(type(pipe)).get("num_inference_steps") or 1
-        options = RecordOptions(steps=steps.recorded, joined=True, known=self._known)
-        ranks = ranks_of_image(steps.plan, Recording(pipe, steps.plan, kwargs, options).of_rank)
+        steps = SimulatedSteps.of(plan)
         found = forecast(
-            ranks, steps.plan, self.machine, steps=number, warm_up_steps=steps.warm_up_steps, assumed=self._assumed
+            self._ranks(steps),
+            steps.plan,
+            self.machine,
+            steps=self.call.steps,
+            warm_up_steps=steps.warm_up_steps,
+            assumed=self._assumed,
+            order=order,
         )
         return replace(found, plan=plan)
 
+    def _ranks(self, steps: SimulatedSteps) -> ImageRanks:
+        found = self._tapes.find(steps.plan)
+        if found is None:
+            try:
+                found = self._model.ranks(steps.plan, steps.recorded)
+            except PlanError as error:
+                found = error
+            self._tapes.keep(steps.plan, found)
+        if isinstance(found, PlanError):
+            raise found
+        return found
+
 
 def simulate(
-    model: str, machine: str | Machine, plan: str | Plan, options: Mapping[str, Any] | None = None, **kwargs: Any
+    model: str, machine: str | AnyMachine, plan: str | Plan, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Forecast:
     """Return the forecast of a call with `kwargs`. `options`: of `from_pretrained`; with `graphs` a step is one launch.
 

@@ -1,6 +1,7 @@
 """Collects the tape of one rank while its program runs: operators, messages, waits, and where blocks and steps begin.
 
-Messages between two ranks arrive in the order they were sent, so that their number is counted for each pair of ranks.
+Messages between two ranks arrive in the order they were sent, so that their number is counted for each pair of ranks,
+from DECODE_NUMBERS on for what is sent after a step has ended.
 """
 
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
 
 ENCODE, DECODE = "encode", "decode"
+DECODE_NUMBERS = 10**9
 
 
 class Expected(NamedTuple):
@@ -34,8 +36,8 @@ class TapeRecorder:
         """Begin a call; forget the one before."""
         self._call += 1
         self._entries: list[TapeEntry] = [Boundary(ENCODE, is_step=True)]
-        self._sent: Counter[int] = Counter()
-        self._announced: Counter[int] = Counter()
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._announced: Counter[tuple[int, int]] = Counter()
         self.steps, self._next = 0, True
 
     def operator(self, found: Operator) -> None:
@@ -44,15 +46,20 @@ class TapeRecorder:
 
     def send(self, peer: int, by_kind: Mapping[str, int], label: str, where: str, *, bulk: bool = False) -> None:
         """Note a message to one rank; `by_kind`: its bytes."""
-        number, self._sent[peer] = self._sent[peer], self._sent[peer] + 1
+        number = self._counted(self._sent, peer)
         parts = tuple(by_kind.items()) if len(by_kind) > 1 else ()
         kind = label if parts or not by_kind else next(iter(by_kind))
         self._entries.append(Send(number, (peer,), kind, sum(by_kind.values()), where, parts, bulk))
 
     def expect(self, sender: int, num_bytes: int, kind: str, where: str) -> Expected:
         """Return the next message of a rank, for `wait`."""
-        number, self._announced[sender] = self._announced[sender], self._announced[sender] + 1
+        number = self._counted(self._announced, sender)
         return Expected(self._call, number, sender, num_bytes, where, kind)
+
+    def _counted(self, counter: Counter[tuple[int, int]], peer: int) -> int:
+        first = DECODE_NUMBERS if self.steps and self._next else 0
+        counter[peer, first] += 1
+        return first + counter[peer, first] - 1
 
     def wait(self, message: Expected) -> None:
         """Note that the rank needs a message now. One of a call before is none of this call."""

@@ -37,6 +37,7 @@ LIMITED = 0.55
 """Of the FLOP/s, on devices whose power and launches limit large products."""
 ADA = 0.8
 NVIDIA = "https://www.nvidia.com/en-us/data-center"
+LOCKWOOD = "https://glennklockwood.com/garden/processors"
 DEVICES = (
     DeviceSpec(
         name="A100",
@@ -45,27 +46,69 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 312 * TERA) | {"float32": 19.5 * TERA},
         nvlink=300 * GB,
         pcie=4,
-        source=f"{NVIDIA}/a100/ (SXM, 80 GB)",
+        source=f"{NVIDIA}/a100/ (SXM, 80 GB); {LOCKWOOD}/A100",
     ),
     DeviceSpec(
         name="H100",
         memory=80 * GB,
         memory_rate=3350 * GB,
-        flops=dict.fromkeys(HALF, 989 * TERA) | {"float32": 67 * TERA},
+        flops=dict.fromkeys(HALF, 989 * TERA) | {"float32": 66.9 * TERA},
         nvlink=450 * GB,
         pcie=5,
         matmul_fraction=LIMITED,
-        source=f"{NVIDIA}/h100/ (SXM, 80 GB)",
+        source=f"{NVIDIA}/h100/ (SXM, 80 GB); {LOCKWOOD}/h100",
     ),
     DeviceSpec(
         name="H200",
         memory=141 * GB,
         memory_rate=4800 * GB,
-        flops=dict.fromkeys(HALF, 989 * TERA) | {"float32": 67 * TERA},
+        flops=dict.fromkeys(HALF, 989 * TERA) | {"float32": 66.9 * TERA},
         nvlink=450 * GB,
         pcie=5,
         matmul_fraction=LIMITED,
-        source=f"{NVIDIA}/h200/ (SXM)",
+        source=f"{NVIDIA}/h200/ (SXM); rates are those of the H100: {LOCKWOOD}/h100",
+    ),
+    DeviceSpec(
+        name="H20",
+        memory=96 * GB,
+        memory_rate=4000 * GB,
+        flops=dict.fromkeys(HALF, 148 * TERA) | {"float32": 44 * TERA},
+        nvlink=450 * GB,
+        pcie=5,
+        source="https://zangshuxian.com/new/674733024499207168 (rates, memory); NVLink as the H100: "
+        "https://www.taoguba.com.cn/Article/2551318/blog/Article/5364790/1",
+    ),
+    DeviceSpec(
+        name="B200",
+        memory=180 * GB,
+        memory_rate=8000 * GB,
+        flops=dict.fromkeys(HALF, 2250 * TERA) | {"float32": 80 * TERA},
+        nvlink=900 * GB,
+        pcie=5,
+        matmul_fraction=LIMITED,
+        source=f"{LOCKWOOD}/B200 (HGX, 1,000 W); memory: "
+        "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
+    ),
+    DeviceSpec(
+        name="MI300X",
+        memory=192 * GB,
+        memory_rate=5300 * GB,
+        flops=dict.fromkeys(HALF, 1307.4 * TERA) | {"float32": 163.4 * TERA},
+        nvlink=448 * GB,
+        pcie=5,
+        matmul_fraction=LIMITED,
+        source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html; links between 8 devices: "
+        "https://www.emergentmind.com/topics/amd-mi300x-gpu",
+    ),
+    DeviceSpec(
+        name="L20",
+        memory=48 * GB,
+        memory_rate=864 * GB,
+        flops=dict.fromkeys(HALF, 119.5 * TERA) | {"float32": 59.35 * TERA},
+        pcie=4,
+        attention_fraction=ADA,
+        source="https://technical.city/pl/video/L20; half precision: "
+        "https://github.com/xdit-project/xDiT/blob/main/docs/performance/hunyuandit.md",
     ),
     DeviceSpec(
         name="L40",
@@ -74,7 +117,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 181 * TERA) | {"float32": 90.5 * TERA},
         pcie=4,
         attention_fraction=ADA,
-        source=f"{NVIDIA}/l40/",
+        source=f"{NVIDIA}/l40/; https://www.mullet.se/product.html?product_id=355414",
     ),
     DeviceSpec(
         name="L40S",
@@ -83,7 +126,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 362 * TERA) | {"float32": 91.6 * TERA},
         pcie=4,
         attention_fraction=ADA,
-        source=f"{NVIDIA}/l40s/",
+        source=f"{NVIDIA}/l40s/; https://www.mullet.se/product.html?product_id=355414",
     ),
     DeviceSpec(
         name="RTX4090",
@@ -93,7 +136,19 @@ DEVICES = (
         pcie=4,
         peers=False,
         attention_fraction=ADA,
-        source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+        source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
+        "https://waredb.com/processor/nvidia-geforce-rtx-4090",
+    ),
+    DeviceSpec(
+        name="RTX5090",
+        memory=32 * GB,
+        memory_rate=1792 * GB,
+        flops=dict.fromkeys(HALF, 209.5 * TERA) | {"float32": 104.8 * TERA},
+        pcie=5,
+        peers=False,
+        attention_fraction=ADA,
+        source="https://www.spheron.network/blog/nvidia-rtx-5090-specs/ (memory, PCIe); rates with sums in fp32: "
+        "https://main-horse.github.io/posts/5090-mm-perf",
     ),
 )
-"""Devices whose figures were looked up. Another one is an entry more."""
+"""Devices whose figures were looked up. Another one is an entry more. `nvlink` of the MI300X is its Infinity Fabric."""

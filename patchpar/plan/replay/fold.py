@@ -5,7 +5,7 @@ the network card of a host, are replayed together. So a replay of 1,000 devices 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.replay import Replayed, replay
@@ -94,7 +94,9 @@ def _form(together: Sequence[int], size: int, pairs: Sequence[tuple[int, int]], 
 def _replayed(tapes: Sequence[Tape], together: Sequence[int], topology: Topology) -> Replayed:
     size = len(tapes)
     shifted = [
-        tuple(_shifted(entry, number * size) for entry in tape) for number in range(len(together)) for tape in tapes
+        tuple(_shifted(entry, number * size) for entry in tape) if number else tape
+        for number in range(len(together))
+        for tape in tapes
     ]
 
     def path(a: int, b: int) -> Route:
@@ -105,5 +107,5 @@ def _replayed(tapes: Sequence[Tape], together: Sequence[int], topology: Topology
 
 def _shifted(entry: TapeEntry, by: int) -> TapeEntry:
     if isinstance(entry, Send):
-        return replace(entry, peers=tuple(peer + by for peer in entry.peers))
-    return replace(entry, sender=entry.sender + by) if isinstance(entry, Wait) else entry
+        return entry.to(*(peer + by for peer in entry.peers))
+    return entry.of(entry.sender + by) if isinstance(entry, Wait) else entry

@@ -83,6 +83,12 @@ class Machine:
         """The number of devices."""
         return self.hosts * self.devices_per_host
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether links between any two devices are alike, and share as much."""
+        one_root = self.link == NVLINK or self.device.peers or self.devices_per_host <= CARDS_OF_A_ROOT
+        return self.hosts == 1 and one_root
+
     def topology(self) -> Topology:
         """Return the routes between its devices."""
         return Topology(cache(self._route))

@@ -1,15 +1,17 @@
-"""Seconds of kernels on a device of the catalogue. Nothing is measured: `ASSUMED` says what is taken for granted.
+"""Seconds of kernels on a device that was measured, or on one of the catalogue, for which `ASSUMED` is assumed.
 
 matrix product     FLOPs at a share of the device's rate, less for few rows: m / (m + 384)
 attention          FLOPs at another share
 all others         bytes at a share of the memory's rate
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
+from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, TapeEntry, Wait
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
@@ -17,6 +19,9 @@ LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linal
 ROWS_LOST = 384
 ROWS_FULL = 2048
 """Rows of a matrix product from which the share of the device's rate holds."""
+
+
+Device = DeviceSpec | MeasuredDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +36,13 @@ class CostAssumptions:
     shortest: float = 2e-6
     memory_fraction: float = 0.8
 
-    def lines(self, device: DeviceSpec) -> Iterator[str]:
+    def lines(self, device: Device) -> Iterator[str]:
         """Yield them as sentences."""
+        if isinstance(device, MeasuredDevice):
+            launch = device.launch if self.launch else 0.0
+            yield f"{device.name}: kernels by rates measured in {device.dtype}, times {device.scale:.2f}"
+            yield f"process: measured, {1e6 * (launch or device.overhead):.1f} µs per kernel"
+            return
         yield (
             f"{device.name}: {device.matmul_fraction:.0%} of its published FLOP/s in large products, "
             f"{device.attention_fraction:.0%} in attention; all other kernels at {self.memory_fraction:.0%} of "
@@ -46,8 +56,10 @@ AS_GRAPH = CostAssumptions(launch=0.0, message=0.0)
 """The process launches one graph for a step."""
 
 
-def kernel_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions = ASSUMED) -> float:
+def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions = ASSUMED) -> float:
     """Return the seconds of one operator. Raises PlanError for a product in a dtype the device has no rate for."""
+    if isinstance(device, MeasuredDevice):
+        return device.seconds(operator)
     moving = operator.num_bytes / (assumed.memory_fraction * device.memory_rate)
     if not operator.flops:
         return max(moving, assumed.shortest)
@@ -68,38 +80,60 @@ def _filled(rows: int) -> float:
     return rows / (rows + ROWS_LOST)
 
 
-def priced(tape: Iterable[TapeEntry], device: DeviceSpec, assumed: CostAssumptions = ASSUMED) -> Tape:
+def priced(tape: Iterable[TapeEntry], device: Device, assumed: CostAssumptions = ASSUMED) -> Tape:
     """Return a tape with kernels instead of operators. All that run between two other entries are one kernel."""
-    return tuple(_merged(_kernels(tape, device, assumed)))
+    return Prices(device, assumed).of(tape)
 
 
-def _kernels(tape: Iterable[TapeEntry], device: DeviceSpec, assumed: CostAssumptions) -> Iterator[TapeEntry]:
-    known: dict[Operator, Kernel] = {}
-    where = ""
-    for entry in tape:
-        if isinstance(entry, Operator):
-            if entry not in known:
-                host = LAUNCHES.get(entry.name, 1) * assumed.launch
-                known[entry] = Kernel(entry.name, kernel_seconds(entry, device, assumed), host)
-            yield known[entry]
-            continue
-        if isinstance(entry, Send) and entry.where != where:  # the first message of an exchange
-            yield Kernel(entry.where, 0.0, assumed.message)
-        where = entry.where if isinstance(entry, (Send, Wait)) else ""
-        yield entry
+class Prices:
+    """Prices of tapes on one device. Most runs of operators come again in every block and on other ranks."""
 
+    def __init__(self, device: Device, assumed: CostAssumptions = ASSUMED) -> None:
+        self._device, self._assumed = device, assumed
+        self._launch, self._message = assumed.launch, assumed.message
+        if isinstance(device, MeasuredDevice):
+            self._launch = device.launch if assumed.launch else 0.0
+            self._message = assumed.message if device.beside_host else 0.0  # else it is in the latency of a link
+        self._kernels: dict[Operator, Kernel] = {}
+        self._runs: dict[tuple[int, ...], tuple[Kernel, Sequence[Operator]]] = {}  # by ids of operators that are kept
 
-def _merged(tape: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
-    block, run = "", None
-    for entry in tape:
-        if isinstance(entry, Kernel):
-            run = Kernel(block, entry.seconds, entry.host, entry.lag) if run is None else run.then(entry)
-            continue
-        if run is not None:
-            yield run
-            run = None
-        if isinstance(entry, Boundary):
-            block = entry.name
-        yield entry
-    if run is not None:
-        yield run
+    def of(self, tape: Iterable[TapeEntry]) -> Tape:
+        """Return a tape with kernels instead of operators. Raises PlanError, see `kernel_seconds`."""
+        return tuple(self._entries(tape))
+
+    def _entries(self, tape: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
+        block, where, run = "", "", list[Operator]()
+        for entry in tape:
+            if isinstance(entry, Operator):
+                run.append(entry)
+                continue
+            begins = isinstance(entry, Send) and entry.where != where  # the first message of an exchange
+            if run or begins:
+                yield self._kernel(block, run, begins=begins)
+                run = []
+            if isinstance(entry, Boundary):
+                block = entry.name
+            where = entry.where if isinstance(entry, (Send, Wait)) else ""
+            yield entry
+        if run:
+            yield self._kernel(block, run, begins=False)
+
+    def _kernel(self, block: str, run: Sequence[Operator], *, begins: bool) -> Kernel:
+        """Return the kernel that stands for a run of operators, and for the start of an exchange after it."""
+        kernels = [self._of_run(run)] if run else []
+        if begins:
+            kernels.append(Kernel(block, 0.0, self._message))
+        found = reduce(Kernel.then, kernels)
+        return Kernel(block, found.seconds, found.host, found.lag)
+
+    def _of_run(self, run: Sequence[Operator]) -> Kernel:
+        key = tuple(map(id, run))
+        if key not in self._runs:
+            self._runs[key] = reduce(Kernel.then, map(self._of_operator, run)), run
+        return self._runs[key][0]
+
+    def _of_operator(self, operator: Operator) -> Kernel:
+        if operator not in self._kernels:
+            host = LAUNCHES.get(operator.name, 1) * self._launch
+            self._kernels[operator] = Kernel(operator.name, kernel_seconds(operator, self._device, self._assumed), host)
+        return self._kernels[operator]

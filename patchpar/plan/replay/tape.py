@@ -62,6 +62,11 @@ class Send:
     parts: tuple[tuple[str, int], ...] = ()
     bulk: bool = False
 
+    def to(self, *peers: int, number: int | None = None) -> "Send":
+        """Return the same message to other ranks, and as another exchange if `number` is given."""
+        number = self.number if number is None else number
+        return Send(number, peers, self.kind, self.num_bytes, self.where, self.parts, self.bulk)
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -72,6 +77,10 @@ class Wait:
     num_bytes: int
     where: str = ""
     kind: str = ""
+
+    def of(self, sender: int) -> "Wait":
+        """Return the wait for the same message of another rank."""
+        return Wait(self.number, sender, self.num_bytes, self.where, self.kind)
 
 
 @dataclass(frozen=True, slots=True)

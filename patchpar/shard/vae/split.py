@@ -46,7 +46,8 @@ class VaeCall(NamedTuple):
 class SplitMethod:
     """`name` ("encode" or "decode") of a VAE on the ranks of an axis. Every rank passes the whole input.
 
-    `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
+    `feeds`: whether a group norm's edge rows are used, by its path, which the first call finds out. `exchanging` off
+    computes every band alone, wrong on purpose, as the negative control of tests.
     """
 
     def __init__(self, vae: nn.Module, name: str, mesh: AxisComm, verifications: VerificationCache | None) -> None:
@@ -55,7 +56,7 @@ class SplitMethod:
         self.exchanging = True
         self.error: float | None = None
         self._unit = 1 if name == "decode" else 0  # rows that a band is a multiple of; 0: not known yet
-        self._feeds: dict[str, bool] = {}
+        self.feeds: dict[str, bool] = {}
         self._checked: set[Any] = set()
         self._deadline = self.comm.transport.deadline
 
@@ -84,7 +85,7 @@ class SplitMethod:
     def forget(self) -> None:
         """Verify again at the next call, since the VAE's modules may have changed."""
         self._checked.clear()
-        self._feeds.clear()
+        self.feeds.clear()
 
     def _rows_per_unit(self, call: VaeCall) -> int:
         """Return the image rows per latent row, measured by encoding a small corner."""
@@ -105,7 +106,7 @@ class SplitMethod:
         dim = longer_dim(x)
         bands = split_bands(x.shape[dim], self.axis.size, self._unit)
         patch = LocalPatch(self.comm, self.axis, bands=bands, dim=dim)
-        band = VaeBand(patch, self._feeds, self.exchanging)
+        band = VaeBand(patch, self.feeds, self.exchanging)
         own = x.narrow(dim, bands.starts[group_rank], bands.size(group_rank)).contiguous()
         with in_band(self.vae, band):
             output = call.on(own)

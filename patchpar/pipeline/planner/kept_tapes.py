@@ -1,0 +1,135 @@
+"""Recorded ranks kept in files: a plan is recorded once for a model's configuration, a call, and versions.
+
+Read without torch. A file holds the programs of the ranks that were recorded, or why the plan was refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import patchpar
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.pipeline.planner.image_ranks import ImageRanks, SourcesOfRank, ranks_from
+from patchpar.pipeline.planner.recorded_rank import RecordedRank
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.tape_json import from_text, to_text
+from patchpar.shard.verification_cache import VerificationCache
+
+FOLDER = "tapes"
+RANKS, CALL = "ranks", "call"
+Found = ImageRanks | PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFacts:
+    """What the planner knows of a call: the number of its guidance branches, and of its steps."""
+
+    branches: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTapes:
+    """Tapes of one model and call, kept in `files` under these `facts`; None: nothing is kept."""
+
+    files: VerificationCache | None
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        options: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
+        *,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        files: VerificationCache | None = None,
+    ) -> "KeptTapes":
+        """Return those of a model folder, loaded with `options` and called with `kwargs`, in `files` or the user's.
+
+        `facts`: what else they depend on. A call whose arguments are no texts and numbers is not kept: its tape may
+        depend on what they hold.
+        """
+        of_call = {
+            "model": model_digest(folder),
+            "options": dict(options),
+            "call": dict(kwargs),
+            "source": _source(),
+        }
+        try:
+            json.dumps([dict(options), dict(kwargs)])
+        except TypeError:
+            return cls(None, of_call)
+        facts = {**of_call, **facts}
+        kept = files or VerificationCache(VerificationCache.in_home().folder.with_name(FOLDER))
+        return cls(kept, facts)
+
+    def call(self) -> CallFacts | None:
+        """Return what is known of the call; None if nothing is kept."""
+        if self.files is None:
+            return None
+        return self.files.find(self.files.key(self.facts), CALL, lambda found: CallFacts(**found))
+
+    def keep_call(self, call: CallFacts) -> None:
+        """Keep what is known of the call."""
+        if self.files is not None:
+            found = {"branches": call.branches, "steps": call.steps}
+            self.files.remember(self.files.key(self.facts), self.facts, call=found)
+
+    def find(self, plan: Plan) -> Found | None:
+        """Return the ranks of an image under a plan, or why it was refused; None if they are not kept."""
+        if self.files is None:
+            return None
+        return self.files.find(self._key(plan), RANKS, lambda found: _read(plan, found))
+
+    def keep(self, plan: Plan, found: Found) -> None:
+        """Keep the ranks of an image under a plan, or why it was refused."""
+        if self.files is not None:
+            self.files.remember(self._key(plan), {"plan": str(plan)}, ranks=_written(found))
+
+    def _key(self, plan: Plan) -> str:
+        assert self.files is not None
+        return self.files.key({**self.facts, "plan": str(plan)})
+
+
+def model_digest(folder: Path) -> str:
+    """Return a digest of a model's configuration files. Weights are not read: they do not change what is recorded."""
+    found = hashlib.sha256()
+    for file in sorted((*folder.glob("*.json"), *folder.glob("*/*.json"))):
+        if not file.name.endswith(".safetensors.index.json"):
+            found.update(str(file.relative_to(folder)).encode())
+            found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def _source() -> list[int]:
+    """Return what changes with the code of this package, also between two versions: a tape is what its code does."""
+    stats = [file.stat() for file in Path(patchpar.__file__).parent.rglob("*.py")]
+    return [len(stats), sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)]
+
+
+def _written(found: Found) -> dict[str, Any]:
+    if isinstance(found, PlanError):
+        return {"refused": str(found), "unsupported": isinstance(found, UnsupportedModel)}
+    recorded = [_rank_written(rank) for rank in found.recorded.values()]
+    return {"recorded": recorded, "sources": [(each.steps, each.decode) for each in found.sources]}
+
+
+def _rank_written(rank: RecordedRank) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "tape": to_text(rank.tape),
+        "peaks": dict(rank.peaks),
+        "weight_bytes": dict(rank.weight_bytes),
+    }
+
+
+def _read(plan: Plan, found: Mapping[str, Any]) -> Found:
+    if "refused" in found:
+        return (UnsupportedModel if found["unsupported"] else PlanError)(found["refused"])
+    recorded = {each["rank"]: RecordedRank(**{**each, "tape": from_text(each["tape"])}) for each in found["recorded"]}
+    return ranks_from(plan, recorded, [SourcesOfRank(*each) for each in found["sources"]])

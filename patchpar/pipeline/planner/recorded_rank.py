@@ -1,0 +1,19 @@
+"""What one rank does in a call: its program, and the memory that it takes. No torch, so that kept ones load at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from patchpar.plan.replay.tape import Tape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRank:
+    """The program of one rank. `peaks`: the most bytes of tensors beside the weights, by phase of the call.
+
+    `weight_bytes` of each network; buffers into which shards are gathered, and shards, are among the other tensors.
+    """
+
+    rank: int
+    tape: Tape
+    peaks: Mapping[str, int]
+    weight_bytes: Mapping[str, int]

@@ -1,0 +1,58 @@
+"""Measurements of this machine, kept in a file for each set of devices. Those of another version are not found."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.plan.dataclass_json import decoded
+from patchpar.plan.replay.measured_machine import MeasuredMachine
+from patchpar.shard.verification_cache import VerificationCache
+
+FOLDER, MACHINE = "machines", "machine"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMachines:
+    """Measurements in `files`."""
+
+    files: VerificationCache
+
+    @classmethod
+    def in_home(cls) -> "KeptMachines":
+        """Return those of this user."""
+        return cls(VerificationCache(VerificationCache.in_home().folder.with_name(FOLDER)))
+
+    def find(self, devices: Sequence[str]) -> MeasuredMachine | None:
+        """Return the measurement of these devices; None if there is none of this version."""
+        return self.files.find(self.files.key(_facts(devices)), MACHINE, lambda found: decoded(MeasuredMachine, found))
+
+    def of(self, devices: Sequence[str]) -> MeasuredMachine:
+        """Return the measurement of these devices. Raises PlanError if there is none of this version."""
+        found = self.find(devices)
+        if found is None:
+            raise PlanError(
+                f"{', '.join(devices)} of this machine: not measured by this version of patchpar: run patchpar tune "
+                f"--devices {_argument(devices)}, or name a machine such as 8xH100-nvlink"
+            )
+        return found
+
+    def keep(self, devices: Sequence[str], machine: MeasuredMachine) -> None:
+        """Keep a measurement, in the place of the last one of these devices."""
+        facts = _facts(devices)
+        self.files.remember(self.files.key(facts), facts, machine=asdict(machine))
+
+    def scale(self, devices: Sequence[str], factor: float) -> None:
+        """Multiply the seconds of kernels of a kept measurement, which real calls have shown to be wrong."""
+        found = self.find(devices)
+        if found is not None:
+            device = replace(found.device, scale=found.device.scale * factor)
+            self.keep(devices, replace(found, device=device))
+
+
+def _facts(devices: Sequence[str]) -> dict[str, Any]:
+    return {"devices": list(devices)}
+
+
+def _argument(devices: Sequence[str]) -> str:
+    return f"cpu:{len(devices)}" if set(devices) == {"cpu"} else ",".join(devices)

@@ -1,0 +1,110 @@
+"""Calls of a model's denoiser with random values: their operators, recorded without values, and their seconds."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from patchpar.errors import UnsupportedModel
+from patchpar.models.dry_run.dry_run import on_the_cpu, with_few_steps
+from patchpar.models.dry_run.empty_pipeline import empty_pipeline
+from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.meta_mode import META, MetaMode
+from patchpar.models.info import denoisers_of
+from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.pipeline.planner.tape_recorder import ENCODE
+from patchpar.pipeline.planner.tune.timer import DeviceTimer
+from patchpar.plan.replay.tape import Operator
+from patchpar.shard.hooks import HookSet
+from patchpar.shard.sdpa import SdpaMode
+
+PROMPT = "a photo"
+SPREAD = 0.02
+"""Of random weights: values stay finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedCall:
+    """The operators of one call of a denoiser, and the median of its seconds; None on a machine that is busy."""
+
+    operators: tuple[Operator, ...]
+    seconds: float | None
+
+
+def denoiser_calls(timer: DeviceTimer, dtype: torch.dtype, folder: Path, sizes: tuple[int, ...]) -> Iterator[TimedCall]:
+    """Yield a call of the first denoiser of a model folder for square images of these sizes in pixels, in order.
+
+    Its weights are random and not read. Raises PlanError, and UnsupportedModel for a model that is never called.
+    """
+    silence_libraries()
+    pipe = empty_pipeline(folder, {"torch_dtype": dtype})
+    pipe.set_progress_bar_config(disable=True)
+    empty = next(iter(denoisers_of(pipe).values()))
+    real = _with_random_weights(empty, timer.device)
+    for size in sizes:
+        args, kwargs = _call_of(pipe, empty, {"prompt": PROMPT, "height": size, "width": size})
+        operators = _operators(empty, args, kwargs)
+        args, kwargs = tree_map(lambda x: _filled(x, timer.device), (args, kwargs))
+        with torch.no_grad():
+            real(*args, **kwargs)  # memory is allocated, kernels are chosen
+            yield TimedCall(operators=operators, seconds=timer.steady(partial(real, *args, **kwargs)))
+
+
+def _with_random_weights(empty: nn.Module, device: torch.device) -> nn.Module:
+    real = deepcopy(empty).to_empty(device=device)
+    for weight in (*real.parameters(), *real.buffers()):
+        if weight.is_floating_point():
+            weight.data.normal_(0.0, SPREAD)
+        else:
+            weight.data.zero_()
+    return real
+
+
+def _call_of(pipe: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments of the denoiser's first call, those of its networks without values."""
+    calls: list[tuple[Any, Any]] = []
+
+    def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+        raise _Called
+
+    mode = MetaMode(LiveBytes(ENCODE))
+    with ExitStack() as stack:
+        for each in (on_the_cpu(pipe), torch.no_grad(), SdpaMode(mode.attend), mode):
+            stack.enter_context(each)
+        stack.enter_context(HookSet()).before(denoiser, first, with_kwargs=True)
+        stack.enter_context(suppress(_Called))
+        pipe(**with_few_steps(pipe, call, 1))
+    if not calls:
+        raise UnsupportedModel(f"{type(denoiser).__name__} was not called, so that it cannot be measured")
+    return calls[0]
+
+
+def _operators(denoiser: nn.Module, args: Any, kwargs: Any) -> tuple[Operator, ...]:
+    found: list[Operator] = []
+    mode = MetaMode(LiveBytes(ENCODE), found.append)
+    with torch.no_grad(), SdpaMode(mode.attend), mode:
+        denoiser(*args, **kwargs)
+    return tuple(found)
+
+
+def _filled(x: Any, device: torch.device) -> Any:
+    """Return a tensor, of any shape, with values on `device`; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.device != META:
+        return x.to(device)
+    if x.is_floating_point():
+        return torch.randn(x.shape, device=device).to(x.dtype)
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+
+class _Called(Exception):
+    """The denoiser is called."""

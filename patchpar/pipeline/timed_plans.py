@@ -1,0 +1,169 @@
+"""plan="auto" by predicted seconds, on a machine that `patchpar tune` has measured; elsewhere the rule stays as it is.
+
+A call is searched for plans as `patchpar plan --machine local` does, once for each size, and always exact. After each
+later call its seconds are compared with the forecast: off by more than 25 % twice in a row, the measurement of kernels
+is scaled to what calls take, in its file too.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.auto_plan import PlanChoice
+from patchpar.pipeline.planner.forecast import Forecast
+from patchpar.pipeline.planner.search import PlanSearchResult, search
+from patchpar.pipeline.planner.simulate import Simulator
+from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
+from patchpar.pipeline.report import Run
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.measured_machine import MeasuredMachine
+
+PLANNED = ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale", "negative_prompt")
+"""Arguments that a forecast depends on."""
+WITHOUT_EFFECT = ("prompt", "generator", "output_type", "return_dict", "num_inference_steps")
+OFF = 0.25
+"""A call that takes more or less than its forecast by this much is off."""
+OTHERS = 3
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCall:
+    """The plan of a call that was not made, why, its forecast, and the forecasts of the runners-up."""
+
+    plan: Plan
+    reason: str
+    forecast: Forecast
+    others: tuple[Forecast, ...]
+
+
+class TimedPlans:
+    """Forecasts of calls of one model, loaded from `folder` with `options`, on these devices.
+
+    `kept`: where measurements are; without one of these devices, and for a model that is in memory or on the hub, no
+    call has a forecast.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        options: Mapping[str, Any],
+        devices: Sequence[str],
+        kept: KeptMachines | None = None,
+    ) -> None:
+        self._folder, self._devices = folder, tuple(devices)
+        self._options = {name: _named(value) for name, value in options.items()}
+        self._kept = kept or KeptMachines.in_home()
+        self._found: dict[str, PlanSearchResult] = {}
+        self._called: set[tuple[str, Plan]] = set()
+        self._ratios: list[float] = []
+
+    @classmethod
+    def of(cls, method: str, args: Sequence[Any], devices: Sequence[str]) -> "TimedPlans":
+        """Return those of a pipeline that ranks "load" with these arguments, a source and options, or "adopt"."""
+        source = args[0] if method == "load" else None
+        folder = str(source) if isinstance(source, (str, Path)) and Path(source).is_dir() else None
+        return cls(folder, args[1] if folder else {}, devices)
+
+    @property
+    def machine(self) -> MeasuredMachine | None:
+        """The measurement of the devices; None without one."""
+        return None if self._folder is None else self._kept.find(self._devices)
+
+    def better(self, choice: PlanChoice, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlanChoice:
+        """Return the choice with the plan of the shortest predicted step, if there is a forecast of such a call."""
+        plain = choice.plan.data == 1 and choice.plan.weights == "whole" and str(choice.plan.strategy) == "exact"
+        if not plain or len(self._devices) == 1 or self.machine is None or _call_of(kwargs) is None:
+            return choice
+        try:
+            found = self._searched(model, kwargs)
+        except PlanError as error:
+            return replace(choice, reason=f"{choice.reason}; no forecast: {error}")
+        best = found.best.plan
+        if best.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
+            return choice
+        return replace(choice, plan=best, reason=_reason(found))
+
+    def planned(self, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlannedCall:
+        """Return the plan of a call. Raises PlanError without a measurement, and for a call without a forecast."""
+        if self._folder is None:
+            raise PlanError("planned() needs a model that is loaded from a folder: use from_pretrained with a folder")
+        self._kept.of(self._devices)
+        if _call_of(kwargs) is None:
+            known = (*PLANNED, *WITHOUT_EFFECT)
+            names = [name for name, value in kwargs.items() if value is not None and name not in known]
+            what = ", ".join(names) or "another prompt than one text"
+            raise PlanError(f"a call with {what} has no forecast: use one prompt, and of others {', '.join(PLANNED)}")
+        found = self._searched(model, kwargs)
+        best = _with_steps(found.best, kwargs)
+        return PlannedCall(
+            plan=best.plan,
+            reason=_reason(found),
+            forecast=best,
+            others=tuple(each for each in found.ranked if each.plan != best.plan)[:OTHERS],
+        )
+
+    def compared(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
+        """Return the statistics of a call with its forecast. A first call, which also verifies, corrects nothing."""
+        found = self._found.get(_key(_call_of(kwargs)))
+        forecast = next((each for each in found.ranked if each.plan == run.plan), None) if found else None
+        if forecast is None:
+            return run
+        seconds, call = _with_steps(forecast, kwargs).seconds, (_key(_call_of(kwargs)), run.plan)
+        if call in self._called:
+            self._correct(run.seconds / seconds)
+        self._called.add(call)
+        return replace(run, forecast=seconds)
+
+    def _correct(self, ratio: float) -> None:
+        """Scale the measurement where two calls in a row were off in the same direction."""
+        is_off = abs(ratio - 1) > OFF
+        same = self._ratios and (self._ratios[-1] > 1) == (ratio > 1)
+        self._ratios = [*(self._ratios if same else []), ratio] if is_off else []
+        if len(self._ratios) == 2:
+            factor = sum(self._ratios) / 2
+            log.warning("two calls took %.2f times their forecast: measured kernels are scaled by it", factor)
+            self._kept.scale(self._devices, factor)
+            self._ratios, self._found = [], {}
+
+    def _searched(self, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlanSearchResult:
+        call, machine = _call_of(kwargs), self.machine
+        key = _key(call)
+        if key not in self._found:
+            assert self._folder is not None
+            assert machine is not None
+            simulator = Simulator(self._folder, machine, self._options, call or {})
+            self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of)
+        return self._found[key]
+
+
+def _call_of(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments that a forecast depends on; None for a call with others, or with several prompts."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if any(name not in (*PLANNED, *WITHOUT_EFFECT) for name in given) or not isinstance(given.get("prompt"), str):
+        return None
+    return {name: given[name] for name in PLANNED if name in given}
+
+
+def _named(option: Any) -> Any:
+    """Return a dtype of torch by its name, so that tapes are found again; any other option as it is."""
+    return str(option).removeprefix("torch.") if type(option).__name__ == "dtype" else option
+
+
+def _key(call: Mapping[str, Any] | None) -> str:
+    return json.dumps(call, sort_keys=True, default=str)
+
+
+def _with_steps(found: Forecast, kwargs: Mapping[str, Any]) -> Forecast:
+    steps = kwargs.get("num_inference_steps")
+    return replace(found, steps=steps) if isinstance(steps, int) and steps > 0 else found
+
+
+def _reason(found: PlanSearchResult) -> str:
+    times = [f"{each.plan} {1e3 * each.step.seconds:.3g} ms" for each in found.ranked[: 1 + OTHERS]]
+    return f"predicted step on this machine, as measured: {', '.join(times)}"

@@ -1,0 +1,108 @@
+"""This machine as `patchpar tune` has measured it: equal devices, and the links between each two of them by class."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+from patchpar.plan.replay.measured_device import MeasuredDevice
+from patchpar.plan.replay.topology import Resource, Route, Topology
+
+LARGE_MESSAGE = 16 * 2**20
+"""Bytes of the message that gives the rate of a link."""
+ALIKE = 1.25
+"""Rates and latencies of pairs of devices that are of one class differ by at most this factor."""
+APART = 0.9
+"""Of what all pairs of a class would send with ports of their own; below, they share a resource."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLink:
+    """A pair of devices: seconds of the smallest message, and bytes per second of a large one, in one direction."""
+
+    pair: tuple[int, int]
+    latency: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkClass:
+    """Pairs of devices whose links are alike. `shared`: bytes per second of all messages at once; inf: not limited."""
+
+    pairs: tuple[tuple[int, int], ...]
+    latency: float
+    rate: float
+    shared: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMachine:
+    """`devices` of one host, all like `device`. `links`: every pair is in one class."""
+
+    device: MeasuredDevice
+    devices: int
+    links: tuple[LinkClass, ...]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether links between any two devices are alike."""
+        return len(self.links) <= 1
+
+    def topology(self) -> Topology:
+        """Return the routes between its devices."""
+        by_pair = {pair: (number, each) for number, each in enumerate(self.links) for pair in each.pairs}
+
+        def route(a: int, b: int) -> Route:
+            number, link = by_pair[min(a, b), max(a, b)]
+            common = [Resource(f"links of class {number}", link.shared)] if math.isfinite(link.shared) else []
+            return Route((Resource(f"out {a}", link.rate), *common, Resource(f"in {b}", link.rate)), link.latency)
+
+        return Topology(cache(route))
+
+    def assumptions(self) -> Iterator[str]:
+        """Yield what was measured of its links."""
+        for link in self.links:
+            shared = f", all at once {link.shared / 1e9:.3g} GB/s" if math.isfinite(link.shared) else ""
+            pairs = ", ".join(f"{a}-{b}" for a, b in link.pairs[:4]) + (", ..." if len(link.pairs) > 4 else "")
+            yield f"links {pairs}: measured, {link.rate / 1e9:.3g} GB/s and {1e6 * link.latency:.0f} µs{shared}"
+
+    def __str__(self) -> str:
+        return f"{self.devices}x{self.device.name}, measured"
+
+
+def classes_of(links: Sequence[MeasuredLink]) -> list[LinkClass]:
+    """Return classes of alike pairs, the fastest first; each has the medians of its pairs."""
+    classes: list[list[MeasuredLink]] = []
+    for link in sorted(links, key=lambda each: -each.rate):
+        alike = [found for found in classes if _alike(found[0], link)]
+        if alike:
+            alike[0].append(link)
+        else:
+            classes.append([link])
+    return [
+        LinkClass(
+            pairs=tuple(sorted(each.pair for each in found)),
+            latency=median(each.latency for each in found),
+            rate=median(each.rate for each in found),
+        )
+        for found in classes
+    ]
+
+
+def _alike(a: MeasuredLink, b: MeasuredLink) -> bool:
+    return _ratio(a.rate, b.rate) <= ALIKE and _ratio(a.latency, b.latency) <= ALIKE**2
+
+
+def _ratio(a: float, b: float) -> float:
+    return max(a, b) / min(a, b)
+
+
+def shared_rate(link: LinkClass, sent: Mapping[tuple[int, int], float]) -> float:
+    """Return the bytes per second of all pairs of a class at once; inf where each sends as fast as alone.
+
+    `sent`: bytes per second in both directions of each pair while all pairs send.
+    """
+    busy = {rank for pair in sent for rank in pair}
+    total, alone = sum(sent.values()), len(busy) * link.rate
+    return math.inf if total >= APART * alone else total

@@ -1,0 +1,58 @@
+"""Recorded tapes as text: each different entry once, and the order of all. Most operators come again in every block."""
+
+import base64
+import json
+import zlib
+from typing import Any
+
+from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
+
+LONGEST = 2**28
+"""Bytes of a tape's JSON. A text that unpacks to more was not written here."""
+
+
+def to_text(tape: Tape) -> str:
+    """Return a recorded tape as text. Raises TypeError for a kernel, which has a price and no operator."""
+    positions: dict[TapeEntry, int] = {}
+    order = [positions.setdefault(entry, len(positions)) for entry in tape]
+    written = json.dumps([[_fields(entry) for entry in positions], order], separators=(",", ":"))
+    return base64.b64encode(zlib.compress(written.encode(), 6)).decode()
+
+
+def from_text(text: str) -> Tape:
+    """Return the tape of a text. Raises TypeError, ValueError or LookupError for one that was not written by it."""
+    try:
+        unpacker = zlib.decompressobj()
+        written = unpacker.decompress(base64.b64decode(text, validate=True), LONGEST)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    entries, order = json.loads(written)
+    different = [_entry(*fields) for fields in entries]
+    return tuple([different[position] for position in order])
+
+
+def _fields(entry: TapeEntry) -> list[Any]:
+    match entry:
+        case Operator():
+            return ["o", entry.name, entry.dtype, entry.flops, entry.num_bytes, entry.dims]
+        case Send():
+            return ["s", entry.number, entry.peers, entry.kind, entry.num_bytes, entry.where, entry.parts, entry.bulk]
+        case Wait():
+            return ["w", entry.number, entry.sender, entry.num_bytes, entry.where, entry.kind]
+        case Boundary():
+            return ["b", entry.name, entry.is_step]
+    raise TypeError(f"{entry} is no entry of a recorded tape")
+
+
+def _entry(kind: str, *fields: Any) -> TapeEntry:
+    if kind == "o":
+        op, dtype, flops, op_bytes, dims = fields
+        return Operator(op, dtype, flops, op_bytes, tuple(dims))
+    if kind == "s":
+        number, peers, name, num_bytes, where, parts, bulk = fields
+        return Send(number, tuple(peers), name, num_bytes, where, tuple(map(tuple, parts)), bulk)
+    if kind == "w":
+        return Wait(*fields)
+    if kind == "b":
+        return Boundary(*fields)
+    raise ValueError(f"{kind!r} is no kind of entry")

@@ -1,0 +1,165 @@
+"""plan="auto" takes the plan with the shortest predicted step where the machine was measured, and corrects itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar import ParallelPipeline
+from patchpar.errors import PlanError
+from patchpar.pipeline import timed_plans
+from patchpar.pipeline.auto_plan import PlanChoice
+from patchpar.pipeline.planner.forecast import Forecast
+from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
+from patchpar.pipeline.report import Run
+from patchpar.pipeline.timed_plans import TimedPlans
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+from patchpar.shard.verification_cache import VerificationCache
+from tests.planner.test_search import forecast_of
+from tests.unit.test_measured_machine import DEVICE
+
+DEVICES = ("cpu", "cpu")
+LINKS = (LinkClass(pairs=((0, 1),), latency=1e-5, rate=1e9),)
+MACHINE = MeasuredMachine(device=replace(DEVICE, memory=2**40), devices=2, links=LINKS)
+RULE = PlanChoice(Plan(patch=2), "the rule")
+GUIDED: Any = SimpleNamespace(branches=lambda kwargs: 2, splits_into_bands=True, splits_into_tokens=False)
+CALL = {"prompt": "a fox", "height": 64}
+Simulate = Callable[[Plan], Forecast]
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> KeptMachines:
+    found = KeptMachines(VerificationCache(tmp_path / "machines"))
+    found.keep(DEVICES, MACHINE)
+    return found
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, simulate: Simulate, folder: str | None = "model"
+) -> TimedPlans:
+    def of(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        return simulate(plan)
+
+    monkeypatch.setattr(timed_plans, "Simulator", lambda *_: SimpleNamespace(of=of))
+    return TimedPlans(folder, {"torch_dtype": torch.float16}, DEVICES, kept)
+
+
+def with_exchange(seconds: float) -> Simulate:
+    return lambda plan: forecast_of(plan, MACHINE, seconds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exchange", [0.0, 5.0])
+def test_the_plan_of_the_shortest_step_is_taken(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, exchange: float
+) -> None:
+    found = timed(monkeypatch, kept, with_exchange(exchange)).better(RULE, GUIDED, CALL)
+    assert found.plan == Plan(cfg=2)
+    assert "as measured" in found.reason
+
+
+def test_devices_that_make_a_call_slower_stay_idle(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    alone: Any = SimpleNamespace(branches=lambda kwargs: 1, splits_into_bands=True, splits_into_tokens=False)
+    assert timed(monkeypatch, kept, with_exchange(5.0)).better(RULE, alone, CALL).plan == Plan()
+    assert timed(monkeypatch, kept, with_exchange(0.0)).better(RULE, alone, CALL).plan == Plan(patch=2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "call"),
+    [
+        (PlanChoice(Plan(data=2), "prompts"), CALL),
+        (PlanChoice(Plan(patch=2, weights="sharded"), "memory"), CALL),
+        (PlanChoice(Plan(patch=2, strategy="structure"), "size"), CALL),
+        (RULE, {"prompt": ["a", "b"]}),
+        (RULE, {**CALL, "image": object()}),
+    ],
+)
+def test_what_has_no_forecast_keeps_its_rule(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, choice: PlanChoice, call: dict[str, Any]
+) -> None:
+    assert timed(monkeypatch, kept, with_exchange(5.0)).better(choice, GUIDED, call) is choice
+
+
+def test_without_a_measurement_the_rule_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nothing = KeptMachines(VerificationCache(tmp_path / "nothing"))
+    plans = timed(monkeypatch, nothing, with_exchange(5.0))
+    assert plans.better(RULE, GUIDED, CALL) is RULE
+    with pytest.raises(PlanError, match="patchpar tune --devices cpu:2"):
+        plans.planned(GUIDED, CALL)
+
+
+def test_a_model_that_cannot_be_recorded_keeps_its_rule_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines
+) -> None:
+    def refuse(plan: Plan) -> Forecast:
+        raise PlanError("it needs values")
+
+    found = timed(monkeypatch, kept, refuse).better(RULE, GUIDED, CALL)
+    assert found.plan == RULE.plan
+    assert found.reason == "the rule; no forecast: it needs values"
+
+
+def test_a_call_is_planned_without_being_made(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    plans = timed(monkeypatch, kept, with_exchange(0.3))
+    found = plans.planned(GUIDED, CALL | {"num_inference_steps": 7})
+    assert found.plan == Plan(cfg=2)
+    assert found.forecast.seconds == pytest.approx(7 * found.forecast.step.seconds)
+    assert found.others
+    assert all(each.step.seconds >= found.forecast.step.seconds for each in found.others)
+    with pytest.raises(PlanError, match="a call with image has no forecast"):
+        plans.planned(GUIDED, CALL | {"image": 1})
+    with pytest.raises(PlanError, match="from a folder"):
+        timed(monkeypatch, kept, with_exchange(0.3), None).planned(GUIDED, CALL)
+
+
+def run(seconds: float) -> Run:
+    return Run(plan=Plan(cfg=2), seconds=seconds, ranks=())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "scale"),
+    [
+        ((9.0, 1.1, 0.9), 1.0),  # the first call verifies
+        ((9.0, 2.0, 2.0), 2.0),
+        ((1.0, 2.0, 1.0, 2.0), 1.0),  # not in a row
+        ((1.0, 2.0, 0.5), 1.0),  # not in one direction
+        ((1.0, 0.5, 0.5, 1.0), 0.5),
+    ],
+)
+def test_two_calls_in_a_row_that_are_off_correct_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, ratios: tuple[float, ...], scale: float
+) -> None:
+    plans = timed(monkeypatch, kept, with_exchange(0.3))
+    forecast = plans.planned(GUIDED, CALL).forecast.seconds
+    for ratio in ratios:
+        plans.planned(GUIDED, CALL)
+        found = plans.compared(run(ratio * forecast), CALL)
+        assert found.forecast == pytest.approx(forecast)
+        assert " s predicted)" in str(found)
+    assert kept.of(DEVICES).device.scale == pytest.approx(scale * DEVICE.scale)
+
+
+def test_a_call_without_a_forecast_has_none(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    assert timed(monkeypatch, kept, with_exchange(0.3)).compared(run(1.0), CALL).forecast is None
+
+
+@pytest.mark.breadth
+def test_a_real_pipeline_plans_its_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The embedded model on two workers, with a measurement that makes links slow: guidance is split."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    links = (LinkClass(pairs=((0, 1),), latency=1.0, rate=1e6),)
+    KeptMachines.in_home().keep(DEVICES, replace(MACHINE, links=links))
+    with ParallelPipeline.from_pretrained("embedded", devices=2) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        found = pipe.planned("a fox", height=64, width=64, num_inference_steps=2)
+        pipe("a fox", height=64, width=64, num_inference_steps=2)
+        assert pipe.plan == found.plan == Plan()
+        assert pipe.last_run is not None
+        assert pipe.last_run.forecast == pytest.approx(found.forecast.seconds)
+        assert "as measured" in pipe.explain()
