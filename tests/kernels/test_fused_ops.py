@@ -57,12 +57,12 @@ def local_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 def samples(dtype: torch.dtype) -> tuple[Any, ...]:
     own = torch.randn(33, 4, 3, 40).to(dtype)
     last, before = ((own.float().mean(0) + number, own[::3] + number) for number in (1, 2))
-    return (own, *last, *before, torch.tensor(0.5), 3)
+    return (own, *last, *before, torch.tensor(0.5), 3, own.clone())
 
 
 def kept_samples(dtype: torch.dtype) -> tuple[Any, ...]:
-    *given, _, stride = samples(dtype)
-    return (*given, stride, True)
+    *given, _, stride, message = samples(dtype)
+    return (*given, stride, True, message)
 
 
 def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:

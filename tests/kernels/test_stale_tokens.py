@@ -99,6 +99,34 @@ def test_samples_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype:
         assert torch.equal(before, seen if continues else now[::stride])
 
 
+def held(run: Callable[..., Any], now: Tensor, last: Tensor, past: list[Tensor], options: Any, inside: bool) -> Any:
+    """What an operator returns and writes, the message last. `inside`: samples of the last step are read in it."""
+    message, given = last.clone(), [x.clone() for x in past]
+    if inside:
+        given[1] = message[:: -(-len(last) // len(past[1]))]
+    found = run(now, *given, *[None] * (4 - len(given)), *options, message)
+    return [*([] if found is None else [found]), *given, message]
+
+
+@pytest.mark.parametrize("extrapolates", [True, False])
+@pytest.mark.parametrize("op", ["fit", "sample"])
+def test_samples_may_be_read_where_the_message_lies(
+    interpreted: Callable[..., Any], op: str, extrapolates: bool
+) -> None:
+    """The last step's tokens are in the message until this step's are written there, all of them."""
+    launch = {"fit": launch_fit_tokens, "sample": launch_sample_tokens}[op]
+    twin = {"fit": fit_tokens_eager, "sample": sample_tokens_eager}[op]
+    for tokens, stride, width in ((37, 1, 8), (601, 3, 40)):
+        now, last, before = (noise(seed, tokens, 4, 3, width) for seed in (0, 1, 2))
+        past = [y for x in (last, before) for y in (x.mean(0, dtype=torch.float32), x[::stride].contiguous())]
+        options = (torch.tensor(0.7), stride) if op == "fit" else (stride, True)
+        args = (now, last, past if extrapolates else past[:2], options)
+        wanted = held(twin, *args, False)
+        for found in (held(twin, *args, True), interpreted(held, launch, *args, True)):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+            assert torch.equal(found[-1], now)
+
+
 def test_a_fit_of_nothing_is_nothing(interpreted: Callable[..., Any]) -> None:
     same = torch.full((20, 2, 1, 8), 300.0, dtype=torch.float16)
     past = [same.mean(0, dtype=torch.float32), same.clone()]

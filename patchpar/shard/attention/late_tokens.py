@@ -1,7 +1,7 @@
 """Stale keys and values that their owners send in the step that reads them, as `shard.stale.send_window` says.
 
 A rank stores its own tokens of the last step, and those of the others of the step before, where it extrapolates. What
-it receives is of no use after the attention.
+it receives is of no use after the attention. Corrections sample its own tokens where they lie until they are sent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,11 @@ class LateTokens(RemoteTokens):
         self._unsent = like.new_empty(self.grid.num_tokens(self.axis.rank), *self._token)
         return self._unsent[:0]
 
-    def _message_of_own(self) -> Tensor:
-        return self._unsent
+    def _sampled_message(self) -> Tensor | None:
+        return self._unsent if self.corrects else None
+
+    def _message_of_own(self) -> Tensor | None:
+        return None if self.corrects else self._unsent  # written when it has been sampled
 
     def receive_into(self, memory: Workspace) -> None:
         """Receive the newest tokens into `memory` from now on."""

@@ -41,6 +41,7 @@ class RemoteTokens:
 
     def __init__(self, layout: StaleLayout, like: Tensor, workspace: Workspace) -> None:
         self.layout, self.options, self.axis, self.grid = layout, layout.options, layout.axis, layout.grid
+        self.corrects = self.options.correction != "none"  # whether ranks send corrections of their tokens
         self._workspace, self._token, self._slots = workspace, layout.token, layout.attended
         self.derived, self._newest_slots = layout.derived, layout.newest
         self._kept = None if self.derived else like.new_empty(self._slots.total, *self._token)
@@ -53,7 +54,7 @@ class RemoteTokens:
         self._table = table_of(self._runs if self.derived else [], like.device)
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
         self._bias, self._views = self._make_bias(like), TokenViews()
-        self._past = OwnPast(self.options.correction, extrapolated=extrapolated)
+        self._past = OwnPast(self.options.correction, extrapolated=extrapolated, message=self._sampled_message())
 
     def _new_newest(self, like: Tensor) -> Tensor:
         """Return memory for the newest tokens."""
@@ -133,6 +134,10 @@ class RemoteTokens:
         write_tokens(into, *here, slots.starts[self.axis.rank], slots.common, self._message_of_own())
         return into
 
+    def _sampled_message(self) -> Tensor | None:
+        """Return where own tokens [l, 2, B, N, D] lie until they are sent, if their samples are read there."""
+        return None
+
     def _message_of_own(self) -> Tensor | None:
         """Return where own tokens [l, 2, B, N, D] lie until they are sent, if not in what attention reads."""
         mine = self.axis.rank
@@ -194,11 +199,6 @@ class RemoteTokens:
         for group_rank in self.axis.others:
             if found := received.get(self.axis.ranks[group_rank]):
                 self._delta_of(group_rank).decode(found)
-
-    @property
-    def corrects(self) -> bool:
-        """Whether ranks send corrections of their tokens."""
-        return self.options.correction != "none"
 
     def fit(self, attended: Tensor, ratio: Tensor) -> Tensor:
         """Return the correction of this rank's tokens to send, [2, B, N, numbers].

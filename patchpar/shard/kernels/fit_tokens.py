@@ -24,12 +24,14 @@ def fit_tokens_eager(
     tokens_before: Tensor | None,
     ratio: Tensor,
     stride: int,
+    message: Tensor | None = None,
 ) -> Tensor:
     """Return the fit [X, N, 1 + 2 D] of tokens `own` [l, X, N, D], and make samples of these the last ones.
 
     `mean` [X, N, D] in fp32 and `tokens` [s, X, N, D], every `stride`-th, are of the step before; `mean_before` and
-    `tokens_before`, of the one before that, become them, where others extrapolate. `ratio`: length of this step over
-    that of the last, a scalar in fp32. Ridge regression in fp32: first the fraction of the line, then the rest. Means
+    `tokens_before`, of the one before that, become them, where others extrapolate. `message` [l, X, N, D] gets all of
+    `own`, if it is given; `tokens` may be every `stride`-th of it. `ratio`: length of this step over that of the last,
+    a scalar in fp32. Ridge regression in fp32: first the fraction of the line, then the rest. Means
     are taken over all tokens, since an error in them is common to all and attention does not average it away; scales
     are less sensitive.
     """
@@ -52,6 +54,8 @@ def fit_tokens_eager(
     shift = now_mean - mean - along.unsqueeze(-1) * way_mean - mean * scale
     tokens.copy_(now_tokens)
     mean.copy_(now_mean)
+    if message is not None:
+        message.copy_(own)
     return torch.cat([along.unsqueeze(-1), scale, shift], -1).to(own.dtype)
 
 
@@ -67,6 +71,7 @@ def launch_fit_tokens(
     tokens_before: Tensor | None,
     ratio: Tensor,
     stride: int,
+    message: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
     from patchpar.shard.kernels.programs.fit_tokens import fit_tokens_program
@@ -81,10 +86,12 @@ def launch_fit_tokens(
         tokens if tokens_before is None else tokens_before,
         ratio,
         packed,
+        own if message is None else message,
         own.shape[0],
         tokens.shape[0],
         stride,
         own.stride(0),
+        tokens.stride(0),
         RIDGE=RIDGE,
         LEAST=LEAST,
         MOST=MOST,
@@ -93,6 +100,7 @@ def launch_fit_tokens(
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
         EXTRAPOLATES=tokens_before is not None,
+        HAS_MESSAGE=message is not None,
         num_warps=8,
     )
     return packed
@@ -105,7 +113,7 @@ def empty_fit(own: Tensor, *_: object) -> Tensor:
 
 fit_tokens = fused_op(
     "fit_tokens(Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, Tensor(d!)? tokens_before, "
-    "Tensor ratio, int stride) -> Tensor",
+    "Tensor ratio, int stride, Tensor(e!)? message=None) -> Tensor",
     eager=fit_tokens_eager,
     launch=launch_fit_tokens,
     fake=empty_fit,

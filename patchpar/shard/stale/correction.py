@@ -62,11 +62,13 @@ class FitSamples(NamedTuple):
         return cls(x_lXND.mean(0, dtype=torch.float32), x_lXND[:: stride_for(kind, x_lXND.shape[0])])
 
     @classmethod
-    def empty(cls, x_lXND: Tensor, kind: Correction) -> "FitSamples":
-        """Return memory for samples of tokens [l, X, N, D]."""
-        samples = len(range(0, x_lXND.shape[0], stride_for(kind, x_lXND.shape[0])))
+    def empty(cls, x_lXND: Tensor, kind: Correction, within: Tensor | None = None) -> "FitSamples":
+        """Return memory for samples of tokens [l, X, N, D]: of the tokens in `within` [l, X, N, D], if it is given."""
+        stride = stride_for(kind, x_lXND.shape[0])
         mean = x_lXND.new_empty(x_lXND.shape[1:], dtype=torch.float32)
-        return cls(mean, x_lXND.new_empty((samples, *x_lXND.shape[1:])))
+        if within is not None:
+            return cls(mean, within[::stride])
+        return cls(mean, x_lXND.new_empty((len(range(0, x_lXND.shape[0], stride)), *x_lXND.shape[1:])))
 
     def copy_(self, other: "FitSamples") -> None:
         """Take the values of `other`, of the same shape."""
@@ -118,11 +120,13 @@ def correct_by_matrices(into: Tensor, newest: Tensor, previous: Tensor | None, f
 class OwnPast:
     """Samples of this rank's keys and values in the last two steps, from which other ranks compute their copies.
 
-    `extrapolated`: the others follow the straight line through both. All tensors stay where they are from step to step.
+    `extrapolated`: the others follow the straight line through both. `message`: where this rank's tokens [l, X, N, D]
+    lie until the next step; they are written there when they have been sampled, and the samples of the last step are
+    read there. All tensors stay where they are from step to step.
     """
 
-    def __init__(self, wanted: Correction, *, extrapolated: bool) -> None:
-        self._wanted, self._extrapolated = wanted, extrapolated
+    def __init__(self, wanted: Correction, *, extrapolated: bool, message: Tensor | None = None) -> None:
+        self._wanted, self._extrapolated, self._message = wanted, extrapolated, message
         self._last: FitSamples | None = None
         self._before: FitSamples | None = None
 
@@ -132,10 +136,10 @@ class OwnPast:
             return
         kind = self._kind(own_lXND)
         if self._last is None:
-            self._last = FitSamples.empty(own_lXND, kind)
+            self._last = FitSamples.empty(own_lXND, kind, self._message)
             self._before = FitSamples.empty(own_lXND, kind) if self._extrapolated else None
         samples = (*self._last, *(self._before or (None, None)))
-        sample_tokens(own_lXND, *samples, stride_for(kind, own_lXND.shape[0]), continues)
+        sample_tokens(own_lXND, *samples, stride_for(kind, own_lXND.shape[0]), continues, self._message)
 
     def fit(self, own_lXND: Tensor, ratio: Tensor) -> Tensor:
         """Return the fit [X, N, numbers] of this step's tokens [l, X, N, D] for the other ranks, and sample these.
@@ -146,12 +150,12 @@ class OwnPast:
         kind, last, before = self._kind(own_lXND), self._last, self._before
         if kind == "affine":
             past = (*last, *(before or (None, None)))
-            return fit_tokens(own_lXND, *past, ratio, stride_for(kind, own_lXND.shape[0]))
+            return fit_tokens(own_lXND, *past, ratio, stride_for(kind, own_lXND.shape[0]), self._message)
         now = FitSamples.of(own_lXND, kind)
         found = fit_matrices(now, last, before, ratio)
         if before is not None:
             before.copy_(last)
-        last.copy_(now)
+        last.copy_(now)  # of all tokens, so that the message has them
         return found
 
     def numbers(self, tokens: int, width: int) -> int:

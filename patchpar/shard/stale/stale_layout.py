@@ -127,4 +127,6 @@ class StaleLayout:
             return 0
         own = self.grid.num_tokens(self.axis.rank)
         stride = stride_for(kind_for(self.options.correction, own, self.token[-1]), own)
-        return (1 + self.options.extrapolated) * prod(self.token) * (MEAN_BYTES + self.itemsize * -(-own // stride))
+        means = 1 + self.options.extrapolated
+        stored = means - self.is_late  # of the last step they are among the tokens that are not sent yet
+        return prod(self.token) * (means * MEAN_BYTES + stored * self.itemsize * -(-own // stride))

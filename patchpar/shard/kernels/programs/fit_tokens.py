@@ -5,13 +5,27 @@ import triton.language as tl
 
 
 @triton.jit
-def _mean_of_all(own, num_tokens, token_stride, lane, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the mean [COLUMNS] over all tokens."""
+def _mean_of_all(
+    own,
+    message,
+    num_tokens,
+    token_stride,
+    pitch,
+    lane,
+    wide,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_MESSAGE: tl.constexpr,
+):
+    """Return the mean [COLUMNS] over all tokens, and copy these to the message."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for base in range(0, num_tokens, ROWS):
-        token = base + lane
+        token = (base + lane).to(tl.int64)
         inside = (token < num_tokens) & wide
-        total += tl.load(own + token.to(tl.int64) * token_stride, mask=inside, other=0.0).to(tl.float32)
+        now = tl.load(own + token * token_stride, mask=inside, other=0.0)
+        if HAS_MESSAGE:
+            tl.store(message + token * pitch, now, mask=inside)
+        total += now.to(tl.float32)
     return tl.sum(total, 0) / num_tokens
 
 
@@ -23,6 +37,7 @@ def _means_of_samples(
     step,
     samples,
     own_pitch,
+    last_pitch,
     pitch,
     lane,
     wide,
@@ -38,7 +53,7 @@ def _means_of_samples(
         sample = (base + lane).to(tl.int64)
         inside = (sample < samples) & wide
         now = tl.load(own + sample * own_pitch, mask=inside, other=0.0).to(tl.float32)
-        old = tl.load(tokens + sample * pitch, mask=inside, other=0.0).to(tl.float32)
+        old = tl.load(tokens + sample * last_pitch, mask=inside, other=0.0).to(tl.float32)
         old_sum += old
         moved_sum += now - old
         if EXTRAPOLATES:
@@ -55,6 +70,7 @@ def _products_of_samples(
     step,
     samples,
     own_pitch,
+    last_pitch,
     pitch,
     lane,
     wide,
@@ -67,7 +83,7 @@ def _products_of_samples(
     Per channel of old and old, old and change, old and line; of all channels of line and line, line and change.
     """
     old_mean, moved_mean, way_mean = _means_of_samples(
-        own, tokens, tokens_before, step, samples, own_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
+        own, tokens, tokens_before, step, samples, own_pitch, last_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
     )
     old_old = tl.zeros([ROWS, COLUMNS], tl.float32)
     old_moved = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -78,7 +94,7 @@ def _products_of_samples(
         sample = (base + lane).to(tl.int64)
         inside = (sample < samples) & wide
         now = tl.load(own + sample * own_pitch, mask=inside, other=0.0)
-        last = tl.load(tokens + sample * pitch, mask=inside, other=0.0)
+        last = tl.load(tokens + sample * last_pitch, mask=inside, other=0.0)
         raw = last.to(tl.float32)
         old = tl.where(inside, raw - old_mean[None, :], 0.0)
         moved = tl.where(inside, now.to(tl.float32) - raw - moved_mean[None, :], 0.0)
@@ -91,7 +107,7 @@ def _products_of_samples(
             way_way += way * way
             way_moved += way * moved
             tl.store(tokens_before + sample * pitch, last, mask=inside)
-        tl.store(tokens + sample * pitch, now, mask=inside)
+        tl.store(tokens + sample * last_pitch, now, mask=inside)
     return tl.sum(old_old, 0), tl.sum(old_moved, 0), tl.sum(old_way, 0), tl.sum(way_way), tl.sum(way_moved)
 
 
@@ -104,10 +120,12 @@ def fit_tokens_program(
     tokens_before,
     ratio,
     packed,
+    message,
     num_tokens,
     samples,
     stride,
     token_stride,
+    last_pitch,
     RIDGE: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -116,21 +134,24 @@ def fit_tokens_program(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     EXTRAPOLATES: tl.constexpr,
+    HAS_MESSAGE: tl.constexpr,
 ):
     """Write the fit of one head, of keys or values of one sample, and replace its samples."""
-    head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # the samples are contiguous
+    head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # samples of the step before and messages are contiguous
     lane, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
     inside, at = column < WIDTH, head * WIDTH + column
     own, tokens, tokens_before = own + at[None, :], tokens + at[None, :], tokens_before + at[None, :]
+    message += at[None, :]
     step, wide, own_pitch = tl.load(ratio).to(tl.float32), inside[None, :], stride * token_stride
     last_mean = tl.load(mean + at, mask=inside, other=0.0)  # before the sums: their barriers are ahead of the stores
     mean_way = tl.zeros([COLUMNS], tl.float32)
     if EXTRAPOLATES:
         mean_way = (last_mean - tl.load(mean_before + at, mask=inside, other=0.0)) * step
-    now_mean = _mean_of_all(own, num_tokens, token_stride, lane, wide, ROWS, COLUMNS)
     old_old, old_moved, old_way, way_way, way_moved = _products_of_samples(
-        own, tokens, tokens_before, step, samples, own_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
+        own, tokens, tokens_before, step, samples, own_pitch, last_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
     )
+    # After the sums, of which every thread has read its samples: they may be in the message.
+    now_mean = _mean_of_all(own, message, num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, HAS_MESSAGE)
     values = samples * WIDTH
     along = tl.minimum(tl.maximum(way_moved / values / (way_way / values + TINY), LEAST), MOST)
     along = along.to(packed.dtype.element_ty).to(tl.float32)

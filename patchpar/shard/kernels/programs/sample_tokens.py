@@ -13,29 +13,26 @@ def sample_tokens_program(
     tokens,
     mean_before,
     tokens_before,
+    message,
     num_tokens,
     samples,
     stride,
     token_stride,
+    last_pitch,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     CONTINUES: tl.constexpr,
+    HAS_MESSAGE: tl.constexpr,
 ):
     """Replace the samples of one head, of keys or values of one sample."""
-    head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # the samples are contiguous
+    head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # samples of the step before and messages are contiguous
     lane, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
     inside, at = column < WIDTH, head * WIDTH + column
     own, tokens, tokens_before = own + at[None, :], tokens + at[None, :], tokens_before + at[None, :]
+    message += at[None, :]
     wide = inside[None, :]
-    now_mean = _mean_of_all(own, num_tokens, token_stride, lane, wide, ROWS, COLUMNS)
-    if HAS_BEFORE:
-        older = now_mean
-        if CONTINUES:
-            older = tl.load(mean + at, mask=inside, other=0.0)
-        tl.store(mean_before + at, older, mask=inside)
-    tl.store(mean + at, now_mean, mask=inside)
     for base in range(0, samples, ROWS):
         sample = (base + lane).to(tl.int64)
         found = (sample < samples) & wide
@@ -43,6 +40,15 @@ def sample_tokens_program(
         if HAS_BEFORE:
             last = now
             if CONTINUES:
-                last = tl.load(tokens + sample * pitch, mask=found, other=0.0)
+                last = tl.load(tokens + sample * last_pitch, mask=found, other=0.0)
             tl.store(tokens_before + sample * pitch, last, mask=found)
-        tl.store(tokens + sample * pitch, now, mask=found)
+        tl.store(tokens + sample * last_pitch, now, mask=found)
+    if HAS_MESSAGE:
+        tl.debug_barrier()  # every thread has read its samples, which may be in the message
+    now_mean = _mean_of_all(own, message, num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, HAS_MESSAGE)
+    if HAS_BEFORE:
+        older = now_mean
+        if CONTINUES:
+            older = tl.load(mean + at, mask=inside, other=0.0)
+        tl.store(mean_before + at, older, mask=inside)
+    tl.store(mean + at, now_mean, mask=inside)
