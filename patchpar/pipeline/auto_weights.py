@@ -100,10 +100,12 @@ def fitting(base: Plan, model: ModelForecast, free: FreeMemory) -> PlanMemory | 
 
 
 def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
-    """Return the advice to use the fastest plan that fits, which ends with a comma."""
+    """Return the advice to use the fastest plan that fits, which ends with a comma; empty where that is `base`."""
     best = fitting(base, model, free)
     if best is None:
         return "no plan for these devices has room for them: use more devices, "
+    if best.plan == base:  # the refusal counts otherwise
+        return ""
     return f"use plan={str(best.plan)!r} (weights of {_amount(best)}), "
 
 

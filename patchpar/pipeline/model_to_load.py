@@ -104,11 +104,7 @@ class ModelInFiles(ModelToLoad):
 
     def forecast(self) -> ModelForecast:
         """See ModelToLoad."""
-        from patchpar.models.dry_run.empty_pipeline import empty_pipeline  # imports diffusers
-        from patchpar.models.loading import with_dtype
-
-        assert self.folder is not None
-        return ModelForecast.of(empty_pipeline(self.folder.path, with_dtype(self.options)))
+        return ModelForecast.of(self._empty())
 
     def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
         """See ModelToLoad."""
@@ -119,10 +115,20 @@ class ModelInFiles(ModelToLoad):
         """See ModelToLoad."""
         check_memory(self.source, self.folder, self.options, devices, plan, self._advice(devices, plan))
 
+    def _empty(self) -> Any:
+        """Return the pipeline without weights. Raises UnsupportedModel for a quantised one."""
+        from patchpar.models.dry_run.empty_pipeline import empty_pipeline  # imports diffusers
+        from patchpar.models.loading import with_dtype
+
+        assert self.folder is not None
+        return empty_pipeline(self.folder.path, with_dtype(self.options))
+
     def _advice(self, devices: Sequence[str], plan: Plan | None) -> Callable[[], str]:
         def text() -> str:
+            from patchpar.models.dry_run.plan_memory import network_bytes  # imports torch
+
             try:
-                forecast = ModelForecast(self.forecast().networks, 0)
+                forecast = ModelForecast(network_bytes(self._empty()), 0)
             except UnsupportedModel:
                 return ""
             base = Plan(patch=len(devices)) if plan is None else plan

@@ -16,8 +16,7 @@ from patchpar.errors import PatchparError
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
-from patchpar.shard.hooks import AroundGraph
-from patchpar.shard.weights.packed import packed_blocks
+from patchpar.shard.weights.packed import blocks_of, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
 from tests import tiny
 from tests.ranks import PoolRank
@@ -83,15 +82,18 @@ def compiled(this: PoolRank, name: str, plan: str, kind: str, backend: str) -> d
         built = tiny.build(name)
         runner = PipelineRunner(this.context)
         runner.adopt(built.pipe)
-        before = dict(vars(built.pipe.transformer.transformer_blocks[0]))
         built.pipe.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
+        block = next(iter(blocks_of(built.pipe.transformer).values()))
+        before = dict(vars(block))
         torch._dynamo.reset()
         counters.clear()
         latents.append(_run(runner, built.call_kwargs, text))
         graphs.append(counters["stats"]["unique_graphs"])
+        held = runner._installed.weights
+        most = 0 if held is None else max(len(each.blocks) for each in held._sharded.values() if each is not None)
         runner.restore()
-        after = vars(built.pipe.transformer.transformer_blocks[0])
-        restored = after.keys() == before.keys() and not isinstance(after["_compiled_call_impl"], AroundGraph)
+        graph = "_compiled_call_impl"
+        restored = vars(block).keys() == before.keys() and vars(block)[graph] is before[graph]
     if latents[0] is None or latents[1] is None:
         return None
     whole, found = latents
@@ -99,6 +101,7 @@ def compiled(this: PoolRank, name: str, plan: str, kind: str, backend: str) -> d
         "equal": [torch.equal(a, b) for a, b in zip(found["latents"], whole["latents"], strict=True)],
         "graphs": graphs,
         "kinds": sorted({*found["sent"], *found["received"]}),
+        "most blocks": most,
         "restored": restored,
     }
 
