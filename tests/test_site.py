@@ -61,6 +61,8 @@ HOW_TOS = (
     "stream",
     "add-a-model",
     "add-a-strategy",
+    "choose-a-plan",
+    "simulate-a-strategy",
 )
 
 
