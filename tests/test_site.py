@@ -62,6 +62,8 @@ HOW_TOS = (
     "stream",
     "add-a-model",
     "add-a-strategy",
+    "choose-a-plan",
+    "simulate-a-strategy",
 )
 
 

@@ -63,6 +63,10 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
         yield f"skipped   {', '.join(map(str, found.skipped))}: slower even without exchange"
     if best.order:
         yield f"devices   {', '.join(map(str, best.order[: best.plan.world_size]))}: of ranks 0, 1, ..."
+    alone = next(each for each in found.ranked if each.plan.world_size == 1)
+    if best.plan.world_size > 1 and alone.flops and alone.flops[0]:
+        ranks, fraction = best.plan.world_size, max(best.flops) / alone.flops[0]
+        yield f"work      {fraction:.3f} of one device's step on the busiest rank; 1/{ranks} is {1 / ranks:.3f}"
     yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
     for number, line in enumerate(best.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"

@@ -49,6 +49,7 @@ def test_seconds_bytes_and_memory_as_json(tmp_path: Path) -> None:
         ),
         (("embedded", "--machine", "2xH100", "--steps", "0"), "--steps 0: it must be at least 1"),
         (("no/where", "--machine", "2xH100"), "is no folder here"),
+        (("docs", "--machine", "2xH100"), "has no model_index.json"),
         (("embedded", "--machine", "2xH100", "--trace", "/nowhere/t.json"), "/nowhere"),
     ],
 )
@@ -75,6 +76,7 @@ def test_the_best_plan_is_printed_with_the_others() -> None:
     assert first.startswith("plan ")
     assert "step   compute" in head.replace("      ", "   ")
     assert any(row.strip().endswith("single") for row in rows)
+    assert any(row.startswith("work ") and "1/" in row for row in rows) == (" single on" not in first)
     found = json.loads(run(*SMALL, "--machine", "4xA100", "--json", verb="plan").stdout)
     assert found["best"] in first
     assert [each["step"]["seconds"] for each in found["plans"]]

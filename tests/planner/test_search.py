@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast, RankMemory
-from patchpar.pipeline.planner.search import CLOSE, candidates, fits, ranked, search
+from patchpar.pipeline.planner.placement import TRIES, placed
+from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, fits, ranked, search
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
 from patchpar.plan.replay.replay import Replayed
+from patchpar.strategies.exact import ExactPatch
+from tests.unit.test_measured_machine import DEVICE
 
 GIB = 2**30
 
@@ -38,7 +44,7 @@ def forecast_of(plan: Plan, machine: Machine, exchange: float, weights: int = GI
 
 
 def simulated(machine: Machine, **kwargs: float) -> Callable[[Plan], Forecast]:
-    return lambda plan: forecast_of(plan, machine, **kwargs)  # type: ignore[arg-type]
+    return lambda plan, order=(): forecast_of(plan, machine, **kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("exchange", [0.0, 0.003, 0.05, 0.4, 2.0])
@@ -80,7 +86,7 @@ def test_weights_that_do_not_fit_are_sharded() -> None:
 def test_a_refused_plan_is_named_with_its_reason_and_never_chosen() -> None:
     machine = Machine.parse("4xH100")
 
-    def simulate(plan: Plan) -> Forecast:
+    def simulate(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
         if plan.patch > 2:
             raise UnsupportedModel("two bands at most")
         return forecast_of(plan, machine, exchange=0.0)
@@ -105,3 +111,75 @@ def test_plans_skipped_could_not_have_won() -> None:
     found = search(machine, 2, "exact", simulate)
     assert found.skipped
     assert all(simulate(plan).step.seconds > CLOSE * found.best.step.seconds for plan in found.skipped)
+
+
+def test_other_ways_of_attention_are_tried_where_keys_make_a_step_longer() -> None:
+    """With Ulysses a tenth of the wait is left; where waits are of another kind nothing is tried."""
+    machine = Machine.parse("4xH100")
+
+    def simulate(plan: Plan, order: tuple[int, ...] = (), kind: str = "kv") -> Forecast:
+        found = forecast_of(plan, machine, exchange=0.03 if plan.strategy == ExactPatch() else 0.003)
+        step = replace(found.step, exposed={kind: sum(found.step.exposed.values())})
+        return replace(found, step=step)
+
+    found = search(machine, 1, "exact", simulate)
+    assert found.best.plan.patch == 4
+    assert found.best.plan.strategy != ExactPatch()
+    assert found.best.step.seconds == min(each.step.seconds for each in found.ranked)
+    halos = search(machine, 1, "exact", lambda plan, order=(): simulate(plan, order, "halo"))
+    assert all(each.plan.strategy == ExactPatch() for each in halos.ranked)
+    asked = list(attention_variants(Plan(patch=4, strategy=ExactPatch(attention="ring"))))
+    assert asked == list(attention_variants(Plan(cfg=2))) == []
+
+
+def test_a_plan_without_axis_patch_counts_as_equal_within_five_percent() -> None:
+    machine = Machine.parse("2xH100")
+    times = {Plan(): 1.0, Plan(cfg=2): 0.54, Plan(patch=2): 0.52}
+    found = [forecast_of(plan, machine, 0.0) for plan in times]
+    found = [replace(each, step=replace(each.step, seconds=times[each.plan])) for each in found]
+    assert ranked(found)[0].plan == Plan(cfg=2)
+    slower = [replace(each, step=replace(each.step, seconds=2 * each.step.seconds)) for each in found[1:]]
+    assert ranked([found[0], *slower])[0].plan == Plan()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_is_slower_than_one_device(seed: int) -> None:
+    choice, machine = random.Random(seed), Machine.parse("8xH100")
+    times = {plan: choice.uniform(0.9, 1.1) for plan in (Plan(), *candidates(8, 2, "exact"))}
+    found = [forecast_of(plan, machine, 0.0) for plan in times]
+    found = [replace(each, step=replace(each.step, seconds=times[each.plan])) for each in found]
+    assert ranked(found)[0].step.seconds <= times[Plan()]
+
+
+def test_launches_that_cannot_be_divided_end_the_search() -> None:
+    machine, asked = Machine.parse("8xH100"), list[Plan]()
+
+    def simulate(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        asked.append(plan)
+        return replace(forecast_of(plan, machine, 0.0), launching=1.0)
+
+    assert search(machine, 1, "exact", simulate).best.plan == Plan()
+    assert asked == [Plan()]
+
+
+def test_ranks_are_placed_where_links_are_fast() -> None:
+    """Devices 0 and 2, and 1 and 3, have fast links: the two ranks that exchange sit on such a pair."""
+    pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    fast = LinkClass(pairs=((0, 2), (1, 3)), latency=0.0, rate=100.0)
+    slow = LinkClass(pairs=tuple(each for each in pairs if each not in fast.pairs), latency=0.0, rate=1.0)
+    machine = MeasuredMachine(device=DEVICE, devices=4, links=(fast, slow))
+    tried = []
+
+    def simulate(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        tried.append(order)
+        a, b = sorted((order or (0, 1))[:2])
+        waits = 10.0 if (a, b) in slow.pairs else 0.1
+        found = forecast_of(plan, machine, 0.0)  # type: ignore[arg-type]
+        return replace(found, step=replace(found.step, seconds=waits), order=order)
+
+    found = placed(simulate(Plan(patch=2)), 4, simulate)
+    assert sorted(found.order[:2]) in ([0, 2], [1, 3])
+    assert len(tried) <= TRIES + 1
+    assert not machine.is_uniform
+    assert Machine.parse("8xH100").is_uniform
+    assert not Machine.parse("2x(4xH100)-eth100").is_uniform

@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine, device_named
-from patchpar.plan.replay.price import AS_GRAPH, kernel_seconds, priced
+from patchpar.plan.replay.price import AS_GRAPH, COMPILED, fused, kernel_seconds, priced
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
 
@@ -79,13 +79,16 @@ def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:
 
 def test_prices_follow_flops_and_bytes() -> None:
     device = device_named("H100")
-    large = Operator("addmm", "bfloat16", 2 * 4096 * 3072 * 3072, 10**7, (4096, 3072, 3072))
-    assert kernel_seconds(large, device) == pytest.approx(large.flops / (0.55 * 989e12))
+    large = Operator("addmm", "bfloat16", 2 * 2048 * 3072 * 3072, 10**7, (2048, 3072, 3072))
+    assert kernel_seconds(large, device) == pytest.approx(large.flops / (0.65 * 989e12))
     few = Operator("addmm", "bfloat16", 2 * 64 * 3072 * 3072, 10**4, (64, 3072, 3072))
     assert few.flops / kernel_seconds(few, device) < 0.3 * large.flops / kernel_seconds(large, device)
     add = Operator("add", "bfloat16", 0, 10**9)
     assert kernel_seconds(add, device) == pytest.approx(10**9 / (0.8 * 3350e9))
+    assert kernel_seconds(Operator("add", "bfloat16", 0, 4 * 10**7), device) == pytest.approx(0.04e9 / (2 * 3350e9))
     assert kernel_seconds(Operator("add", "bfloat16", 0, 8), device) == 2e-6
+    convolution = Operator("convolution", "bfloat16", large.flops, large.num_bytes, large.dims)
+    assert kernel_seconds(convolution, device) > 1.4 * kernel_seconds(large, device)
     with pytest.raises(PlanError, match="no rate of H100"):
         kernel_seconds(Operator("mm", "float64", 8, 8, (2, 2, 1)), device)
 
@@ -99,6 +102,17 @@ def test_a_priced_tape_joins_kernels_between_messages() -> None:
     assert sum(each.seconds for each in kernels) == pytest.approx(4 * 2e-6)
     assert sum(each.host for each in kernels) == pytest.approx(4 * 6e-6 + 15e-6)
     assert not sum(each.host for each in priced(tape, device_named("A100"), AS_GRAPH) if isinstance(each, Kernel))
+
+
+def test_what_a_compiler_fuses_is_as_long_as_its_longest_part() -> None:
+    product = Operator("mm", "float16", 2 * 512**3, 3 * 2 * 512**2, (512, 512, 512))
+    small, large = Operator("add", "float16", 0, 10**6), Operator("gelu", "float16", 0, 10**9)
+    run = (small, large, small, product, small, small)
+    assert list(fused(run)) == [large, product, small]
+    eager, compiled = (priced(run, device_named("A100"), each)[0] for each in (AS_GRAPH, COMPILED))
+    assert isinstance(eager, Kernel)
+    assert isinstance(compiled, Kernel)
+    assert compiled.seconds < eager.seconds
 
 
 def test_every_device_has_a_source() -> None:

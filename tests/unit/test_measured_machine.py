@@ -143,6 +143,13 @@ def test_messages_of_a_class_share_its_rate() -> None:
     assert replace(machine, links=(shared,)).is_uniform
 
 
+def test_a_device_that_no_link_reaches_is_named() -> None:
+    machine = MeasuredMachine(device=DEVICE, devices=3, links=(LinkClass(pairs=((0, 1),), latency=0.0, rate=1.0),))
+    tapes: list[Tape] = [(Send(0, (2,), "kv", 8),), (), (Wait(0, 0, 8),)]
+    with pytest.raises(PlanError, match="no link between devices 0 and 2"):
+        replay(tapes, machine.topology())
+
+
 def test_a_measurement_comes_back_from_its_file() -> None:
     links = (LinkClass(pairs=((0, 1),), latency=1e-5, rate=1e9),)
     machine = MeasuredMachine(device=DEVICE, devices=2, links=links)

@@ -14,7 +14,7 @@ from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import MeasuredMachine
 from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Prices
 from patchpar.plan.replay.replay import COMPUTE, LAUNCH, STEP, WAIT, Interval, Replayed
-from patchpar.plan.replay.tape import Kernel, bytes_sent, steps_of
+from patchpar.plan.replay.tape import Kernel, Operator, Tape, bytes_sent, steps_of
 from patchpar.plan.replay.topology import Topology
 
 AnyMachine = Machine | MeasuredMachine
@@ -62,8 +62,8 @@ class RankMemory:
 class Forecast:
     """A call of `steps` steps, of which `warm_up_steps` are like the first. `bytes_sent`: in a later step, by rank.
 
-    `launching`: seconds of a later step that the process of the first rank takes to launch its kernels. `order`: the
-    device of each rank, then idle ones; empty where they are in order.
+    `flops`: of a later step, by rank. `launching`: seconds of a later step that the process of the first rank takes to
+    launch its kernels. `order`: the device of each rank, then idle ones; empty where they are in order.
     """
 
     plan: Plan
@@ -77,6 +77,7 @@ class Forecast:
     memory: Sequence[RankMemory]
     assumed: Sequence[str]
     replayed: Replayed
+    flops: Sequence[int] = ()
     launching: float = 0.0
     order: tuple[int, ...] = ()
 
@@ -100,6 +101,7 @@ class Forecast:
             "first_step": self.first.as_dict(),
             "step": self.step.as_dict(),
             **around,
+            "flops_per_step": list(self.flops),
             "bytes_sent_per_step": [dict(each) for each in self.bytes_sent],
             "memory_bytes": [each.total for each in self.memory],
             "assumed": list(self.assumed),
@@ -140,9 +142,14 @@ def forecast(  # noqa: PLR0913 - each is a setting of its own, by name
         memory=[memory_of(rank) for rank in ranks.ranks],
         assumed=(*assumed.lines(machine.device), *machine.assumptions()),
         replayed=replayed,
+        flops=[_flops(steps_of(tape)[last]) for tape in ranks.tapes],
         launching=sum(entry.host for entry in steps_of(tapes[0])[last] if isinstance(entry, Kernel)),
         order=order,
     )
+
+
+def _flops(tape: Tape) -> int:
+    return sum(entry.flops for entry in tape if isinstance(entry, Operator))
 
 
 def _ordered(topology: Topology, order: tuple[int, ...]) -> Topology:

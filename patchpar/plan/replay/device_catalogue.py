@@ -6,7 +6,7 @@ FLOP/s are dense, with sums in fp32; bytes per second of a port are those of one
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-GB = 10**9
+GB, MB = 10**9, 10**6
 TERA = 10**12
 HALF = ("float16", "bfloat16")
 
@@ -15,10 +15,11 @@ HALF = ("float16", "bfloat16")
 class DeviceSpec:
     """A device as its maker describes it.
 
-    `flops`: per second, for half precision and fp32. `memory_rate`: bytes per second of its own memory. `nvlink`: bytes
-    per second in one direction to other devices of its host, over NVLink or the like; 0 without one. `pcie`: its
-    generation. `peers`: whether it reaches the memory of others over PCIe, without the host's. `matmul_fraction`,
-    `attention_fraction`: how much of the FLOP/s large matrix products and attention reach.
+    `flops`: per second, for half precision and fp32. `memory_rate`: bytes per second of its own memory; `cache`: bytes
+    of the last level before it. `nvlink`: bytes per second in one direction to other devices of its host, over NVLink
+    or the like; 0 without one. `pcie`: its generation. `peers`: whether it reaches the memory of others over PCIe,
+    without the host's. `matmul_fraction`, `attention_fraction`: how much of the FLOP/s large matrix products and
+    attention reach.
     """
 
     name: str
@@ -27,14 +28,15 @@ class DeviceSpec:
     flops: Mapping[str, float]
     pcie: int
     source: str
+    cache: int
     nvlink: float = 0
     peers: bool = True
     matmul_fraction: float = 0.75
     attention_fraction: float = 0.6
 
 
-LIMITED = 0.55
-"""Of the FLOP/s, on devices whose power and launches limit large products."""
+LIMITED = 0.65
+"""Of the FLOP/s, on devices whose power limits large products."""
 ADA = 0.8
 NVIDIA = "https://www.nvidia.com/en-us/data-center"
 LOCKWOOD = "https://glennklockwood.com/garden/processors"
@@ -46,6 +48,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 312 * TERA) | {"float32": 19.5 * TERA},
         nvlink=300 * GB,
         pcie=4,
+        cache=40 * MB,
         source=f"{NVIDIA}/a100/ (SXM, 80 GB); {LOCKWOOD}/A100",
     ),
     DeviceSpec(
@@ -56,6 +59,7 @@ DEVICES = (
         nvlink=450 * GB,
         pcie=5,
         matmul_fraction=LIMITED,
+        cache=50 * MB,
         source=f"{NVIDIA}/h100/ (SXM, 80 GB); {LOCKWOOD}/h100",
     ),
     DeviceSpec(
@@ -66,6 +70,7 @@ DEVICES = (
         nvlink=450 * GB,
         pcie=5,
         matmul_fraction=LIMITED,
+        cache=50 * MB,
         source=f"{NVIDIA}/h200/ (SXM); rates are those of the H100: {LOCKWOOD}/h100",
     ),
     DeviceSpec(
@@ -75,6 +80,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 148 * TERA) | {"float32": 44 * TERA},
         nvlink=450 * GB,
         pcie=5,
+        cache=60 * MB,
         source="https://zangshuxian.com/new/674733024499207168 (rates, memory); NVLink as the H100: "
         "https://www.taoguba.com.cn/Article/2551318/blog/Article/5364790/1",
     ),
@@ -86,6 +92,7 @@ DEVICES = (
         nvlink=900 * GB,
         pcie=5,
         matmul_fraction=LIMITED,
+        cache=96 * MB,
         source=f"{LOCKWOOD}/B200 (HGX, 1,000 W); memory: "
         "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
     ),
@@ -97,6 +104,7 @@ DEVICES = (
         nvlink=448 * GB,
         pcie=5,
         matmul_fraction=LIMITED,
+        cache=256 * MB,
         source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html; links between 8 devices: "
         "https://www.emergentmind.com/topics/amd-mi300x-gpu",
     ),
@@ -107,6 +115,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 119.5 * TERA) | {"float32": 59.35 * TERA},
         pcie=4,
         attention_fraction=ADA,
+        cache=96 * MB,
         source="https://technical.city/pl/video/L20; half precision: "
         "https://github.com/xdit-project/xDiT/blob/main/docs/performance/hunyuandit.md",
     ),
@@ -117,6 +126,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 181 * TERA) | {"float32": 90.5 * TERA},
         pcie=4,
         attention_fraction=ADA,
+        cache=48 * MB,
         source=f"{NVIDIA}/l40/; https://www.mullet.se/product.html?product_id=355414",
     ),
     DeviceSpec(
@@ -126,6 +136,7 @@ DEVICES = (
         flops=dict.fromkeys(HALF, 362 * TERA) | {"float32": 91.6 * TERA},
         pcie=4,
         attention_fraction=ADA,
+        cache=48 * MB,
         source=f"{NVIDIA}/l40s/; https://www.mullet.se/product.html?product_id=355414",
     ),
     DeviceSpec(
@@ -136,6 +147,7 @@ DEVICES = (
         pcie=4,
         peers=False,
         attention_fraction=ADA,
+        cache=72 * MB,
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
         "https://waredb.com/processor/nvidia-geforce-rtx-4090",
     ),
@@ -147,8 +159,9 @@ DEVICES = (
         pcie=5,
         peers=False,
         attention_fraction=ADA,
+        cache=96 * MB,
         source="https://www.spheron.network/blog/nvidia-rtx-5090-specs/ (memory, PCIe); rates with sums in fp32: "
         "https://main-horse.github.io/posts/5090-mm-perf",
     ),
 )
-"""Devices whose figures were looked up. Another one is an entry more. `nvlink` of the MI300X is its Infinity Fabric."""
+"""Devices whose figures were looked up. Another one is an entry more. `nvlink` of the MI300X is Infinity Fabric."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import median
 
+from patchpar.errors import PlanError
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.topology import Resource, Route, Topology
 
@@ -50,10 +51,12 @@ class MeasuredMachine:
         return len(self.links) <= 1
 
     def topology(self) -> Topology:
-        """Return the routes between its devices."""
+        """Return the routes between its devices. A route raises PlanError for a device that no link reaches."""
         by_pair = {pair: (number, each) for number, each in enumerate(self.links) for pair in each.pairs}
 
         def route(a: int, b: int) -> Route:
+            if (min(a, b), max(a, b)) not in by_pair:
+                raise PlanError(f"no link between devices {a} and {b} was measured: run patchpar tune with all of them")
             number, link = by_pair[min(a, b), max(a, b)]
             common = [Resource(f"links of class {number}", link.shared)] if math.isfinite(link.shared) else []
             return Route((Resource(f"out {a}", link.rate), *common, Resource(f"in {b}", link.rate)), link.latency)

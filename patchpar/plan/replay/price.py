@@ -1,13 +1,16 @@
 """Seconds of kernels on a device that was measured, or on one of the catalogue, for which `ASSUMED` is assumed.
 
 matrix product     FLOPs at a share of the device's rate, less for few rows: m / (m + 384)
+convolution        the same at a smaller share, with its maps brought into the layout of the kernel and back
 attention          FLOPs at another share
-all others         bytes at a share of the memory's rate
+all others         bytes at a share of the memory's rate, or of the cache's where they fit into it
+compiled           what runs between two products is one kernel, as long as the longest of them
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import groupby
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
@@ -18,7 +21,7 @@ LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linal
 """Kernels of operators that launch several: moments, their combination and the affine; a product and its bias."""
 ROWS_LOST = 384
 ROWS_FULL = 2048
-"""Rows of a matrix product from which the share of the device's rate holds."""
+"""Rows of a matrix product at which the share of the device's rate holds; more rows reach a little more."""
 
 
 Device = DeviceSpec | MeasuredDevice
@@ -29,12 +32,17 @@ class CostAssumptions:
     """What no data sheet says. Seconds, and shares of published rates.
 
     `launch`: the process launches a kernel, 0 in a CUDA graph. `message`: it starts an exchange. `shortest`: kernel.
+    `cache_speed`: how much faster bytes move that fit the cache. `convolution_fraction`: of what products of matrices
+    reach. `fused`: kernels between two products are one.
     """
 
     launch: float = 6e-6
     message: float = 15e-6
     shortest: float = 2e-6
     memory_fraction: float = 0.8
+    cache_speed: float = 2.5
+    convolution_fraction: float = 0.7
+    fused: bool = False
 
     def lines(self, device: Device) -> Iterator[str]:
         """Yield them as sentences."""
@@ -46,7 +54,7 @@ class CostAssumptions:
         yield (
             f"{device.name}: {device.matmul_fraction:.0%} of its published FLOP/s in large products, "
             f"{device.attention_fraction:.0%} in attention; all other kernels at {self.memory_fraction:.0%} of "
-            "the rate of its memory"
+            f"the rate of its memory, {self.cache_speed:.1f} times as fast where they fit its cache"
         )
         yield f"process: {1e6 * self.launch:.0f} µs per launch, {1e6 * self.message:.0f} µs per exchange"
 
@@ -54,13 +62,17 @@ class CostAssumptions:
 ASSUMED = CostAssumptions()
 AS_GRAPH = CostAssumptions(launch=0.0, message=0.0)
 """The process launches one graph for a step."""
+COMPILED = CostAssumptions(launch=0.0, message=0.0, fused=True)
+"""The same, with what runs between two products fused by a compiler."""
 
 
 def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions = ASSUMED) -> float:
     """Return the seconds of one operator. Raises PlanError for a product in a dtype the device has no rate for."""
     if isinstance(device, MeasuredDevice):
         return device.seconds(operator)
-    moving = operator.num_bytes / (assumed.memory_fraction * device.memory_rate)
+    fits = operator.num_bytes <= device.cache
+    rate_of_bytes = assumed.memory_fraction * device.memory_rate * (assumed.cache_speed if fits else 1.0)
+    moving = operator.num_bytes / rate_of_bytes
     if not operator.flops:
         return max(moving, assumed.shortest)
     rate = device.flops.get(operator.dtype)
@@ -70,9 +82,10 @@ def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions 
             f"one of {', '.join(device.flops)}"
         )
     if operator.name == "attention":
-        fraction = device.attention_fraction
-    else:
-        fraction = device.matmul_fraction * min(1.0, _filled(operator.dims[0]) / _filled(ROWS_FULL))
+        return max(operator.flops / (device.attention_fraction * rate), moving, assumed.shortest)
+    fraction = device.matmul_fraction * _filled(operator.dims[0]) / _filled(ROWS_FULL)
+    if "convolution" in operator.name:
+        return operator.flops / (assumed.convolution_fraction * fraction * rate) + moving
     return max(operator.flops / (fraction * rate), moving, assumed.shortest)
 
 
@@ -129,7 +142,8 @@ class Prices:
     def _of_run(self, run: Sequence[Operator]) -> Kernel:
         key = tuple(map(id, run))
         if key not in self._runs:
-            self._runs[key] = reduce(Kernel.then, map(self._of_operator, run)), run
+            operators = fused(run) if self._assumed.fused else run
+            self._runs[key] = reduce(Kernel.then, map(self._of_operator, operators)), run
         return self._runs[key][0]
 
     def _of_operator(self, operator: Operator) -> Kernel:
@@ -137,3 +151,12 @@ class Prices:
             host = LAUNCHES.get(operator.name, 1) * self._launch
             self._kernels[operator] = Kernel(operator.name, kernel_seconds(operator, self._device, self._assumed), host)
         return self._kernels[operator]
+
+
+def fused(run: Sequence[Operator]) -> Iterator[Operator]:
+    """Yield the operators of a compiled run: of those between two products the one that moves most bytes."""
+    for is_product, between in groupby(run, lambda operator: operator.flops > 0):
+        if is_product:
+            yield from between
+        else:
+            yield max(between, key=lambda operator: operator.num_bytes)

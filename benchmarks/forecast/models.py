@@ -1,0 +1,90 @@
+"""Models at their own size on the meta device, without encoders and VAE, and a call of each. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.volumes.shapes import SDXL
+
+Model = Callable[[], tuple[Any, dict[str, Any]]]
+TEXTLESS = ("vae", "text_encoder", "tokenizer")
+
+
+def flux() -> tuple[Any, dict[str, Any]]:
+    """FLUX.1 dev in bf16, 1024 x 1024, with 512 tokens of text."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    network = _empty(lambda: FluxTransformer2DModel(guidance_embeds=True), torch.bfloat16)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    missing = dict.fromkeys((*TEXTLESS, "text_encoder_2", "tokenizer_2"))
+    texts = {"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)}
+    pipe = FluxPipeline(scheduler=scheduler, transformer=network, **missing)
+    return pipe, _call(1024, 1024, texts, torch.bfloat16)
+
+
+def sdxl() -> tuple[Any, dict[str, Any]]:
+    """The UNet of SDXL base 1.0 in fp16, 1024 x 1024, with guidance."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+
+    network = _empty(lambda: UNet2DConditionModel(**SDXL), torch.float16)
+    missing = dict.fromkeys((*TEXTLESS, "text_encoder_2", "tokenizer_2"))
+    texts = {"prompt_embeds": (1, 77, 2048), "pooled_prompt_embeds": (1, 1280)}
+    texts |= {f"negative_{name}": shape for name, shape in texts.items()}
+    pipe = StableDiffusionXLPipeline(unet=network, scheduler=EulerDiscreteScheduler(), **missing)
+    return pipe, _call(1024, 1024, texts, torch.float16)
+
+
+def sd15() -> tuple[Any, dict[str, Any]]:
+    """The UNet of Stable Diffusion 1.5 in fp16, 512 x 512, with guidance."""
+    from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    network = _empty(
+        lambda: UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8), torch.float16
+    )
+    missing = dict.fromkeys((*TEXTLESS, "safety_checker", "feature_extractor"))
+    texts = {"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)}
+    pipe = StableDiffusionPipeline(
+        unet=network, scheduler=EulerDiscreteScheduler(), requires_safety_checker=False, **missing
+    )
+    return pipe, _call(512, 512, texts, torch.float16)
+
+
+def qwen(pixels: int) -> Model:
+    """Return Qwen-Image in bf16 for square images of this side, with guidance in two calls and short texts."""
+
+    def model() -> tuple[Any, dict[str, Any]]:
+        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+
+        network = _empty(QwenImageTransformer2DModel, torch.bfloat16)
+        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+        pipe = QwenImagePipeline(scheduler=scheduler, transformer=network, **dict.fromkeys(TEXTLESS))
+        texts = {name: (1, 64, 3584) for name in ("prompt_embeds", "negative_prompt_embeds")}
+        call = _call(pixels, pixels, texts, torch.bfloat16)
+        masks = {f"{name}_mask": torch.ones(1, 64, dtype=torch.int64) for name in texts}
+        return pipe, {**call, **masks, "true_cfg_scale": 4.0}
+
+    return model
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    """Wan 2.1 14B in bf16, 81 frames of 832 x 480, with guidance in two calls."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    network = _empty(WanTransformer3DModel, torch.bfloat16)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe = WanPipeline(scheduler=scheduler, transformer=network, **dict.fromkeys(TEXTLESS))
+    texts = {name: (1, 512, 4096) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    return pipe, {**_call(480, 832, texts, torch.bfloat16), "num_frames": 81}
+
+
+def _empty(make: Callable[[], Any], dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        return make().to(dtype).eval()
+
+
+def _call(height: int, width: int, texts: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Any]:
+    given = {name: torch.zeros(shape, dtype=dtype) for name, shape in texts.items()}
+    return {**given, "height": height, "width": width, "output_type": "latent"}
