@@ -88,6 +88,8 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.tokens --write docs/figures/tokens.md
 	$(BIN)/python -m benchmarks.gpu.count --host-time --write docs/figures/gpu-counts.md
 	$(BIN)/python -m benchmarks.weights.fits --write docs/figures/fits.md
+	$(BIN)/python -m benchmarks.forecast --write docs/figures/forecast.md
+	$(BIN)/python -m benchmarks.forecast --cpu --write docs/figures/prices.md
 	$(BIN)/python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
