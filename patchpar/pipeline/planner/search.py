@@ -2,8 +2,8 @@
 
 1. One device, then guidance branches times axis patch, with powers of two and all devices. Where whole weights do not
    fit, weights are sharded.
-2. A plan is not replayed if what one device computes, divided by its ranks, takes longer than the best step so far;
-   nor if that, or what it launches, takes about as long as a plan with fewer devices.
+2. A plan is not replayed if what one device of its guidance branch computes, divided by the ranks of axis patch, takes
+   longer than the best step so far; nor if that, or what it launches, takes about as long as a plan with fewer devices.
 3. Where waits for keys and values are worth it, rings and Ulysses in the place of gathering them.
 4. Where links differ, ranks are swapped as long as that makes the best step shorter.
 5. Of plans of about equal times the one with fewest devices is taken, then an exact one, then the one that sends least.
@@ -74,13 +74,18 @@ class _Search:
         self._simulate, self._branches = simulate, branches
         self._one = simulate(Plan())
         self.forecasts = [self._one]
+        self._unsplit = {1: self._one}  # forecasts without axis patch, by their degree of cfg
         self._refused: dict[str, str] = {}
         self._skipped: list[Plan] = []
 
     def try_unless_slow(self, plan: Plan) -> None:
         """Replay a plan, unless by what it computes and launches one with fewer devices is about as fast."""
-        launching = self._one.launching / (self._branches if plan.cfg > 1 else 1)
-        if self._may_win(max(self._one.step.compute / plan.world_size, launching), plan):
+        base = self._unsplit.get(plan.cfg)  # of as many branches, on one device each
+        if base is None:
+            least = max(self._one.step.compute / plan.world_size, self._one.launching / self._branches)
+        else:
+            least = max(base.step.compute / plan.patch, base.launching)
+        if self._may_win(least, plan):
             self.try_plan(plan)
         else:
             self._skipped.append(plan)
@@ -97,6 +102,8 @@ class _Search:
         try:
             forecast = self._simulate(plan)
             self.forecasts.append(forecast)
+            if plan.patch == 1:
+                self._unsplit[plan.cfg] = forecast
             if not fits(forecast) and plan.weights == "whole":
                 self.forecasts.append(self._simulate(replace(plan, weights="sharded")))
         except PlanError as error:
