@@ -97,7 +97,8 @@ def lines(models: Mapping[str, RecordedModel], rows: Sequence[PublishedRow] = RO
     """Yield the table. The first row of a device calibrates its other rows of the same kind."""
     yield (
         "Denoising steps alone are predicted, from published rates and the assumptions of the "
-        "[simulator](../simulator.md#what-is-assumed); no figure was fitted to a row. `calibrated`: kernels of a "
+        "[simulator](../simulator.md#what-is-assumed). What it assumes of convolutions, caches and the reached part of "
+        "the peak was chosen with these rows in sight: expect larger errors for other calls. `calibrated`: kernels of a "
         "device scaled by its first row that is compiled, or eager; of that row itself it is left out."
     )
     yield ""
