@@ -98,7 +98,7 @@ def lines(models: Mapping[str, RecordedModel], rows: Sequence[PublishedRow] = RO
     yield (
         "Denoising steps alone are predicted, from published rates and the assumptions of the "
         "[simulator](../simulator.md#what-is-assumed). What it assumes of convolutions, caches and the reached part of "
-        "the peak was chosen with these rows in sight: expect larger errors for other calls. `calibrated`: kernels of a "
+        "the peak was chosen with these rows in sight: expect larger errors for others. `calibrated`: kernels of a "
         "device scaled by its first row that is compiled, or eager; of that row itself it is left out."
     )
     yield ""

@@ -119,7 +119,7 @@ class EdgeLayout:
         self._sizes = [spec.num_bytes // itemsize for spec in specs]
         pieces = tuple(self._pieces_of(row, numbers))
         self._pads = tuple({size: None for number, size in pieces if number is None})
-        self._positions = [len(specs) + self._pads.index(size) if number is None else number for number, size in pieces]
+        self._order = [len(specs) + self._pads.index(size) if number is None else number for number, size in pieces]
         rows = specs[self._num_shared :]
         self._rows_alike = len(rows) == 2 and rows[0] == rows[1]
         self._filler = max(range(len(specs)), key=self._sizes.__getitem__, default=0)  # has the values of pads
@@ -163,7 +163,7 @@ class EdgeLayout:
         filler = flat[self._filler]
         for size in self._pads:
             flat.append(filler.narrow(0, 0, size) if filler.shape[0] >= size else filler.new_empty(size))
-        parts = [flat[position] for position in self._positions]
+        parts = [flat[index] for index in self._order]
         return FlatParts(torch.cat(parts) if len(parts) > 1 else parts[0], self._sizes_sent)
 
     def _flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:

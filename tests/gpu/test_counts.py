@@ -62,8 +62,8 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(366, 8, 0, 16, 497, 21, 171, 100),
     },
     ("sdxl", "fresh-edges"): {
-        "exact": Ceiling(392, 28, 0, 56, 568, 68, 181, 109),
-        "stale": Ceiling(392, 32, 0, 64, 554, 68, 241, 169),
+        "exact": Ceiling(392, 28, 0, 56, 513, 68, 177, 105),
+        "stale": Ceiling(390, 32, 0, 64, 498, 68, 237, 165),
     },
     ("sdxl", "fresh-edges:correction=none"): {
         "exact": Ceiling(388, 28, 0, 56, 552, 68, 172, 101),
@@ -74,8 +74,8 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(432, 32, 0, 64, 582, 17, 132, 60),
     },
     ("sdxl", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(392, 28, 0, 56, 568, 68, 213, 141),
-        "stale": Ceiling(716, 32, 0, 64, 826, 72, 314, 201),
+        "exact": Ceiling(392, 28, 0, 56, 513, 68, 193, 121),
+        "stale": Ceiling(714, 32, 0, 64, 770, 72, 294, 181),
     },
     ("sdxl", CFG): {
         "exact": Ceiling(319, 2, 1, 2, 352, 1, 138, 1),
@@ -98,8 +98,8 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(250, 3, 0, 6, 261, 16, 280, 97),
     },
     ("flux", "fresh-edges"): {
-        "exact": Ceiling(249, 3, 0, 6, 269, 73, 325, 160),
-        "stale": Ceiling(253, 5, 0, 10, 265, 73, 439, 256),
+        "exact": Ceiling(248, 3, 0, 6, 266, 73, 320, 155),
+        "stale": Ceiling(250, 5, 0, 10, 259, 73, 434, 251),
     },
     ("flux", "fresh-edges:correction=none"): {
         "exact": Ceiling(247, 3, 0, 6, 261, 73, 316, 151),
@@ -110,8 +110,8 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(273, 5, 0, 10, 279, 12, 269, 86),
     },
     ("flux", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(249, 3, 0, 6, 269, 73, 364, 199),
-        "stale": Ceiling(415, 5, 0, 10, 401, 82, 616, 295),
+        "exact": Ceiling(248, 3, 0, 6, 266, 73, 340, 175),
+        "stale": Ceiling(412, 5, 0, 10, 395, 82, 592, 271),
     },
 }
 DAILY = {

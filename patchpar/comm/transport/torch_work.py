@@ -42,7 +42,7 @@ class TorchWork(Work[T]):
     `buffers`: those sent, kept until the wait, and one [elements] for each message received.
     """
 
-    _matches_tags = True
+    _has_messages = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TorchWork(Work[T]):
         transport = self._transport
         if transport.is_poisoned:
             transport.check(self.where)
-        incoming = _without_buffers(self.incoming) if self._matches_tags else self.incoming
+        incoming = _without_buffers(self.incoming) if self._has_messages else self.incoming
         missing = partial(_missing, transport.rank, self.where, incoming)
         try:
             if transport.waits is not None:
@@ -99,7 +99,7 @@ class TorchWork(Work[T]):
 class FilledBuffer(TorchWork[Tensor]):
     """Works in flight that fill one buffer, of any shape: the result of `wait`. Its messages are not told apart."""
 
-    _matches_tags = False
+    _has_messages = False
 
     def _finish(self) -> Tensor:
         self._leave()

@@ -100,7 +100,7 @@ def launch_fit_tokens(
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
         EXTRAPOLATES=tokens_before is not None,
-        HAS_MESSAGE=message is not None,
+        COPIES=message is not None,
         num_warps=8,
     )
     return packed

@@ -70,7 +70,7 @@ def launch_sample_tokens(
         ROWS=max(1, TILE // columns),
         HAS_BEFORE=tokens_before is not None,
         CONTINUES=continues,
-        HAS_MESSAGE=message is not None,
+        COPIES=message is not None,
         num_warps=8,
     )
 

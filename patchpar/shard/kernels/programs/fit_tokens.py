@@ -15,15 +15,18 @@ def _mean_of_all(
     wide,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_MESSAGE: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
-    """Return the mean [COLUMNS] over all tokens, and copy these to the message."""
+    """Return the mean [COLUMNS] over all tokens, and copy these to the message.
+
+    After every thread has read samples of the last step, as before a sum of them ends: these may be in the message.
+    """
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for base in range(0, num_tokens, ROWS):
         token = (base + lane).to(tl.int64)
         inside = (token < num_tokens) & wide
         now = tl.load(own + token * token_stride, mask=inside, other=0.0)
-        if HAS_MESSAGE:
+        if COPIES:
             tl.store(message + token * pitch, now, mask=inside)
         total += now.to(tl.float32)
     return tl.sum(total, 0) / num_tokens
@@ -112,6 +115,15 @@ def _products_of_samples(
 
 
 @triton.jit
+def _store_fit(into, along, scale, shift, column, WIDTH: tl.constexpr):
+    """Write the fit of one head."""
+    inside = column < WIDTH
+    tl.store(into, along.to(into.dtype.element_ty))
+    tl.store(into + 1 + column, scale.to(into.dtype.element_ty), mask=inside)
+    tl.store(into + 1 + WIDTH + column, shift.to(into.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def fit_tokens_program(
     own,
     mean,
@@ -134,14 +146,13 @@ def fit_tokens_program(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     EXTRAPOLATES: tl.constexpr,
-    HAS_MESSAGE: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Write the fit of one head, of keys or values of one sample, and replace its samples."""
     head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # samples of the step before and messages are contiguous
     lane, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
     inside, at = column < WIDTH, head * WIDTH + column
     own, tokens, tokens_before = own + at[None, :], tokens + at[None, :], tokens_before + at[None, :]
-    message += at[None, :]
     step, wide, own_pitch = tl.load(ratio).to(tl.float32), inside[None, :], stride * token_stride
     last_mean = tl.load(mean + at, mask=inside, other=0.0)  # before the sums: their barriers are ahead of the stores
     mean_way = tl.zeros([COLUMNS], tl.float32)
@@ -150,18 +161,15 @@ def fit_tokens_program(
     old_old, old_moved, old_way, way_way, way_moved = _products_of_samples(
         own, tokens, tokens_before, step, samples, own_pitch, last_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
     )
-    # After the sums, of which every thread has read its samples: they may be in the message.
-    now_mean = _mean_of_all(own, message, num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, HAS_MESSAGE)
-    values = samples * WIDTH
-    along = tl.minimum(tl.maximum(way_moved / values / (way_way / values + TINY), LEAST), MOST)
-    along = along.to(packed.dtype.element_ty).to(tl.float32)
+    now_mean = _mean_of_all(
+        own, message + at[None, :], num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, COPIES
+    )
+    along = way_moved / (samples * WIDTH) / (way_way / (samples * WIDTH) + TINY)
+    along = tl.minimum(tl.maximum(along, LEAST), MOST).to(packed.dtype.element_ty).to(tl.float32)
     square = old_old / samples
     scale = (old_moved - along * old_way) / samples / (square + RIDGE * (tl.sum(square, 0) / WIDTH) + TINY)
     shift = now_mean - last_mean - scale * last_mean - along * mean_way
-    into = packed + head * (1 + 2 * WIDTH)
-    tl.store(into, along.to(packed.dtype.element_ty))
-    tl.store(into + 1 + column, scale.to(packed.dtype.element_ty), mask=inside)
-    tl.store(into + 1 + WIDTH + column, shift.to(packed.dtype.element_ty), mask=inside)
+    _store_fit(packed + head * (1 + 2 * WIDTH), along, scale, shift, column, WIDTH)
     tl.store(mean + at, now_mean, mask=inside)
     if EXTRAPOLATES:
         tl.store(mean_before + at, last_mean, mask=inside)

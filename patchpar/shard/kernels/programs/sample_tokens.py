@@ -24,7 +24,7 @@ def sample_tokens_program(
     ROWS: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     CONTINUES: tl.constexpr,
-    HAS_MESSAGE: tl.constexpr,
+    COPIES: tl.constexpr,
 ):
     """Replace the samples of one head, of keys or values of one sample."""
     head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # samples of the step before and messages are contiguous
@@ -43,9 +43,9 @@ def sample_tokens_program(
                 last = tl.load(tokens + sample * last_pitch, mask=found, other=0.0)
             tl.store(tokens_before + sample * pitch, last, mask=found)
         tl.store(tokens + sample * last_pitch, now, mask=found)
-    if HAS_MESSAGE:
+    if COPIES:
         tl.debug_barrier()  # every thread has read its samples, which may be in the message
-    now_mean = _mean_of_all(own, message, num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, HAS_MESSAGE)
+    now_mean = _mean_of_all(own, message, num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, COPIES)
     if HAS_BEFORE:
         older = now_mean
         if CONTINUES:
