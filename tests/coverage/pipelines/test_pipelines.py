@@ -33,6 +33,7 @@ SLOW = (
     "AltDiffusionImg2ImgPipeline",
     "AnimateDiffVideoToVideoControlNetPipeline",
     "AmusedImg2ImgPipeline",
+    "AmusedInpaintPipeline",
     "AnimateDiffControlNetPipeline",
     "AnyFlowFARPipeline",
     "HeliosPyramidPipeline",
