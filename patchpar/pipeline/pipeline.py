@@ -104,7 +104,7 @@ class ParallelPipeline(PlannedCalls):
         object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
         state.is_fresh, state.executor = model.is_fresh, request.executor()
-        state.timed = TimedPlans.of(model.method, model.arguments(None), request.devices.names)
+        state.timed = TimedPlans.of(model, request.devices.names)
         try:
             state.weights = weights or model.weights_on(state.executor, request.devices.names)
             arguments = model.arguments(request.plan or state.weights.plan)

@@ -15,6 +15,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice
+from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
 from patchpar.pipeline.planner.forecast import Forecast
 from patchpar.pipeline.planner.search import PlanSearchResult, search
 from patchpar.pipeline.planner.simulate import Simulator
@@ -59,16 +60,16 @@ class TimedPlans:
         self._folder, self._devices = folder, tuple(devices)
         self._options = {name: _named(value) for name, value in options.items()}
         self._kept = kept or KeptMachines.in_home()
-        self._found: dict[str, PlanSearchResult] = {}
+        self._found: dict[str, PlanSearchResult | PlanError] = {}
         self._called: set[tuple[str, Plan]] = set()
         self._ratios: list[float] = []
 
     @classmethod
-    def of(cls, method: str, args: Sequence[Any], devices: Sequence[str]) -> "TimedPlans":
-        """Return those of a pipeline that ranks "load" with these arguments, a source and options, or "adopt"."""
-        source = args[0] if method == "load" else None
-        folder = str(source) if isinstance(source, (str, Path)) and Path(source).is_dir() else None
-        return cls(folder, args[1] if folder else {}, devices)
+    def of(cls, model: ModelToLoad, devices: Sequence[str]) -> "TimedPlans":
+        """Return those of a model before it is loaded."""
+        if isinstance(model, ModelInFiles) and Path(model.source).is_dir():
+            return cls(str(model.source), model.options, devices)
+        return cls(None, {}, devices)
 
     @property
     def machine(self) -> MeasuredMachine | None:
@@ -78,13 +79,16 @@ class TimedPlans:
     def better(self, choice: PlanChoice, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlanChoice:
         """Return the choice with the plan of the shortest predicted step, if there is a forecast of such a call."""
         plain = choice.plan.data == 1 and choice.plan.weights == "whole" and str(choice.plan.strategy) == "exact"
-        if not plain or len(self._devices) == 1 or self.machine is None or _call_of(kwargs) is None:
+        if not plain or len(self._devices) == 1 or _call_of(kwargs) is None:
+            return choice
+        machine = self.machine
+        if machine is None:
             return choice
         try:
-            found = self._searched(model, kwargs)
+            found = self._searched(model, kwargs, machine)
+            best = found.best.plan
         except PlanError as error:
             return replace(choice, reason=f"{choice.reason}; no forecast: {error}")
-        best = found.best.plan
         if best.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
             return choice
         return replace(choice, plan=best, reason=_reason(found))
@@ -93,13 +97,13 @@ class TimedPlans:
         """Return the plan of a call. Raises PlanError without a measurement, and for a call without a forecast."""
         if self._folder is None:
             raise PlanError("planned() needs a model that is loaded from a folder: use from_pretrained with a folder")
-        self._kept.of(self._devices)
+        machine = self._kept.of(self._devices)
         if _call_of(kwargs) is None:
             known = (*PLANNED, *WITHOUT_EFFECT)
             names = [name for name, value in kwargs.items() if value is not None and name not in known]
             what = ", ".join(names) or "another prompt than one text"
             raise PlanError(f"a call with {what} has no forecast: use one prompt, and of others {', '.join(PLANNED)}")
-        found = self._searched(model, kwargs)
+        found = self._searched(model, kwargs, machine)
         best = _with_steps(found.best, kwargs)
         return PlannedCall(
             plan=best.plan,
@@ -111,7 +115,8 @@ class TimedPlans:
     def compared(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
         """Return the statistics of a call with its forecast. A first call, which also verifies, corrects nothing."""
         found = self._found.get(_key(_call_of(kwargs)))
-        forecast = next((each for each in found.ranked if each.plan == run.plan), None) if found else None
+        ranked = found.ranked if isinstance(found, PlanSearchResult) else ()
+        forecast = next((each for each in ranked if each.plan == run.plan), None)
         if forecast is None:
             return run
         seconds, call = _with_steps(forecast, kwargs).seconds, (_key(_call_of(kwargs)), run.plan)
@@ -131,15 +136,21 @@ class TimedPlans:
             self._kept.scale(self._devices, factor)
             self._ratios, self._found = [], {}
 
-    def _searched(self, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlanSearchResult:
-        call, machine = _call_of(kwargs), self.machine
+    def _searched(self, model: PipelineInfo, kwargs: Mapping[str, Any], machine: MeasuredMachine) -> PlanSearchResult:
+        """Return the plans of such a call. Raises PlanError, again without another search."""
+        call = _call_of(kwargs)
         key = _key(call)
         if key not in self._found:
             assert self._folder is not None
-            assert machine is not None
-            simulator = Simulator(self._folder, machine, self._options, call or {})
-            self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of)
-        return self._found[key]
+            try:
+                simulator = Simulator(self._folder, machine, self._options, call or {})
+                self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of)
+            except PlanError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, PlanError):
+            raise found
+        return found
 
 
 def _call_of(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

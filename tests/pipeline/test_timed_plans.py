@@ -97,12 +97,28 @@ def test_without_a_measurement_the_rule_stays(monkeypatch: pytest.MonkeyPatch, t
 def test_a_model_that_cannot_be_recorded_keeps_its_rule_and_says_why(
     monkeypatch: pytest.MonkeyPatch, kept: KeptMachines
 ) -> None:
+    tried = []
+
     def refuse(plan: Plan) -> Forecast:
+        tried.append(plan)
         raise PlanError("it needs values")
 
-    found = timed(monkeypatch, kept, refuse).better(RULE, GUIDED, CALL)
+    plans = timed(monkeypatch, kept, refuse)
+    for _ in range(2):
+        found = plans.better(RULE, GUIDED, CALL)
+        assert found.plan == RULE.plan
+        assert found.reason == "the rule; no forecast: it needs values"
+    assert tried == [Plan()], "a call like it is not searched again"
+
+
+def test_where_no_plan_fits_by_forecast_the_rule_stays(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    """A measurement knows the memory that was free when it was made."""
+    small = replace(MACHINE, device=replace(DEVICE, memory=1))
+    kept.keep(DEVICES, small)
+    plans = timed(monkeypatch, kept, lambda plan: forecast_of(plan, small, 0.0))  # type: ignore[arg-type]
+    found = plans.better(RULE, GUIDED, CALL)
     assert found.plan == RULE.plan
-    assert found.reason == "the rule; no forecast: it needs values"
+    assert "no forecast: no plan fits the memory" in found.reason
 
 
 def test_a_call_is_planned_without_being_made(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
