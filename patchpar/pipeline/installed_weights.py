@@ -150,8 +150,7 @@ class InstalledWeights:
         Raises UnsupportedModel, VerificationError, ExchangeError; PlanError where whole weights are needed and do not
         fit.
         """
-        if tensor.is_ready(call):
-            tensor.prepare(plain, call)
+        if tensor.resume(call):
             return
         self._catch_up()
         network = tensor.denoiser

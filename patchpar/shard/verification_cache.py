@@ -29,13 +29,13 @@ class VerificationCache:
     folder: Path
 
     @classmethod
-    def in_home(cls) -> "VerificationCache":
-        """Return this user's cache. A user without a home folder, as in some containers, stores nothing."""
+    def in_home(cls, name: str = "verified") -> "VerificationCache":
+        """Return this user's cache of that name. A user without a home folder, as in containers, stores nothing."""
         try:
             home = Path.home()
         except RuntimeError:
             home = NOWHERE
-        return cls(home / ".cache" / "patchpar" / "verified")
+        return cls(home / ".cache" / "patchpar" / name)
 
     @classmethod
     def of(cls, verify: bool | Path) -> "VerificationCache | None":

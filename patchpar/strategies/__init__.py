@@ -59,11 +59,11 @@ def resolve_strategy(strategy: Any) -> Any:
 
 def installed() -> dict[str, EntryPoint]:
     """Return the entry points of strategies of other packages, by name. Raises PlanError for two of one name."""
-    found: dict[str, EntryPoint] = {}
+    found, ours = dict[str, EntryPoint](), known()
     for each in entry_points(group=GROUP):
         other = found.setdefault(each.name, each)
-        if each.name in known() or (other.value, _package(other)) != (each.value, _package(each)):
-            taken = "this package" if each.name in known() else _package(other)
+        if each.name in ours or (other.value, _package(other)) != (each.value, _package(each)):
+            taken = "this package" if each.name in ours else _package(other)
             raise PlanError(
                 f"the package {_package(each)} registers a strategy {each.name!r}, which {taken} has too: uninstall one"
             )
@@ -76,8 +76,8 @@ def _names() -> list[str]:
 
 def _class_of(name: str) -> Any:
     """Return the options class of a strategy. Raises PlanError."""
-    if name in known():
-        return known()[name]
+    if found := known().get(name):
+        return found
     entry = installed().get(name)
     if entry is None:
         raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(_names())}")

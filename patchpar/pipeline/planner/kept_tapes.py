@@ -65,7 +65,7 @@ class KeptTapes:
         except TypeError:
             return cls(None, of_call)
         facts = {**of_call, **facts}
-        kept = files or VerificationCache(VerificationCache.in_home().folder.with_name(FOLDER))
+        kept = files or VerificationCache.in_home(FOLDER)
         return cls(kept, facts)
 
     def call(self) -> CallFacts | None:

@@ -40,10 +40,12 @@ class TensorDenoiser:
         self._sharder: FeatureSharder | None = None
         self._known: set[tuple[str, ...]] = set()  # signatures of calls
 
-    def is_ready(self, call: Call) -> bool:
-        """Whether the denoiser is cut, and such a call is known."""
-        known = CallArguments.of(self.denoiser, *call).signature() in self._known
-        return known and self._sharder is not None
+    def resume(self, call: Call) -> bool:
+        """Return whether the denoiser is cut for such a call; if so, nothing is left to do before it."""
+        if self._sharder is None or CallArguments.of(self.denoiser, *call).signature() not in self._known:
+            return False
+        self._sharder.exchange = self.exchange
+        return True
 
     def prepare(self, forward: Forward, call: Call) -> None:
         """Cut the denoiser for such a call, unless it is; `forward` is its own. Collective.
@@ -51,10 +53,9 @@ class TensorDenoiser:
         Arguments of other names or dims are verified anew, for which all weights are gathered. Raises UnsupportedModel,
         VerificationError, ExchangeError.
         """
-        signature = CallArguments.of(self.denoiser, *call).signature()
-        if self._sharder is not None and signature in self._known:
-            self._sharder.exchange = self.exchange
+        if self.resume(call):
             return
+        signature = CallArguments.of(self.denoiser, *call).signature()
         self._make_whole()
         kind = type(self.denoiser).__name__
         if compiled_in(self.denoiser):

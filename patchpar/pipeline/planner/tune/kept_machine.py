@@ -21,7 +21,7 @@ class KeptMachines:
     @classmethod
     def in_home(cls) -> "KeptMachines":
         """Return those of this user."""
-        return cls(VerificationCache(VerificationCache.in_home().folder.with_name(FOLDER)))
+        return cls(VerificationCache.in_home(FOLDER))
 
     def find(self, devices: Sequence[str]) -> MeasuredMachine | None:
         """Return the measurement of these devices; None if there is none of this version."""

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, alone, connect
+from patchpar.launch.accelerators import device_module
 from patchpar.launch.executor import RankContext
 from patchpar.launch.host_memory import free_memory
 from patchpar.pipeline.planner.tune.kernel_rates import measured_device
@@ -94,17 +94,11 @@ def _both_ways(transport: Transport, peers: Sequence[int]) -> float:
 
 
 def _name_of(device: torch.device) -> str:
-    return "CPU" if device.type == "cpu" else str(_module(device).get_device_name(device))
+    return "CPU" if device.type == "cpu" else str(device_module(device.type).get_device_name(device))
 
 
 def _memory_of(device: torch.device) -> int:
     """Return the bytes of a device's memory; of the host's, those that are free."""
     if device.type == "cpu":
         return free_memory() or 0
-    return int(_module(device).get_device_properties(device).total_memory)
-
-
-def _module(device: torch.device) -> Any:
-    from patchpar.launch.accelerators import device_module
-
-    return device_module(device.type)
+    return int(device_module(device.type).get_device_properties(device).total_memory)
