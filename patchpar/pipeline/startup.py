@@ -37,6 +37,7 @@ class PipelineOptions:
     verify: bool | Path
     vae: str
     graphs: bool | str
+    symmetric_memory: bool
 
     @property
     def starts_workers(self) -> bool:
@@ -73,6 +74,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     verify: object,
     vae: object,
     graphs: object = False,
+    symmetric_memory: object = False,
 ) -> PipelineOptions:
     """Return the checked arguments. Raises PlanError for an invalid one."""
     wanted = plan_of(plan)
@@ -80,6 +82,8 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         verify = Path(verify).expanduser().absolute()  # workers may have another working directory
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
+    if not isinstance(symmetric_memory, bool):
+        raise PlanError(f"symmetric_memory={symmetric_memory!r}: use True or False")
     found = _devices_of(devices, wanted)
     return PipelineOptions(
         plan=wanted,
@@ -90,6 +94,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         verify=verify,
         vae=check_mode(vae),
         graphs=check_graphs(graphs, None if torchrun_world() is not None else found.names),
+        symmetric_memory=symmetric_memory,
     )
 
 
