@@ -22,7 +22,7 @@ from torch import nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import leaves
-from patchpar.comm.transport import Transport, alone, connect, watched
+from patchpar.comm.transport import Transport, alone, connect, form_groups, watched
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
@@ -160,9 +160,9 @@ class PipelineRunner:
         works = plan.world_size > 1 or one_rank or vae == "tiled"
         if self.context.world_size > 1 or works:
             watched(self._connected(), self.context)  # whose limit may have been that of loading
-        if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
+        if self._transport is not None:  # also on ranks that stay idle
             sets = rank_sets(plan.world_size, **plan.degrees())
-            self._transport.collectives.form(sets, symmetric_memory=symmetric_memory)
+            form_groups(self._transport, sets, symmetric_memory=symmetric_memory)
         if self.context.rank < plan.world_size and works:
             mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
             verifications = VerificationCache.of(verify)

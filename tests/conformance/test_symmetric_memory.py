@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import symmetric_memory, torch_collectives
+from patchpar.comm.transport import form_groups, symmetric_memory, torch_collectives
 from patchpar.comm.transport.message import FlatParts
 from patchpar.comm.transport.symmetric_memory import MappedMemory, PeerMemory, formed
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.errors import ExchangeError
+from patchpar.errors import ExchangeError, PlanError
+from patchpar.pipeline.startup import check_request
 from patchpar.plan.mesh import Mesh
 from tests.breadth import first_of
 from tests.conformance.stand_in import RankGroup, StandIn
@@ -174,3 +175,24 @@ def test_all_ranks_use_it_or_none_and_the_log_says_why(
 def test_this_build_says_that_it_has_none() -> None:
     """Of a torch for CPUs."""
     assert symmetric_memory.why_not(CPU)
+
+
+def test_ranks_without_a_card_each_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    form_groups(mock.Mock(collectives=None), [(0, 1)], symmetric_memory=False)
+    assert not caplog.text
+    form_groups(mock.Mock(collectives=None), [(0, 1)], symmetric_memory=True)
+    assert "exchange through memory of the host" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "devices", "said"),
+    [
+        ("yes", "cpu:2", "symmetric_memory='yes': use True or False"),
+        (True, "cpu:2", "GPUs have such memory, and this pipeline is on cpu, cpu: leave it out"),
+    ],
+)
+def test_the_option_is_checked_before_a_worker_starts(value: object, devices: str, said: str) -> None:
+    start: dict[str, Any] = {"deadline": 60.0, "start_timeout": 60.0, "start_method": "auto"}
+    with pytest.raises(PlanError, match=said):
+        check_request(devices, "auto", **start, verify=True, vae="auto", symmetric_memory=value)
+    assert not check_request(devices, "auto", **start, verify=True, vae="auto").symmetric_memory
