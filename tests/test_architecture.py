@@ -34,7 +34,10 @@ ONLY = {
     "plan.plan": {"errors", "plan.scalars", "strategies"},
     "launch": {"errors", "plan.scalars"},
     "comm": {"errors", "plan.mesh"},
-    "comm.transport": {"errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"},
+    "comm.transport": {
+        *("errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"),
+        "launch.rendezvous.this_host",
+    },
     "shard.kernels": {"shard.precision", "launch.accelerators"},
     "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "shard.kernels", "comm.exchange_part.Halo"},
     "shard.verification_cache": {"errors", "plan.json_files"},

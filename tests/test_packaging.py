@@ -59,6 +59,6 @@ def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> Non
     known = there | set(sys.stdlib_module_names) | {"patchpar"}
     for path in PACKAGE.rglob("*.py"):
         own = OF_EXTRAS.get(str(path.relative_to(PACKAGE)), set())
-        for_gpus = path.parent == PACKAGE / "shard" / "kernels" / "programs" or path == PACKAGE / "cli" / "gpu_facts.py"
+        for_gpus = path.parent.name == "programs" or path == PACKAGE / "cli" / "gpu_facts.py"
         own = own | (WITH_TORCH_FOR_GPUS if for_gpus else set())
         assert set(imported_by(path)) - known <= own, path

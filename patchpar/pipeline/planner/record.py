@@ -228,9 +228,9 @@ class _Runner(PipelineRunner):
         self._nowhere.tape.begin()
         return super()._call_pipeline(kwargs, options)
 
-    def install(self, plan: Plan, *, verify: Any = True, vae: str = "auto", graphs: bool | str = False) -> None:
+    def install(self, plan: Plan, **options: Any) -> None:
         """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
-        super().install(plan, verify=verify, vae=vae, graphs=graphs)
+        super().install(plan, **options)
         installed, learnt = self._installed, self._options.learnt
         for patched in installed.patched:
             if isinstance(patched, TokenDenoiser):
