@@ -1,4 +1,4 @@
-"""Pages, the README and the help of the commands use the words that people search for: image, video, audio, generate.
+"""Pages, help, docstrings and messages use the words that people search for: image, video, audio, generate.
 
 A word that patchpar used before is refused wherever prose is read, so that it cannot come back. Code in pages is not
 prose: names of an interface are checked where they are defined.
@@ -6,7 +6,10 @@ prose: names of an interface are checked where they are defined.
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,6 @@ from patchpar.cli import app
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
-WRITTEN_BY_SCRIPTS = {DOCS / "coverage.md", *(DOCS / "figures").glob("*.md")}
-"""Their sentences are in benchmarks/."""
 PAGES = sorted(
     {
         *(
@@ -28,8 +29,8 @@ PAGES = sorted(
         *DOCS.rglob("*.md"),
         *(REPOSITORY / "pipelines").glob("*.md"),
     }
-    - WRITTEN_BY_SCRIPTS
 )
+SOURCES = sorted(path for folder in ("patchpar", "app") for path in (REPOSITORY / folder).rglob("*.py"))
 INSTEAD = {
     r"pictures?": "image",
     r"films?": "video",
@@ -52,7 +53,8 @@ INSTEAD = {
 }
 """What is refused, and what to write."""
 ALLOWED = (
-    r"visible seams?",  # in an image
+    r"visible seams?|seam, z",  # in an image
+    r"T5FilmDecoder \| film",  # feature-wise linear modulation
 )
 """Where a refused word is the right one."""
 CODE = re.compile(
@@ -83,6 +85,23 @@ def refused(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
     assert refused(prose(page)) == []
+
+
+def prose_of_code(source: str) -> Iterator[str]:
+    """What a reader of a source reads, and who runs it: docstrings, comments, and texts of errors, help and pages."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):
+            yield CODE.sub(" ", token.string)
+
+
+def test_docstrings_comments_and_messages_use_the_words_of_the_field() -> None:
+    found = {str(path.relative_to(REPOSITORY)): refused("\n".join(prose_of_code(path.read_text()))) for path in SOURCES}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+@pytest.mark.parametrize("source", ["x = f'the {x} picture'", "# is drawn", 'def f():\n    """Of a promise."""\n'])
+def test_a_planted_word_is_found_in_code(source: str) -> None:
+    assert len(refused("\n".join(prose_of_code(source)))) == 1
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])

@@ -254,7 +254,7 @@ def main() -> None:
 
 WHAT = {
     "large": "a UNet of more than a second a step",
-    "sleeping": "a small UNet whose layers sleep on top of computing (busy cores, not the model of the promises)",
+    "sleeping": "a small UNet whose layers sleep on top of computing (busy cores, not the model of the guarantees)",
 }
 INTRO = """Two ranks on two cores, {what}, behind a link that delays every message.
 `bare` is the same strategy's step on the link as it is, in the same run; `link time` is latency times rounds plus bytes

@@ -83,7 +83,7 @@ def main() -> int:
         "",
         f"Relative error of the final latents, fp32, {options.steps} steps, worst of images of "
         + " and ".join(f"{height} x {width}" for height, width in SIZES)
-        + " pixels; `alone`: two bands without the exchange. The promise is 1e-5 and 100 dB.",
+        + " pixels; `alone`: two bands without the exchange. The guarantee is 1e-5 and 100 dB.",
         "",
         *HEAD,
     ]

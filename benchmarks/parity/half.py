@@ -41,7 +41,7 @@ def lead(steps: int) -> list[str]:
         f"images of {sizes} pixels. `ranks beside one process`: this package's. `another batch`,",
         "`another kernel`: plain diffusers beside itself, in a batch of two, and with torch's plain kernel of",
         "attention (`SDPBackend.MATH`) in place of the fused one. `off`: how far ranks, and one process of plain",
-        "diffusers, are from the same half weights computed in fp32. The promise is that ranks are no farther off",
+        "diffusers, are from the same half weights computed in fp32. The guarantee is that ranks are no farther off",
         f"than {MOST} times one process. Two results that are each off by as much, in directions of their own, are",
         "1.4 times that apart. Measured",
         "by `python -m benchmarks.parity.half`, written with `--write docs/figures/parity-half.md`.",

@@ -122,7 +122,7 @@ def _tables(pool: Any, options: Any) -> Iterator[tuple[str, list[str], Iterator[
     size = f"{SIZE[0]} x {SIZE[1]}"
     yield (
         "accuracy",
-        [f"Latents of {size}, fp32, against the plain method. The promise is {MIN_DB:.0f} dB.", "", *ACCURACY],
+        [f"Latents of {size}, fp32, against the plain method. The guarantee is {MIN_DB:.0f} dB.", "", *ACCURACY],
         accuracy_rows(pool, options.names),
     )
     yield (

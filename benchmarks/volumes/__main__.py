@@ -140,8 +140,9 @@ def table_of_tiny(name: str = "sdxl", height: int = 36, width: int = 24) -> Iter
     from patchpar.launch.local import LocalExecutor
 
     yield (
-        f"Tiny SDXL, fp32, batch 2, {height} x {width} latent: bytes that an inner rank receives per step, counted at "
-        "the door. The formula gives the same to the byte for every rank, sent and received, and for what is held:"
+        f"Tiny SDXL, fp32, batch 2, {height} x {width} latent: bytes that an inner rank receives per step, counted by "
+        "the communicator. The formula gives the same to the byte for every rank, sent and received, and for what is "
+        "held:"
     )
     yield ""
     yield "| ranks | strategy | keys and values | halo | moments | correction | prediction | counted | formula | held |"

@@ -13,7 +13,7 @@ from patchpar.launch import accelerators
 from patchpar.plan.scalars import is_whole, plain
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "davinci[0-9]*")
-"""In /dev: NVIDIA, AMD, NVIDIA under WSL, Intel (and any other that draws), Ascend."""
+"""In /dev: NVIDIA, AMD, NVIDIA under WSL, Intel (and any other that renders), Ascend."""
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
 ACCEPTED = (

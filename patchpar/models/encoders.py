@@ -1,4 +1,4 @@
-"""The encoders of a pipeline: networks that it calls before the first step, on texts, images or sounds it was given."""
+"""The encoders of a pipeline: networks that it calls before the first step, on texts, images or audio it was given."""
 
 from typing import Any
 

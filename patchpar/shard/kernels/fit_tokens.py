@@ -1,7 +1,7 @@
 """The fit of this rank's fresh keys and values to the stale ones that others hold, as the message for the others.
 
 Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), N heads, D head width. The message is
-[X, N, 1 + 2 D]: for each head which fraction of the line was right, a factor and a summand of each channel.
+[X, N, 1 + 2 D]: for each head which fraction of the line was right, a scale and a shift of each channel.
 """
 
 import torch

@@ -42,7 +42,7 @@ class TuneResult:
 def tune(
     devices: Sequence[str], dtype: str, kept: KeptMachines | None = None, sizes: tuple[int, ...] = SIZES
 ) -> TuneResult:
-    """Measure these devices, and keep the figures unless other processes disturb them. Raises LaunchError."""
+    """Measure these devices, and keep the figures unless other processes are too busy. Raises LaunchError."""
     kept = kept or KeptMachines.in_home()
     before = kept.find(devices)
     with LocalExecutor(devices, ENGINE, preload=[ENGINE.partition(":")[0]]) as ranks:

@@ -3,8 +3,8 @@
     1. perturb the rows of each argument    rows that are single queries and single keys of a call with the first run
     2. run the block on some rows of both   everything in it must be as with all of them
 
-Its name, its length and its place are not told, as for the first run. Rows that are not found so, and those of a block
-in which tokens meet outside attention, are computed by every rank.
+Its name, its length and its position are not given, as for the first run. Rows that are not found so, and those of a
+block in which tokens meet outside attention, are computed by every rank.
 """
 
 from collections.abc import Iterator
