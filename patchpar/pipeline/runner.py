@@ -38,6 +38,7 @@ from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, rando
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
+from patchpar.pipeline.whole_weights import make_whole_for
 from patchpar.plan.mesh import Mesh, rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
@@ -107,8 +108,7 @@ class PipelineRunner:
 
         The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
         """
-        self._installed.forget(name)
-        self._held.give_back_for(name)
+        make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = with_checked_sources(method, args, kwargs)

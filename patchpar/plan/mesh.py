@@ -82,6 +82,13 @@ class Mesh:
         ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
         return Axis("image", ranks.index(self._me), size, ranks)
 
+    def of_one_branch(self) -> Axis:
+        """Return the axis of those of them that compute the same guidance branches as this one."""
+        size = self["stage"].size * self["patch"].size * self["tensor"].size
+        index = self.ranks.index(self._me)
+        first = index - index % size
+        return Axis("branch", index - first, size, self.ranks[first : first + size])
+
     def of_same_features(self) -> Axis:
         """Return the axis of those of them that hold the same features as this one, by axis `tensor`."""
         image, tensor = self.of_one_image(), self["tensor"]
@@ -90,8 +97,8 @@ class Mesh:
 
 
 def rank_sets(num_ranks: int, **degrees: int) -> list[tuple[int, ...]]:
-    """Return the global ranks, ascending, of every axis, every image, and those of equal features, of a mesh."""
+    """Return the global ranks, ascending, of every axis, image and branch, and those of equal features, of a mesh."""
     meshes = [Mesh(rank, range(num_ranks), **degrees) for rank in range(num_ranks)]
     found = [mesh[name].ranks for name in AXES for mesh in meshes] + [mesh.of_one_image().ranks for mesh in meshes]
-    found += [mesh.of_same_features().ranks for mesh in meshes]
+    found += [mesh.of_one_branch().ranks for mesh in meshes] + [mesh.of_same_features().ranks for mesh in meshes]
     return list(dict.fromkeys(ranks for ranks in found if len(ranks) > 1))

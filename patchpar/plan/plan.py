@@ -7,6 +7,7 @@ Plan(patch=4, weights="sharded")                                a quarter of the
 Plan(weights="hosted")                                          blocks in host memory, copied to the device to run
 Plan(tensor=4)                                                  a quarter of the features of the blocks' Linears
 Plan(stage=2)                                                   half of the blocks on each rank
+Plan(stage=2, weights="hosted")                                 the same of a model that no device holds whole
 Plan(stage=2, strategy="piped:pieces=4")                        the same, both at work at the same time
 """
 
@@ -39,9 +40,9 @@ class Plan:
 
     A text is parsed at once, so that equal plans compare equal. `parse` reads `str(plan)` as the same plan. `split` is
     the side that bands are split along: "auto" takes the longer one, because the halo then is shorter. `weights`: whole
-    on every rank; sharded: a part of each block, gathered when the block runs; or hosted: that part in host memory.
-    With the last two `resident` blocks of each network stay whole. `encoders`: which ranks of an image hold and run its
-    text and image encoders, "all" or "one"; "auto" is "all".
+    on every rank; sharded: a part of each block, gathered when the block runs; or hosted: that part in host memory,
+    from which a stage takes its own blocks. With the last two `resident` blocks of each network stay whole. `encoders`:
+    which ranks of an image hold and run its text and image encoders, "all" or "one"; "auto" is "all".
     """
 
     data: int = 1
@@ -82,20 +83,21 @@ class Plan:
                     "or more, or strategy=exact"
                 )
             return
-        if self.patch > 1:
+        if self.patch > 1 and self.strategy.axis == "stage":
             raise PlanError(
-                f"stage={self.stage} divides the blocks between ranks, and patch={self.patch} the image: use one of "
-                f"them, stage={self.stage * self.patch} or patch={self.stage * self.patch} (with weights=sharded)"
+                f"strategy={self.strategy} computes pieces of the image one after the other, and patch={self.patch} "
+                f"computes parts of it at the same time: use stage={self.stage * self.patch}, or strategy=exact"
             )
         if self.tensor > 1:
             raise PlanError(
                 f"stage={self.stage} divides the blocks between ranks, and tensor={self.tensor} their features: use "
                 f"one of them, stage={self.stage * self.tensor} or tensor={self.stage * self.tensor}"
             )
-        if self.weights != "whole":
+        if self.weights == "sharded":
             raise PlanError(
-                f"weights={self.weights} divides every block between ranks that all run it, and stage={self.stage} "
-                f"leaves each block to one rank: use weights=whole, or patch={self.stage} instead of stage"
+                f"weights=sharded divides every block between ranks that all run it, and stage={self.stage} leaves "
+                "each block to one stage: use weights=hosted where a device has no room for the whole model, "
+                f"weights=whole, or patch={self.stage} instead of stage"
             )
 
     def _check_weights(self) -> None:

@@ -45,6 +45,16 @@ class PatchedDenoiser(SharedDenoiser):
 
         Raises ExchangeError, PlanError, UnsupportedModel, VerificationError.
         """
+        self.prepare(forward, *args, **kwargs)
+        try:
+            if self.history is None:
+                return self._steady(self._exact_kind, partial(self._exactly, forward), (args, kwargs))
+            return self._with_stale_state(self.history, forward, *args, **kwargs)
+        finally:
+            self.patch.active = False  # other calls of the denoiser's forward are plain ones
+
+    def prepare(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Find where ranks have to exchange in such a call, and verify it, unless it is known. Raises as `denoise`."""
         refuse_arguments(kwargs)
         self._make_sure()
         dim = self._dim(map_of(args, kwargs))
@@ -52,11 +62,18 @@ class PatchedDenoiser(SharedDenoiser):
             self._install(forward, dim, (args, kwargs))
         try:
             self._check_here(forward, (args, kwargs))
-            if self.history is None:
-                return self._steady(self._exact_kind, partial(self._exactly, forward), (args, kwargs))
-            return self._with_stale_state(self.history, forward, *args, **kwargs)
         finally:
-            self.patch.active = False  # other calls of the denoiser's forward are plain ones
+            self.patch.active = False
+
+    def exactly(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for the whole image of a call that is prepared, with fresh values at all exchange points.
+
+        Raises ExchangeError, PlanError.
+        """
+        try:
+            return self._exactly(forward, *args, **kwargs)
+        finally:
+            self.patch.active = False
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
