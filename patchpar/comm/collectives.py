@@ -198,7 +198,7 @@ class Communicator:
             self._beat(where)
         traffic = self.traffic
         traffic.rounds[kind] += 1
-        start = time.perf_counter()
+        start = 0.0 if traffic.events is None else time.perf_counter()
         pending = begin()
         if traffic.events is not None:
             traffic.note("send", kind, where, start)

@@ -126,7 +126,9 @@ class Work(ABC, Generic[T]):
         if self._result is None:
             start = time.perf_counter()
             result = self._finish()
-            self._report(start)
+            stalls, self._stalls = self._stalls, ()
+            if self.on_wait is not None:  # as `_report`, without a call in every exchange
+                self.on_wait(start, stalls)
             for arrange in self._steps:
                 result = arrange(result)
             self._result = (result,)

@@ -83,7 +83,8 @@ class TorchCollectives:
         way: PeerMemory | _GroupMethods | None = None
         if self._peers and not bulk and own.numel() * own.element_size() <= SLOT:
             way = self._peers.get(ranks)
-        begin = partial((way or self._of(ranks, bulk=bulk)).all_gather, own, rows)
+        way = way or self._of(ranks, bulk=bulk)
+        begin = partial(way.all_gather, own, rows)
         return self._start(FilledBuffer, begin, ((own,), (rows,)), incoming, where)
 
     def gather_messages(
@@ -115,7 +116,8 @@ class TorchCollectives:
         way: PeerMemory | _GroupMethods | None = None
         if self._peers and alike and max(*own.sizes, *into.sizes) * own.buffer.element_size() <= SLOT:
             way = self._peers.get(ranks)
-        begin = partial((way or self._of(ranks, bulk=False)).all_to_all, own, into)
+        way = way or self._of(ranks, bulk=False)
+        begin = partial(way.all_to_all, own, into)
         return self._start(FilledBuffer, begin, ((own.buffer,), (into.buffer,)), incoming, where)
 
     def exchange(
