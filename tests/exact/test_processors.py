@@ -17,6 +17,7 @@ CASES = [
     ("sd", "custom diffusion"),
     ("sdxl", "cosines"),
     ("sdxl", "one head"),
+    ("sdxl", "fused"),
     ("svd", "products"),
     ("unconditional", "products"),
     ("added_keys", "products, added keys"),
@@ -25,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), first_of(CASES, ("sd", "sliced"), ("sdxl", "cosines"), ("sdxl", "one head"))
+    ("name", "change"), first_of(CASES, ("sd", "sliced"), ("sdxl", "cosines"), ("sdxl", "one head"), ("sdxl", "fused"))
 )
 def test_in_bands(ranks: Any, name: str, change: str) -> None:
     """Rows on two ranks, columns on three: the keys are everybody's, in the order of the whole picture."""
