@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from patchpar.plan.attention_mode import WAYS
+from patchpar.plan.attention_mode import ALGORITHMS
 
 EXCHANGE = Literal["on", "off"]
 FIRST, SECOND, MOVED = "first", "second", "moved"
@@ -40,7 +40,7 @@ def modes(ranks: int) -> list[Mode]:
 
 def _exact(ranks: int) -> Iterator[Mode]:
     for degree in (each for each in range(1, ranks + 1) if ranks % each == 0):
-        for way in WAYS if degree < ranks else ("gather",):
+        for way in ALGORITHMS if degree < ranks else ("gather",):
             options = [f"attention={way}"] * (way != "gather") + [f"ulysses={degree}"] * (degree > 1)
             name = way if degree == 1 else f"ulysses={degree}" + f" x {way}" * (degree < ranks)
             strategy = ":".join(["exact", *([",".join(options)] if options else [])])

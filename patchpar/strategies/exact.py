@@ -49,5 +49,5 @@ class ExactPatch(PatchStrategy):
     def policy(self) -> ExchangePolicy:
         """Everything fresh."""
         return ExchangePolicy(
-            name=str(self), keys=AttentionMode(way=self.attention, ulysses=self.ulysses, overlap=self.overlap)
+            name=str(self), keys=AttentionMode(algorithm=self.attention, ulysses=self.ulysses, overlap=self.overlap)
         )

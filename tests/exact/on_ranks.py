@@ -265,6 +265,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "unprojected": _processor(Unprojected),
     "products, added keys": _processor(AttnAddedKVProcessor),
     "widened": _widen,
+    "fused": lambda denoiser: denoiser.fuse_qkv_projections(),
 }
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Arrived, FlatParts
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.plan.attention_mode import WAYS, AttentionMode
+from patchpar.plan.attention_mode import ALGORITHMS, AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.dispatch import MODES, attend_together, on_link_of
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
@@ -72,12 +72,12 @@ def check(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> N
 
 
 AT_ONCE, IN_PARTS = (AttentionMode(overlap=overlap) for overlap in (False, True))
-ALL = [AT_ONCE, IN_PARTS, *(AttentionMode(way=name) for name in MODES if name != "gather")]
+ALL = [AT_ONCE, IN_PARTS, *(AttentionMode(algorithm=name) for name in MODES if name != "gather")]
 HYBRIDS = [replace(mode, ulysses=2) for mode in ALL]
 
 
 def title(mode: AttentionMode) -> str:
-    return f"{mode.way}-{mode.ulysses}" + "-in-parts" * bool(mode.overlap)
+    return f"{mode.algorithm}-{mode.ulysses}" + "-in-parts" * bool(mode.overlap)
 
 
 @pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=3)], ids=title)
@@ -179,15 +179,15 @@ def test_bytes(ranks: int) -> None:
     def sent(mode: AttentionMode) -> list[dict[str, int]]:
         return [counted for _, counted, _ in attended(mode, tensors, sizes=sizes)]
 
-    for mode in (AT_ONCE, IN_PARTS, AttentionMode(way="ring"), AttentionMode(way="two-way-ring")):
+    for mode in (AT_ONCE, IN_PARTS, AttentionMode(algorithm="ring"), AttentionMode(algorithm="two-way-ring")):
         assert sent(mode) == [{"kv": ring}] * ranks
     lse = (ranks - 1) * tokens // ranks * heads * BATCH * 4
-    for counted in sent(AttentionMode(way="token-ring")):
+    for counted in sent(AttentionMode(algorithm="token-ring")):
         assert counted == {"q": ring // 2, "partials": ring // 2 + lse}
     ulysses = 4 * (ranks - 1) * tokens * unit // ranks**2
     assert sent(AttentionMode(ulysses=ranks)) == [{"heads": ulysses}] * ranks
     if ranks == 4:
-        hybrid = sent(AttentionMode(way="ring", ulysses=2))
+        hybrid = sent(AttentionMode(algorithm="ring", ulysses=2))
         # USP: (4 (U - 1) / U + 2 (R - 1)) / N of the sequence, of which the ring's part is for 1/U of the heads
         assert hybrid == [{"heads": 4 * tokens * unit // 2 // 4, "kv": 2 * tokens * unit // 4}] * ranks
 
@@ -213,11 +213,11 @@ def test_fewer_heads_than_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"way": "rings"}, "attention='rings': use gather, ring, two-way-ring, token-ring"),
+        ({"algorithm": "rings"}, "attention='rings': use gather, ring, two-way-ring, token-ring"),
         ({"ulysses": 0}, "ulysses=0: it is a number of ranks, at least 1"),
         ({"ulysses": True}, "ulysses=True"),
         ({"overlap": "yes"}, "overlap='yes': use True, False or None"),
-        ({"way": "ring", "overlap": False}, "overlap=False is for attention=gather: ring always overlaps"),
+        ({"algorithm": "ring", "overlap": False}, "overlap=False is for attention=gather: ring always overlaps"),
     ],
 )
 def test_modes_that_are_none(options: dict[str, Any], message: str) -> None:
@@ -229,7 +229,7 @@ def test_modes_that_are_none(options: dict[str, Any], message: str) -> None:
 def test_keys_are_attended_to_at_once_where_they_arrive_together(collectives: object) -> None:
     transport: Any = SimpleNamespace(collectives=collectives)
     assert on_link_of(transport, AttentionMode()).overlap is (collectives is None)
-    for decided in (AT_ONCE, IN_PARTS, AttentionMode(way="ring")):
+    for decided in (AT_ONCE, IN_PARTS, AttentionMode(algorithm="ring")):
         assert on_link_of(transport, decided) is decided
 
 
@@ -313,4 +313,4 @@ def test_tokens_that_are_not_there() -> None:
 
 
 def test_every_way_has_a_mode() -> None:
-    assert list(WAYS) == list(MODES)
+    assert list(ALGORITHMS) == list(MODES)

@@ -292,7 +292,7 @@ def test_rows_of_every_frame_are_exact(name: str, cut: Cut) -> None:
     assert error([got for got, _ in alone], plain(name, 1)) > 10 * LIMIT
 
 
-@pytest.mark.parametrize("keys", [*(AttentionMode(way=way) for way in WAYS), AttentionMode(ulysses=3)], ids=str)
+@pytest.mark.parametrize("keys", [*(AttentionMode(algorithm=way) for way in WAYS), AttentionMode(ulysses=3)], ids=str)
 @pytest.mark.parametrize("masked", ["", "columns", "rows and columns", "causal"])
 def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: AttentionMode, masked: str) -> None:
     generator = torch.Generator().manual_seed(0)

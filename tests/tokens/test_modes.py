@@ -31,7 +31,7 @@ def test_keys_go_round(name: str, goes: bool) -> None:
         comm = Communicator(transport)
         comm.traffic.events = []
         axis = Axis("patch", transport.rank, 3, (0, 1, 2))
-        mode = partial(attend_together, AttentionMode(way="ring"))
+        mode = partial(attend_together, AttentionMode(algorithm="ring"))
         model = models[transport.rank]
         shard = TransformerSharder(model, plan, TokenSplit(comm, axis, mode))
         with torch.no_grad():

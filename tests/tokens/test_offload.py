@@ -1,4 +1,4 @@
-"""Weights that come and go (group offload), or are kept in a smaller dtype, with tokens split."""
+"""Weights that come and go (group offload), are kept in a smaller dtype, or fused, with tokens split."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ CHANGES = {
     ),
     "leaf offload": Change("transformer.enable_group_offload", (CPU,), {"offload_type": "leaf_level"}),
     "casting": Change("transformer.enable_layerwise_casting", (), CASTING),
+    "fused projections": Change("transformer.fuse_qkv_projections"),
 }
 NOTHING = Change("transformer.num_parameters")
 

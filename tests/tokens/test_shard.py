@@ -29,9 +29,9 @@ from tests.unit.threads import on_threads
 from .ranks import LIMIT, TRANSFORMERS, error, hooks_of, plain, plan_of, predictions, split
 
 MODES = {
-    "ring": AttentionMode(way="ring"),
-    "two-way-ring": AttentionMode(way="two-way-ring"),
-    "token-ring": AttentionMode(way="token-ring"),
+    "ring": AttentionMode(algorithm="ring"),
+    "two-way-ring": AttentionMode(algorithm="two-way-ring"),
+    "token-ring": AttentionMode(algorithm="token-ring"),
     "gather-in-parts": AttentionMode(overlap=True),
     "ulysses": AttentionMode(ulysses=3),
 }

@@ -76,7 +76,7 @@ def test_every_rank_has_some_of_the_text(name: str) -> None:
     assert text is not None
     assert next(iter(text.inputs)) == SPLIT[name]
     want, call = plain(name, 0), TRANSFORMERS[name].call(0)
-    for ranks, keys in ((5, AttentionMode(way="ring")), (4, AttentionMode(ulysses=2))):
+    for ranks, keys in ((5, AttentionMode(algorithm="ring")), (4, AttentionMode(ulysses=2))):
         found = divided(name, plan, call, ranks, partial(attend_together, keys))
         assert error([predicted for predicted, _ in found], want) <= LIMIT
         for _, shares in found:

@@ -14,7 +14,7 @@ import pytest
 from patchpar.cli.flags import plan_of
 from patchpar.errors import PlanError
 from patchpar.pipeline.startup import plan_of as plan_asked_for
-from patchpar.plan.attention_mode import WAYS
+from patchpar.plan.attention_mode import ALGORITHMS
 from patchpar.plan.exchange_policy import BITS
 from patchpar.plan.plan import AXIS_MEANINGS, ENCODERS, SPLITS, Plan
 from patchpar.strategies import known, parse_strategy
@@ -25,7 +25,7 @@ from patchpar.strategies.structure.options import StructureGuidance
 
 GENERATES = 400
 NAMED = {
-    "attention": tuple(WAYS),
+    "attention": tuple(ALGORITHMS),
     "bits": BITS,
     "lag": (0, 1),
     "native": (None, 8, 512),

@@ -1,4 +1,4 @@
-"""What seams remember from one step to the next: slots by call and seam, buckets, and when nothing may be used."""
+"""What exchange points store from one step to the next: entries by call, buckets, and when nothing may be used."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ def test_every_byte_is_counted_once() -> None:
     assert memory.num_bytes().total == 40 + 24 + 8 + 10 + 12 + 24
 
 
-def test_taking_leaves_nothing_and_keeping_takes_in_what_was_coming() -> None:
+def test_pop_leaves_nothing_and_put_waits_for_what_is_pending() -> None:
     slot = StaleEntry(pending=lambda: {1: [torch.ones(1)]})
-    assert values(slot.take()) == [1.0]
+    assert values(slot.pop()) == [1.0]
     assert (dict(slot.received), slot.pending) == ({}, None)
     asked: list[int] = []
     slot.pending = lambda: asked.append(1) or {}  # type: ignore[func-returns-value]
-    slot.keep({2: [torch.zeros(1)]}, torch.ones(1))
+    slot.put({2: [torch.zeros(1)]}, torch.ones(1))
     assert asked == [1]
     assert values(slot.received) == [0.0]
 

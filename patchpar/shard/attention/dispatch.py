@@ -35,8 +35,8 @@ def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: 
 
     A kernel of the user's is called with all keys at once.
     """
-    mode = MODES[keys.way]
-    if shared.kernel is None and keys.way == "gather":
+    mode = MODES[keys.algorithm]
+    if shared.kernel is None and keys.algorithm == "gather":
         overlaps = comm.transport.collectives is None if keys.overlap is None else keys.overlap
         mode = attend_in_parts if overlaps else mode
     if keys.ulysses > 1:

@@ -123,7 +123,7 @@ def _attend_beside_tokens(
         return _attend_and_remember(patch, where, grid, call, entry)
     if isinstance(state, LateTokens):
         cache.window.reach(state.index)
-    state.arrived(entry.take())
+    state.arrived(entry.pop())
     attended = state.write(here)
     if patch.frozen:
         state.repeat(attended, patch.step_ratio)
@@ -149,7 +149,7 @@ def _attend_and_remember(
     follows = {"continues": cache.continues, "next_is_exact": cache.next_is_exact}
     if isinstance(state, LateTokens) and state.needs_last(**follows):
         cache.window.reach(state.index)
-    state.arrived(entry.take())
+    state.arrived(entry.pop())
     fresh = state.write_fresh(_here(call))
     result = _attend_now(patch, where, grid, call, state.layout.fresh, fresh)
     state.remember(fresh, **follows)
@@ -237,13 +237,13 @@ def _attend_beside_partials(
         entry.drop()
         arriving = _gather(patch, where, grid, _own(grid, call, patch.group_rank)).arriving()
         whole = dict(zip(patch.axis.others, arriving, strict=True))
-        state.keep(renewed(whole))
+        state.put(renewed(whole))
         if state.is_due(cache.evaluation + 1, layer):  # the refresh of the next step uses these keys
-            entry.keep({ranks[group_rank]: tensors for group_rank, tensors in whole.items()}, entry.own)
+            entry.put({ranks[group_rank]: tensors for group_rank, tensors in whole.items()}, entry.own)
     elif state.is_due(cache.evaluation, layer) and not patch.frozen:
-        received = entry.take()
+        received = entry.pop()
         if received:
-            state.keep(renewed({ranks.index(rank): tensors for rank, tensors in received.items()}))
+            state.put(renewed({ranks.index(rank): tensors for rank, tensors in received.items()}))
     if not patch.fresh and state.is_due(cache.evaluation + 1, layer) and not patch.frozen:
         entry.pending = cache.send_at_once(state.part(_own(grid, call, patch.group_rank)), where, entry.memory)
     return merge_partials([_attend_here(grid, call, patch.group_rank), state.remote]).out_BNlD

@@ -35,25 +35,25 @@ class RemotePartials:
 
     def __init__(self, refresh: int, axis: Axis, grid: LevelGrid) -> None:
         self.refresh, self.axis, self.grid = refresh, axis, grid
-        self.kept: Partial | None = None
+        self._stored: Partial | None = None
 
     def is_due(self, evaluation: int, layer: int) -> bool:
         """Whether this layer is refreshed in this evaluation."""
         return (evaluation + layer) % self.refresh == 0
 
-    def keep(self, remote: Partial) -> None:
+    def put(self, remote: Partial) -> None:
         """Store the partial of a refresh, [B, N, l, D] and [B, N, l], where the last one lies."""
-        if self.kept is None:
-            self.kept = remote
+        if self._stored is None:
+            self._stored = remote
             return
-        for stored, new in zip(self.kept, remote, strict=True):
+        for stored, new in zip(self._stored, remote, strict=True):
             stored.copy_(new)
 
     @property
     def remote(self) -> Partial:
         """The cached partial."""
-        assert self.kept is not None, "a layer is refreshed in the first, synchronous step"
-        return self.kept
+        assert self._stored is not None, "a layer is refreshed in the first, synchronous step"
+        return self._stored
 
     def part(self, own: KeysValues) -> ExchangePart:
         """Return what this rank sends and receives for a refresh in the next step."""
@@ -67,5 +67,5 @@ class RemotePartials:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the cached output [B, N, l, D] and log-sum-exp [B, N, l]."""
-        if self.kept is not None:
-            yield from self.kept
+        if self._stored is not None:
+            yield from self._stored

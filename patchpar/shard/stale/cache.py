@@ -60,16 +60,16 @@ class StaleEntry:
             self.received = pending()
         return self.received
 
-    def take(self) -> Received:
+    def pop(self) -> Received:
         """As `wait`, and store nothing here: the state of the exchange point has the values."""
         received, self.received = self.wait(), {}
         return received
 
     def drop(self) -> None:
         """Wait for the pending exchange and discard its values."""
-        self.take()
+        self.pop()
 
-    def keep(self, received: Received, own: Tensor | None = None) -> None:
+    def put(self, received: Received, own: Tensor | None = None) -> None:
         """Store fresh values for the next step.
 
         `received`: tensors of any shape by global rank; `own`: this rank's value, of any shape.

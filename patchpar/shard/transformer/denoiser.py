@@ -242,7 +242,7 @@ class TokenDenoiser(SharedDenoiser):
         patch = self.patch
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, patch.policy.keys)
-        gathers = patch.policy.keys.way == "gather"
+        gathers = patch.policy.keys.algorithm == "gather"
         cut, text = cut_for(patch.policy), not patch.policy.remembers
         return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut, text)
 

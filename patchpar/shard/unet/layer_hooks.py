@@ -71,7 +71,7 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             moments = torch.cat(by_rank).view(patch.axis.size, -1)
         if entry is not None:
             rows = moments.unbind(0)  # this rank's too, so that its own tensor is not held beside them
-            entry.keep({patch.axis.ranks[other]: [rows[other]] for other in patch.axis.others}, rows[patch.axis.rank])
+            entry.put({patch.axis.ranks[other]: [rows[other]] for other in patch.axis.others}, rows[patch.axis.rank])
         y, terms = normalise(module, x, moments)
         if feeds is not None and halo is not None:
             patch.halos.update(dict.fromkeys(feeds.convs, RawHalo(halo, terms, patch.dim, feeds.activations)))
@@ -151,7 +151,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
         def kept(halo: Halo) -> Halo:
             if entry is not None:
-                entry.keep({patch.axis.ranks[group_rank]: [rows] for group_rank, rows in _by_rank(patch, halo)})
+                entry.put({patch.axis.ranks[group_rank]: [rows] for group_rank, rows in _by_rank(patch, halo)})
             return halo
 
         if left is not None:

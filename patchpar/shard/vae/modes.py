@@ -2,7 +2,7 @@
 
 from patchpar.errors import PlanError
 
-WAYS = {
+MODES = {
     "auto": "exact where the VAE can be split, else rank0 with a warning",
     "exact": "every rank has a band of the rows; the result is that of one process",
     "tiled": "one rank, in overlapping tiles as diffusers has them: less memory, another result",
@@ -11,7 +11,7 @@ WAYS = {
 
 
 def check_mode(vae: object) -> str:
-    """Raise PlanError unless `vae` is one of `WAYS`."""
-    if not isinstance(vae, str) or vae not in WAYS:
-        raise PlanError(f"vae={vae!r}: use {', '.join(WAYS)}")
+    """Raise PlanError unless `vae` is one of `MODES`."""
+    if not isinstance(vae, str) or vae not in MODES:
+        raise PlanError(f"vae={vae!r}: use {', '.join(MODES)}")
     return vae

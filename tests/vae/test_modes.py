@@ -18,7 +18,7 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.startup import way_and_network
 from patchpar.plan.mesh import Mesh
-from patchpar.shard.vae.modes import WAYS, check_mode
+from patchpar.shard.vae.modes import MODES, check_mode
 from patchpar.shard.vae.parallel import OutputNeeded, ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from tests.tensors import psnr_db
@@ -277,8 +277,8 @@ def test_compiled_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["all", 3, None, ""])
-def test_ways_have_names(wrong: object) -> None:
-    with pytest.raises(PlanError, match=", ".join(WAYS)):
+def test_modes_have_names(wrong: object) -> None:
+    with pytest.raises(PlanError, match=", ".join(MODES)):
         check_mode(wrong)
 
 
