@@ -155,7 +155,7 @@ class PipelineRunner:
         if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
             self._transport.collectives.form(rank_sets(plan.world_size, **plan.degrees()))
         if self.context.rank < plan.world_size and works:
-            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
+            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()).with_ratio(plan.ratio)
             verifications = VerificationCache.of(verify)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held)
