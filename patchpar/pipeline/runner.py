@@ -164,7 +164,7 @@ class PipelineRunner:
             sets = rank_sets(plan.world_size, **plan.degrees())
             form_groups(self._transport, sets, symmetric_memory=symmetric_memory)
         if self.context.rank < plan.world_size and works:
-            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
+            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()).with_ratio(plan.ratio)
             verifications = VerificationCache.of(verify)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held)

@@ -16,12 +16,16 @@ AXES = ("data", "cfg", "stage", "patch", "tensor")
 
 
 class Axis(NamedTuple):
-    """One mesh axis: `rank` is this process's group rank; `ranks` the global rank of each group rank."""
+    """One mesh axis: `rank` is this process's group rank; `ranks` the global rank of each group rank.
+
+    `ratio`: the work of each group rank in proportion; empty if all have the same.
+    """
 
     name: str
     rank: int = 0
     size: int = 1
     ranks: tuple[int, ...] = (0,)
+    ratio: tuple[int, ...] = ()
 
     @property
     def before(self) -> int | None:
@@ -74,6 +78,11 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
+
+    def with_ratio(self, ratio: tuple[int, ...]) -> "Mesh":
+        """Let the ranks of axis patch have work in proportion to `ratio`, see Axis; return this mesh."""
+        self._axes["patch"] = self._axes["patch"]._replace(ratio=ratio)
+        return self
 
     def of_one_image(self) -> Axis:
         """Return the axis of all ranks that work on the same images as this one."""

@@ -233,7 +233,8 @@ class TokenDenoiser(SharedDenoiser):
     def _facts(self, call: Call) -> dict[str, Any]:
         """Return what the verification result depends on."""
         (comm, axis), policy = self.mesh, self.patch.policy
-        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": axis.size}
+        ranks = axis.ratio or axis.size
+        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": ranks}
         return facts_of(self.denoiser, comm.transport.device, call, **split)
 
     # --- every call ---------------------------------------------------------------------------------------------
