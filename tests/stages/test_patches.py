@@ -24,6 +24,8 @@ PIPELINES = [
     ("sd3", "stage=2,patch=3", "patch=3"),
     ("sdxl", "stage=2,patch=2", "patch=2"),
     ("qwen", "stage=2,patch=2", "patch=2"),
+    ("qwen", "stage=2,patch=2,ratio=3:1", "patch=2,ratio=3:1"),
+    ("sdxl", "stage=2,patch=2,ratio=1:2", "patch=2,ratio=1:2"),
     ("wan", "cfg=2,stage=2,patch=2", "cfg=2,patch=2"),
     ("sd3", "cfg=2,stage=2,patch=2", "cfg=2,patch=2"),
     ("flux", "stage=2,patch=2,strategy=exact:ulysses=2", "patch=2,strategy=exact:ulysses=2"),
