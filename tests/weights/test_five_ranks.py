@@ -23,7 +23,7 @@ RANKS = 5
 NAMES = [*TRANSFORMERS, *denoisers.KINDS]
 PIPELINES = [
     ("flux", "patch=5"),
-    ("sdxl", "patch=5"),
+    ("wan", "patch=5"),
     ("flux", "patch=5,strategy=fresh-edges:warmup_steps=1"),
     ("sd3", "patch=5,strategy=pcpp:warmup_steps=1"),
 ]
