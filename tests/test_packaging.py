@@ -18,7 +18,13 @@ WITH_TORCH_FOR_GPUS = {"triton"}
 OF_EXTRAS = {
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
-}  # each asks for its extra before it imports; see WebPage in stream/web/viewer.py
+    "serving/image_request.py": {"pydantic"},
+    "serving/metrics.py": {"prometheus_client"},
+    "serving/http/access.py": {"fastapi", "starlette"},
+    "serving/http/application.py": {"fastapi", "starlette"},
+    "serving/http/job_outcome.py": {"fastapi", "starlette"},
+    "serving/http/request_body.py": {"fastapi"},
+}  # asked for before they are imported, see WebPage in stream/web/viewer.py and cli/serve.py
 MODULE_OF = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
 
 
