@@ -235,6 +235,20 @@ def test_a_wrong_request_is_reported_at_once(opened: Any) -> None:
     alert = page.locator("#image-status [role=alert]")
     expect(alert).to_contain_text("unknown axis '<i>patch</i>'")
     assert alert.locator("i").count() == 0  # said, not obeyed
+    field, said = page.get_by_label("Plan", exact=True).first, page.locator("#image-status")
+    retry_until(lambda: field.press("x"), lambda ms: expect(said).not_to_contain_text("unknown axis", timeout=ms))
+    tab(page, "Stream")
+    source = page.locator("#stream-source")
+    image, prompt = (source.get_by_label(label, exact=True) for label in ("An image", "The prompt alone"))
+    image.check()
+    page.get_by_label("Prompt", exact=True).locator("visible=true").fill("a red house")
+    press(page, "stream-run")
+    expect(status(page, "stream")).to_contain_text("there is no image: choose one")
+    said = page.locator("#stream-status")  # of what is no longer asked for
+    retry_until(
+        lambda: (image.check(), prompt.check()),
+        lambda ms: expect(said).not_to_contain_text("there is no image", timeout=ms),
+    )
 
 
 def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:

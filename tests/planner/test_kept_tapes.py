@@ -83,6 +83,14 @@ def test_a_broken_file_is_recorded_anew(tmp_path: Path) -> None:
     assert tapes.find(PLAN) is None
 
 
+def test_what_is_known_of_a_call_are_two_numbers(tmp_path: Path) -> None:
+    tapes = tapes_in(tmp_path)
+    tapes.keep_call(CallFacts(branches=2, steps=30))
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace(": 30", ': "30"'))
+    assert tapes.call() is None
+
+
 def test_a_call_with_tensors_is_not_kept(tmp_path: Path) -> None:
     tapes = tapes_in(tmp_path, prompt_embeds=object())
     tapes.keep(PLAN, ranks_of(PLAN))

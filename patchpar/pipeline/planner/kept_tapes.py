@@ -15,6 +15,7 @@ import patchpar
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.planner.image_ranks import ImageRanks, SourcesOfRank, ranks_from
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
+from patchpar.plan.dataclass_json import decoded
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape_json import from_text, to_text
 from patchpar.shard.verification_cache import VerificationCache
@@ -72,7 +73,7 @@ class KeptTapes:
         """Return what is known of the call; None if nothing is kept."""
         if self.files is None:
             return None
-        return self.files.find(self.files.key(self.facts), CALL, lambda found: CallFacts(**found))
+        return self.files.find(self.files.key(self.facts), CALL, lambda found: decoded(CallFacts, found))
 
     def keep_call(self, call: CallFacts) -> None:
         """Keep what is known of the call."""
