@@ -48,7 +48,7 @@ def test_seconds_bytes_and_memory_as_json(tmp_path: Path) -> None:
             "structure gives each rank other",
         ),
         (("embedded", "--machine", "2xH100", "--steps", "0"), "--steps 0: it must be at least 1"),
-        (("no/where", "--machine", "2xH100"), "is no folder here"),
+        (("no/where", "--machine", "2xH100"), "hf download no/where --exclude"),
         (("docs", "--machine", "2xH100"), "has no model_index.json"),
         (("embedded", "--machine", "2xH100", "--trace", "/nowhere/t.json"), "/nowhere"),
     ],

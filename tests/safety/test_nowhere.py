@@ -45,6 +45,16 @@ def test_a_model_that_is_not_there(verb: str, model: str) -> None:
     assert "Error: " not in result.stderr
 
 
+@pytest.mark.parametrize("model", ["./nowhere", "/no/where"])
+@pytest.mark.parametrize("verb", ["plan", "simulate"])
+def test_a_model_that_is_not_there_to_be_simulated(verb: str, model: str) -> None:
+    """Nor is it anything that could be fetched."""
+    result = CliRunner().invoke(app, [verb, model, "--machine", "2xH100"])
+    assert result.exit_code == 2, result.output
+    assert f"'{model}' is no model, and no such folder is here" in result.stderr
+    assert "download" not in result.stderr
+
+
 @pytest.mark.parametrize("words", OTHERS.values(), ids=list(OTHERS))
 def test_a_file_that_is_not_there(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
+from typing import Any
+
 import pytest
 
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
@@ -35,3 +40,22 @@ def test_a_kernel_is_refused() -> None:
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises((ValueError, TypeError, LookupError)):
         from_text(text)
+
+
+def with_other_values() -> list[list[list[Any]]]:
+    """The entries of TAPE, each time with a text for a number or a list for a text."""
+    entries = json.loads(zlib.decompress(base64.b64decode(to_text(TAPE))))[0]
+    fields = [(i, j) for i, entry in enumerate(entries) for j, value in enumerate(entry) if type(value) in (int, str)]
+    found = []
+    for i, j in fields:
+        wrong = json.loads(json.dumps(entries))
+        wrong[i][j] = "os.system" if isinstance(wrong[i][j], int) else []
+        found.append(wrong)
+    return found
+
+
+def test_fields_of_another_type_are_refused() -> None:
+    for entries in with_other_values():
+        written = json.dumps([entries, list(range(len(entries)))]).encode()
+        with pytest.raises((ValueError, TypeError)):
+            from_text(base64.b64encode(zlib.compress(written)).decode())

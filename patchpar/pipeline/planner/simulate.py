@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.files import EMBEDDED, embedded_model
+from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
@@ -141,8 +141,9 @@ def _folder(model: str, options: Mapping[str, Any]) -> tuple[Path, dict[str, Any
         return embedded_model(model), {"variant": "fp16", "torch_dtype": "float32", **options}
     folder = Path(model).expanduser()
     if not folder.is_dir():
+        fetch = f": hf download {model} --exclude '*.safetensors' --local-dir DIR" if HUB_NAME.fullmatch(model) else ""
         raise PlanError(
-            f"{model!r} is no folder here: give one of {', '.join(EMBEDDED)}, or a folder with the configurations of a "
-            f"model, without its weights: huggingface-cli download {model} --exclude '*.safetensors' --local-dir DIR"
+            f"{model!r} is no model, and no such folder is here: give one of {', '.join(EMBEDDED)}, or a folder with "
+            f"the configurations of a model, without its weights{fetch}"
         )
     return folder, dict(options)

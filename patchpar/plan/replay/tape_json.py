@@ -6,6 +6,7 @@ import zlib
 from typing import Any
 
 from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
+from patchpar.plan.scalars import is_number
 
 LONGEST = 2**28
 """Bytes of a tape's JSON. A text that unpacks to more was not written here."""
@@ -47,12 +48,25 @@ def _fields(entry: TapeEntry) -> list[Any]:
 def _entry(kind: str, *fields: Any) -> TapeEntry:
     if kind == "o":
         op, dtype, flops, op_bytes, dims = fields
+        _check((flops, op_bytes, *dims), (op, dtype))
         return Operator(op, dtype, flops, op_bytes, tuple(dims))
     if kind == "s":
         number, peers, name, num_bytes, where, parts, bulk = fields
+        kinds, part_bytes = zip(*parts, strict=True) if parts else ((), ())
+        _check((number, *peers, num_bytes, *part_bytes), (name, where, *kinds))
         return Send(number, tuple(peers), name, num_bytes, where, tuple(map(tuple, parts)), bulk)
     if kind == "w":
-        return Wait(*fields)
+        number, sender, num_bytes, where, name = fields
+        _check((number, sender, num_bytes), (where, name))
+        return Wait(number, sender, num_bytes, where, name)
     if kind == "b":
-        return Boundary(*fields)
+        name, is_step = fields
+        _check((), (name,))
+        return Boundary(name, is_step)
     raise ValueError(f"{kind!r} is no kind of entry")
+
+
+def _check(numbers: tuple[object, ...], texts: tuple[object, ...]) -> None:
+    """Raise TypeError where a field of an entry is of another type: a replay would fail long after it was read."""
+    if not all(is_number(each) for each in numbers) or not all(isinstance(each, str) for each in texts):
+        raise TypeError(f"{numbers!r:.80} and {texts!r:.80} are not the numbers and texts of an entry")
