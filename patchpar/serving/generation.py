@@ -19,7 +19,7 @@ from patchpar.serving.settings import ServedModel
 
 PoolState = Literal["loading", "ready", "lost"]
 TASK = RequestedTask(verb="serve")
-WARM_UP = {"prompt": "an image", "num_inference_steps": 2}
+WARM_UP: Mapping[str, Any] = {"prompt": "an image", "num_inference_steps": 2}
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
 
@@ -71,12 +71,20 @@ class ImageGenerator:
         TASK.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
         self._tokenizer = getattr(pipe, "tokenizer", None)
+        try:
+            self._tokens(str(WARM_UP["prompt"]))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self._tokenizer = None  # one that does not take a plain text
 
     def warm_up(self, job: Job) -> None:
         """Make a call of two steps, which verifies the split model, or starts the workers again."""
         job.show(note="warming up")
-        known = self.description.parameters
-        self._run(job, {name: value for name, value in WARM_UP.items() if name in known})
+        plan, known = self.served.plan, self.description.parameters
+        self._set_plan(plan)
+        arguments = {name: value for name, value in WARM_UP.items() if name in known}
+        if getattr(plan, "cfg", 1) > 1 and "negative_prompt" in known:
+            arguments["negative_prompt"] = ""  # without one some pipelines have no second branch
+        self._run(job, arguments)
 
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         """Return the images of a call. Raises Cancelled between steps, PlanError, and what the pipeline raises.
@@ -131,7 +139,7 @@ class ImageGenerator:
             self._plan = plan
 
     def _tokens(self, prompt: str) -> int:
-        """Return the number of tokens of a prompt by the pipeline's first tokenizer; 0 if it has none."""
+        """Return the number of tokens of a prompt by the pipeline's first tokenizer; 0 if none takes a plain text."""
         if not callable(self._tokenizer):
             return 0
         return len(self._tokenizer(prompt)["input_ids"])

@@ -133,8 +133,13 @@ class CallRules:
             plan.check_devices(len(self.devices))
         except PlanError as error:
             raise RequestError(str(error), param=name) from None
-        if plan.weights != "whole" or plan.encoders != "auto" or plan.data > 1:
-            raise RequestError(f"plan {plan}: a request chooses axes cfg, stage, patch and tensor only", param=name)
+        if plan.data > 1 or _moves_weights(plan):
+            raise RequestError(f"plan {plan}: a request chooses degrees of cfg and patch, and a strategy", param=name)
+        if isinstance(self.plan, Plan) and _moves_weights(self.plan):
+            raise RequestError(
+                f"{name}: the server's plan, {self.plan}, divides weights, so that requests cannot have another",
+                param=name,
+            )
         return plan
 
     def _parsed(self, request: GenerationRequest) -> Plan:
@@ -151,6 +156,11 @@ class CallRules:
                 check_plan_for(self.model, plan, arguments, self.devices)
         except PlanError as error:
             raise RequestError(str(error)) from None
+
+
+def _moves_weights(plan: Plan) -> bool:
+    """Return whether ranks hold other weights under this plan; moving them takes longer than most calls."""
+    return plan.stage > 1 or plan.tensor > 1 or plan.weights != "whole" or plan.encoders == "one"
 
 
 def _check_most(name: str, value: int, most: int) -> None:

@@ -74,10 +74,10 @@ def _refusal(error: ValidationError) -> RequestError:
     """Return the error for the client: unknown names first, since a wrong name often is the cause of the others."""
     found = error.errors(include_url=False, include_context=False)
     first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    name = ".".join(map(str, first["loc"])) or None
+    name = ".".join(map(str, first["loc"]))
     if first["type"] == "json_invalid":
         return RequestError(f"the body is no JSON: {first['msg']}", code="invalid_json")
-    if name is None:
+    if not first["loc"]:
         return RequestError('the body is no JSON object: send {"prompt": "..."}', code="invalid_json")
     if first["type"] == "extra_forbidden":
         return _unknown(name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from patchpar.errors import LaunchError, PlanError, WorkerDied
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
-from patchpar.serving.image_request import FIELDS
+from patchpar.serving.image_call import CallRules
+from patchpar.serving.image_request import FIELDS, parse_request
+from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServerSettings
-from tests.serving.fakes import FakeGenerator
+from tests.serving.fakes import MODEL, FakeGenerator
 from tests.serving.requests import PATH, client_of, disconnected, until
 
 KEY = "0123456789abcdef-key"
@@ -58,7 +62,8 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"size": "64x64", "height": 64}, "size", "invalid_size", "one of them"),
     ({"height": 100}, "size", "invalid_size", "nearest is 256x96"),
     ({"plan": "patch=0"}, "plan", "invalid_value", "patch"),
-    ({"plan": "weights=hosted"}, "plan", "invalid_value", "axes"),
+    ({"plan": "weights=hosted"}, "plan", "invalid_value", "cfg and patch"),
+    ({"plan": "stage=1,encoders=one"}, "plan", "invalid_value", "cfg and patch"),
     ({"plan": "data=2"}, "plan", "invalid_value", "2 devices"),
     ({"strategy": "nothing"}, "strategy", "invalid_value", "nothing"),
 ]
@@ -99,6 +104,38 @@ def test_a_bad_field_is_named(strict: Any, fields: dict[str, Any], param: str, c
 )
 def test_a_body_that_is_no_object(strict: Any, body: bytes) -> None:
     assert error_of(strict.post(PATH, content=body, headers=JSON), 400)["code"] in ("invalid_json", "invalid_value")
+
+
+def refusal_of(rules: CallRules, body: dict[str, Any]) -> RequestError | None:
+    try:
+        rules.call_of(parse_request(json.dumps(body).encode()))
+    except RequestError as error:
+        return error
+    return None
+
+
+def test_any_body_is_read_or_refused() -> None:
+    """Two thousand random bodies: nothing but RequestError, of a client's status."""
+    rules = CallRules(model=MODEL, devices=("cpu",), limits=RequestLimits(), plan="auto")
+    random, outcomes = Random(0), Counter[str]()
+    values = [None, True, -1, 0, 1, 7, 2**63, 2**70, 0.5, 1e308, "", "auto", "512x512", "\x00", "é" * 99, [], [[]], {}]
+    names = [*FIELDS, "sizes", "lora", "", "__class__", "model_config"]
+    for _ in range(2000):
+        body = {name: random.choice(values) for name in random.sample(names, random.randint(0, 4))}
+        body |= {"prompt": "a fox"} if random.random() < 0.7 else {}
+        error = refusal_of(rules, body)
+        assert error is None or (400 <= error.status < 500 and error.param is not None), body
+        outcomes["accepted" if error is None else error.code] += 1
+    assert min(outcomes[name] for name in ("accepted", "invalid_value", "unknown_parameter", "invalid_size")) > 5
+
+
+@pytest.mark.breadth
+def test_a_thousand_clients_that_disconnect(app: Any, fake: FakeGenerator, service: ImageService) -> None:
+    fake.gate.clear()
+    for _ in range(1000):
+        fake.started.clear()
+        assert disconnected(app, {"prompt": "a"}, fake.started.is_set) == []
+    until(lambda: not service.is_busy and service.waiting == 0, "all jobs to be gone")
 
 
 def test_defaults_of_openai_are_accepted(strict: Any) -> None:

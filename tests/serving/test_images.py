@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,15 @@ import pytest
 import torch
 from PIL import Image
 
-from patchpar import ParallelPipeline
+from patchpar import ParallelPipeline, Plan, WorkerDied
+from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
+from patchpar.serving.image_request import parse_request
+from patchpar.serving.job_queue import Cancelled
 from patchpar.serving.server import ImageServer
 from patchpar.serving.service import ImageService
-from tests.serving.requests import PATH, client_of
+from patchpar.serving.settings import ServedModel, ServerSettings
+from tests.serving.requests import PATH, client_of, until
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
 PROMPT = "a red house on the left, green hills at noon"
@@ -85,6 +92,40 @@ def test_a_plan_for_more_devices_is_refused(client: Any) -> None:
     response = client.post(PATH, json={**SMALL, "plan": "patch=2"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "plan"
+
+
+def test_a_running_image_is_cancelled_at_its_next_step(client: Any, embedded: ImageService) -> None:
+    queued = embedded.submit(parse_request(json.dumps({**SMALL, "num_inference_steps": 150}).encode()))
+    until(lambda: queued.job.view.step >= 1, "a step")
+    queued.job.cancel()
+    with pytest.raises(Cancelled):
+        queued.job.outcome.result(20)
+    assert queued.job.view.step < 150
+    assert client.post(PATH, json={**SMALL, "num_inference_steps": 1}).status_code == 200
+
+
+@pytest.mark.breadth
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
+    """The request fails, those after it do not; two ranks make the image that they made before."""
+    generator = ImageGenerator(ServedModel(model="embedded", devices=("cpu", "cpu"), plan=Plan(patch=2)))
+    service = ImageService(generator, ServerSettings())
+    try:
+        service.load()
+        client = client_of(application(service))
+        before = client.post(PATH, json={**SMALL, "seed": 1}).json()
+        queued = service.submit(parse_request(json.dumps({**SMALL, "num_inference_steps": 150}).encode()))
+        until(lambda: queued.job.view.step >= 1, "a step")
+        os.kill(generator.pipe._state.executor.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            queued.job.outcome.result(20)
+        after = client.post(PATH, json={**SMALL, "seed": 1}).json()
+        assert after["data"] == before["data"]
+        assert (after["patchpar"]["ranks"], after["patchpar"]["plan"]) == (2, str(Plan(patch=2)))
+        assert client.get("/health/ready").status_code == 200
+        metrics = client.get("/metrics").text
+        assert 'patchpar_bytes_sent_total{kind="halo",rank="1"}' in metrics
+    finally:
+        service.close()
 
 
 @pytest.fixture(scope="module")
