@@ -4,6 +4,7 @@
 # make test-all the same for every model, scheduler and option that a promise names, and every tab of the page
 # make gpu      tests and measurements on the NVIDIA GPUs of this machine, in .venv-gpu; writes docs/figures/gpu.md
 # make test-lowest  a part of it with the lowest versions that pyproject.toml allows, in .venv-lowest
+# make test-quantised  weights that torchao, GGUF and bitsandbytes have quantised, in .venv-quantised
 # make check    lint, types, direction of imports
 # make docs     the docs as a site, in build/site
 # make diagrams the diagrams of the docs, as SVG
@@ -20,7 +21,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo app browser test test-all gpu test-lowest lint format types imports check docs diagrams figures figures-long coverage plans clean
+.PHONY: demo app browser test test-all gpu test-lowest test-quantised lint format types imports check docs diagrams figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -53,6 +54,12 @@ LOWEST_TESTS := tests/safety tests/unit/test_model_folder.py tests/test_tiny.py 
 
 test-lowest: $(LOWEST)/installed-lowest
 	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LOWEST_TESTS)
+
+# Apart from the other tests: diffusers and transformers import these packages wherever they find them.
+QUANTISED := .venv-quantised
+
+test-quantised: $(QUANTISED)/installed-quantised
+	$(QUANTISED)/bin/python -m pytest -m "not gpu" tests/weights/test_quantised_libraries.py
 
 check: lint types imports docs
 
@@ -121,7 +128,7 @@ plans: $(VENV)/installed-dev
 	$(BIN)/python -m tests.tokens.ship
 
 clean:
-	rm -rf $(VENV) $(LOWEST) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) $(QUANTISED) dist build .pytest_cache .mypy_cache .ruff_cache
 
 # Without an NVIDIA GPU the CPU build of torch does, at a tenth of the download. It has a version of its own in some
 # indexes, an index of its own elsewhere; where neither can be reached (and on macOS) the plain package is a CPU build
@@ -147,6 +154,12 @@ $(LOWEST)/installed-lowest: pyproject.toml
 	  "torch==$$($(LOWEST)/bin/python -c 'import torch; print(torch.__version__)')" --editable ".[lora,video]"
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist
 	$(LOWEST)/bin/uv pip list --python $(LOWEST)/bin/python
+	touch $@
+
+$(QUANTISED)/installed-quantised: pyproject.toml
+	@$(MAKE) --no-print-directory VENV=$(QUANTISED) $(QUANTISED)/torch
+	$(QUANTISED)/bin/python -m pip --quiet --disable-pip-version-check install --editable ".[lora,quantised]" \
+	  pytest pytest-timeout pytest-xdist
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml

@@ -11,6 +11,13 @@ from benchmarks.volumes.shapes import SDXL
 
 Model = Callable[[], tuple[Any, dict[str, Any]]]
 TEXTLESS = ("vae", "text_encoder", "tokenizer")
+VAE = {
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+}
+"""Of the VAEs of Stable Diffusion, SDXL and FLUX, which differ in their latent channels."""
 
 
 def flux() -> tuple[Any, dict[str, Any]]:
@@ -78,6 +85,21 @@ def wan() -> tuple[Any, dict[str, Any]]:
     pipe = WanPipeline(scheduler=scheduler, transformer=network, **dict.fromkeys(TEXTLESS))
     texts = {name: (1, 512, 4096) for name in ("prompt_embeds", "negative_prompt_embeds")}
     return pipe, {**_call(480, 832, texts, torch.bfloat16), "num_frames": 81}
+
+
+def with_vae(model: Model, channels: int) -> Model:
+    """Return a model that decodes its latents of so many channels, in the dtype of its network."""
+
+    def decoding() -> tuple[Any, dict[str, Any]]:
+        from diffusers import AutoencoderKL
+
+        pipe, call = model()
+        options = {"latent_channels": channels, "force_upcast": False, "shift_factor": 0.1, **VAE}
+        vae = _empty(lambda: AutoencoderKL(**options), call["prompt_embeds"].dtype)
+        pipe.register_modules(vae=vae)
+        return pipe, {**call, "output_type": "pt"}
+
+    return decoding
 
 
 def _empty(make: Callable[[], Any], dtype: torch.dtype) -> Any:

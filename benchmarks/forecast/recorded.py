@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.forecast.models import Model
-from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, forecast
+from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.record import Recording, RecordOptions
 from patchpar.pipeline.planner.simulate import SimulatedSteps
@@ -27,11 +27,11 @@ class RecordedModel:
             options = self._options.with_steps(simulated.recorded)
             recording = Recording(self._pipe, simulated.plan, self._kwargs, options)
             self._ranks[plan] = ranks_of_image(simulated.plan, recording.of_rank)
-        return forecast(
+        return PlanForecasts(
             self._ranks[plan],
             simulated.plan,
             machine,
             steps=steps,
             warm_up_steps=simulated.warm_up_steps,
             assumed=assumed,
-        )
+        ).on()

@@ -125,8 +125,8 @@ def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[s
             yield f"| {model} | `{strategy}` | {times} | {added} |"
     yield ""
     yield (
-        "A single exchange from start to the end of the wait, without the layer around it. `torch`: the collective and "
-        "the operators that it calls of torch, called one after the other without patchpar. `Python` is the "
+        "A single exchange from start to the end of the wait, without the layer around it. `torch`: the collective, "
+        "the operators and the events of the stream, called one after the other without patchpar. `Python` is the "
         f"rest, patchpar's own; the goal is at most {PYTHON_GOAL} µs. The plain model has no exchange, and a step that "
         "is replayed as a graph runs none of this."
     )

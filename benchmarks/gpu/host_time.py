@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.gpu.denoisers import Denoiser, knowing_sites, knowing_tokens
-from benchmarks.gpu.fake_cuda import EventCounts, cuda_names
+from benchmarks.gpu.fake_cuda import EventCounts, _Event, cuda_names
 from benchmarks.gpu.fake_launch import kernels_on_cpu
 from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
 from benchmarks.gpu.strategies import DEADLINE, installed
@@ -185,7 +185,7 @@ def python_calls(step: Step) -> int:
 class ExchangeTime:
     """Seconds of the process for one exchange, from its start to the end of its wait, and calls of Python.
 
-    `torch`: seconds of what it calls of torch, collective and operators, called one after the other without patchpar.
+    `torch`: seconds of what it calls of torch (collective, operators, events), one after the other without patchpar.
     """
 
     whole: float
@@ -248,7 +248,10 @@ class _Functions(TorchFunctionMode):
 
 
 def torch_functions(step: Step) -> Sequence[TorchFunction]:
-    """Return what a step calls of torch: functions, methods of tensors, collectives; not what reads a fact of one."""
+    """Return what a step calls of torch: functions, methods of tensors, collectives, events of streams.
+
+    Not what reads a fact of a tensor.
+    """
     functions = _Functions()
     init = _GroupMethods.__init__
 
@@ -256,12 +259,20 @@ def torch_functions(step: Step) -> Sequence[TorchFunction]:
         init(methods, group)
         methods._gather, methods._to_all = functions.noting(methods._gather), functions.noting(methods._to_all)
 
+    def record(event: _Event, *stream: Any) -> None:
+        functions.found.append((type(event), (event._events,), {}))  # each is made to be recorded once
+        functions.found.append((recorded, (event, *stream), {}))
+        recorded(event, *stream)
+
+    recorded = _Event.record
+
     def methods_of(collectives: TorchCollectives, ranks: tuple[int, ...], *, bulk: bool) -> _GroupMethods:
         return _GroupMethods(collectives._groups.of(ranks, bulk=bulk))
 
     with (
         mock.patch.object(_GroupMethods, "__init__", noting),
         mock.patch.object(TorchCollectives, "_of", methods_of),
+        mock.patch.object(_Event, "record", record),
         functions,
     ):
         step()

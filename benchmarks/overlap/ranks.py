@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ class Swap:
 
 
 class Recorder:
-    """A transport that notes what passes, and when by `clock`."""
+    """A transport that notes what passes, and when by `now`: `clock`, less the `waited` seconds if `without_waits`."""
 
     collectives = None
 
@@ -46,11 +47,15 @@ class Recorder:
     def __init__(self, inner: DelayedTransport) -> None:
         self.inner, self.rank, self.device, self.deadline = inner, inner.rank, inner.device, inner.deadline
         self.swaps: list[Swap] = []
+        self.waited, self.without_waits = 0.0, False
+
+    def now(self) -> float:
+        return self.clock() - (self.waited if self.without_waits else 0.0)
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedWork:
-        send_recv = Swap(where, self.clock(), sum(message.num_bytes for message in outgoing))
+        send_recv = Swap(where, self.now(), sum(message.num_bytes for message in outgoing))
         self.swaps.append(send_recv)
-        return RecordedWork(self.inner.send_recv(outgoing, incoming, where), send_recv, self.clock)
+        return RecordedWork(self.inner.send_recv(outgoing, incoming, where), send_recv, self)
 
     def close(self) -> None:
         self.inner.close()
@@ -59,24 +64,28 @@ class Recorder:
 class RecordedWork(Work[Messages]):
     """Notes when it is first waited for."""
 
-    def __init__(self, pending: Work[Messages], send_recv: Swap, clock: Callable[[], float]) -> None:
+    def __init__(self, pending: Work[Messages], send_recv: Swap, recorder: Recorder) -> None:
         super().__init__(pending.incoming, pending.where)
-        self._pending, self._send_recv, self._clock = pending, send_recv, clock
+        self._pending, self._send_recv, self._recorder = pending, send_recv, recorder
 
     def is_here(self, index: int) -> bool:
         return self._pending.is_here(index)
 
     def _receive(self, index: int) -> list[Tensor]:
-        self._note()
-        return self._pending.wait_for(index)
+        with self._noted():
+            return self._pending.wait_for(index)
 
     def _leave(self) -> None:
-        self._note()
-        self._pending.wait()
+        with self._noted():
+            self._pending.wait()
 
-    def _note(self) -> None:
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
         if self._send_recv.needed is None:
-            self._send_recv.needed = self._clock()
+            self._send_recv.needed = self._recorder.now()
+        start = time.perf_counter()
+        yield
+        self._recorder.waited += time.perf_counter() - start
 
 
 def sleeping() -> Any:
@@ -144,14 +153,27 @@ class Steps:
         self._steps(settle)
         return self._steps(timed)
 
-    def record(self) -> dict[str, Any]:
-        """One step's exchanges over the bare link, as (seam, sent, needed, bytes, age) in seconds of computing."""
+    def measure_waits(self, link: tuple[float, float, int], settle: int, timed: int) -> tuple[list[float], float]:
+        """The same as `measure`, and the mean seconds of a step that this rank has waited for messages."""
+        self._link(*link)
+        self.meet.same(torch.zeros(1))
+        self._steps(settle)
+        before = self.recorder.waited
+        times = self._steps(timed)
+        return times, (self.recorder.waited - before) / timed
+
+    def record(self, *, without_waits: bool = False) -> dict[str, Any]:
+        """One step's exchanges over the bare link, as (seam, sent, needed, bytes, age) in seconds of computing.
+
+        `without_waits`: of a clock that does not run while the rank waits for messages.
+        """
+        self.recorder.without_waits = without_waits
         self._link(0.0, float("inf"), 0)
         self.meet.same(torch.zeros(1))
         self._steps(1)
-        self.recorder.swaps, start = [], self.recorder.clock()
+        self.recorder.swaps, start = [], self.recorder.now()
         self._steps(1)
-        swaps, end = list(self.recorder.swaps), self.recorder.clock()
+        swaps, end = list(self.recorder.swaps), self.recorder.now()
         self._steps(1)
         return {"seconds": end - start, "messages": [_seen(send_recv, start, end) for send_recv in swaps]}
 

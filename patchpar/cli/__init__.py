@@ -11,6 +11,7 @@ from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import GenerateFlags, generate
 from patchpar.cli.plan import PlanFlags, plan
+from patchpar.cli.serve import ServeFlags, serve_images
 from patchpar.cli.simulate import SimulateFlags, simulate
 from patchpar.cli.stream.command import stream as run_stream
 from patchpar.cli.stream.flags import StreamFlags
@@ -42,6 +43,7 @@ app.command(epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --
 app.command(epilog="Try: patchpar plan embedded --machine 8xH100-nvlink --dtype float16")(takes(PlanFlags, plan))
 app.command(epilog="Try: patchpar tune --devices 2")(takes(TuneFlags, tune))
 app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(AppFlags, serve_app))
+app.command("serve", epilog="Try: patchpar serve embedded --devices 2 --port 8000")(takes(ServeFlags, serve_images))
 app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
 
 

@@ -49,6 +49,7 @@ def _searched(request: PlanFlags) -> PlanSearchResult:
 
 def lines(found: PlanSearchResult) -> Iterator[str]:
     """Yield the best plans as a table, and what is assumed."""
+    from patchpar.pipeline.planner.search import edges_of
     from patchpar.plan.replay.measured_machine import MeasuredMachine
 
     best = found.best
@@ -67,6 +68,8 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
     if best.plan.world_size > 1 and alone.flops and alone.flops[0]:
         ranks, fraction = best.plan.world_size, max(best.flops) / alone.flops[0]
         yield f"work      {fraction:.3f} of one device's step on the busiest rank; 1/{ranks} is {1 / ranks:.3f}"
+    if best.plan.patch > 1 and best.plan.strategy.policy.remembers:
+        yield f"edges     {edges_of(best).reason}"
     yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
     for number, line in enumerate(best.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"

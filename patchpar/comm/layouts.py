@@ -192,11 +192,15 @@ class EdgeLayout:
             typed[dtype] = received.view(dtype)
         shared: dict[int, list[Tensor]] = {}
         for other, view in self._shared_views:
-            shared.setdefault(other, []).append(typed[view.dtype].as_strided(*view[1:]))
-        rows: list[Tensor | None] = []
-        for edge in self._row_views:
-            rows.append(None if edge is None else typed[edge.dtype].as_strided(*edge[1:]))
-        return shared, Halo(*rows)
+            found = typed[view.dtype].as_strided(view.shape, view.strides, view.offset)
+            if self._num_shared == 1:
+                shared[other] = [found]
+            else:
+                shared.setdefault(other, []).append(found)
+        above, below = self._row_views
+        before = above and typed[above.dtype].as_strided(above.shape, above.strides, above.offset)
+        after = below and typed[below.dtype].as_strided(below.shape, below.strides, below.offset)
+        return shared, Halo(before, after)
 
 
 def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> EdgeLayout:

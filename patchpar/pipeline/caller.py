@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
@@ -20,6 +19,7 @@ from patchpar.pipeline.messages import (
     RandomState,
     StepEnd,
 )
+from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
@@ -54,13 +54,14 @@ class CallController:
         del self.kwargs["callback_on_step_end"]
         return callback
 
-    def options(self, plan: Plan, verify: bool | Path, *, vae: str, graphs: bool | str, tracing: bool) -> CallOptions:
+    def options(self, plan: Plan, request: PipelineOptions, *, tracing: bool) -> CallOptions:
         """Return the settings of the call beside its arguments."""
         return CallOptions(
             plan=plan,
-            verify=verify,
-            vae=vae,
-            graphs=graphs,
+            verify=request.verify,
+            vae=request.vae,
+            graphs=request.graphs,
+            symmetric_memory=request.symmetric_memory,
             random=_random_state() if self._kind == "local" else None,
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",

@@ -16,6 +16,7 @@ from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.stages.patches import StagedPatches
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import (
@@ -50,15 +51,15 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """What divides the denoiser's features before its first call, if the plan says so."""
         self.stages: StagedDenoiser | None = None
         """What runs the denoiser's own forward, if the plan divides its blocks."""
-        self.piped: PipedOnStages | None = None
-        """What runs it in these stages piece by piece, if the plan says so."""
+        self.divided: PipedOnStages | StagedPatches | None = None
+        """What runs it in these stages piece by piece, or on a patch of the image, if the plan says so."""
         self._looked: int | None = None  # the evaluation of this image in which the denoiser was last inspected
         self._by_branch: Sequence[nn.Module] = ()
         self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
 
-    def use_pieces(self, piped: PipedOnStages) -> None:
-        """Run calls in pieces, by the stages of `piped`; those for a comparison, in its stages as a whole."""
-        self.piped, self.stages = piped, piped.stages
+    def divide(self, divided: PipedOnStages | StagedPatches) -> None:
+        """Run calls in pieces or patches, by the stages of `divided`; those for a comparison, whole in its stages."""
+        self.divided, self.stages = divided, divided.stages
 
     def begin(self, *, watched: bool) -> None:
         """Begin an image. `watched`: a callback runs between its steps, which may change the denoiser."""
@@ -74,8 +75,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         before = kept_by_processors(module) if looks and self._splits_calls else None
         original = self.fn_ref.original_forward
         plain = original if self.stages is None else partial(self.stages.denoise, original)
-        self._divide_weights(module, plain, (args, kwargs))
-        forward = plain if self.piped is None else partial(self.piped.denoise, original)
+        self._divide_weights(module, plain if self.stages is None else original, (args, kwargs))
+        forward = plain if self.divided is None else partial(self.divided.denoise, original)
         for layer in reversed(self.layers):
             forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
@@ -109,7 +110,9 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         elif self.tensor is not None:
             self.tensor.prepare(plain, call)
         if self.weights is not None:
-            self.weights.before_denoiser(module, plain, call)
+            found = self.weights.before_denoiser(module, plain, call)
+            if self.stages is not None:
+                self.stages.hosted = found
 
     @property
     def _splits_calls(self) -> bool:
@@ -124,7 +127,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return False
         self._looked = self.clock.evaluation
         self.votes.renew()
-        for layer in (*self.layers, self.stages, self.piped, self.check):
+        for layer in (*self.layers, self.stages, self.divided, self.check):
             if hasattr(layer, "unsure"):
                 layer.unsure = True
         return True
@@ -144,7 +147,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return module
 
     def _stale_calls(self) -> int:
-        split = [layer for layer in (*self.layers, self.piped) if isinstance(layer, SharedDenoiser)]
+        kinds = SharedDenoiser, StagedPatches
+        split = [layer for layer in (*self.layers, self.divided) if isinstance(layer, kinds)]
         return sum(layer.history.stale_calls for layer in split if layer.history is not None)
 
 

@@ -11,17 +11,23 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.encoders import encoders_of
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
-from patchpar.shard.encoders.one_rank import OneRankEncoders
+from patchpar.shard.encoders.one_rank import OneRankEncoders, WaysOfEncoders
 
 OF_OTHER_PARTS = ("set_progress_bar_config", "enable_vae_", "disable_vae_")
 """Methods of pipelines that use no encoder, by name or its beginning."""
 
 
 class EncoderPlacement:
-    """The encoders of one rank's pipeline, on all ranks at first. `connect` returns a way to the other ranks."""
+    """The encoders of one rank's pipeline, on all ranks at first. `connect`, `ways`: see OneRankEncoders."""
 
-    def __init__(self, rank: int, device: torch.device, connect: Callable[[], Communicator]) -> None:
-        self._rank, self._device, self._connect = rank, device, connect
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        connect: Callable[[], Communicator],
+        ways: WaysOfEncoders | None = None,
+    ) -> None:
+        self._rank, self._device, self._connect, self._ways = rank, device, connect, ways
         self._one: OneRankEncoders | None = None
         self._names: frozenset[str] = frozenset()
 
@@ -38,7 +44,7 @@ class EncoderPlacement:
             raise UnsupportedModel(f"{type(pipe).__name__} has no encoder that could be on one rank: use encoders=all")
         components = pipe.components.items()
         others = [each for name, each in components if isinstance(each, nn.Module) and name not in encoders]
-        self._one = OneRankEncoders(encoders, others, axis, self._device, self._connect)
+        self._one = OneRankEncoders(encoders, others, axis, self._device, self._connect, self._ways)
         self._names = frozenset(encoders)
 
     @property

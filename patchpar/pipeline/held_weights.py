@@ -128,6 +128,11 @@ class HeldWeights:
         if refusal is not None:
             raise refusal
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are such networks."""
+        return bool(self._held)
+
     def take(self, plan: Plan) -> Held:
         """Return the networks in shards for `plan`, which installs them. Those for another plan are made whole."""
         if self._plan is None or not self._fits(plan):
@@ -142,13 +147,14 @@ class HeldWeights:
             self.give_back()
 
     def give_back(self) -> None:
-        """Make all weights whole. Collective. Raises ExchangeError."""
-        held, self._held, self._plan = [x for x in self._held.values() if x is not None], {}, None
+        """Make all weights whole. Collective. Raises ExchangeError; PlanError where they do not fit, and stay."""
+        held = [x for x in self._held.values() if x is not None]
         if held:
             comm = self._connect()
             for weights in held:
                 weights.join(comm)
                 weights.restore()
+        self._held, self._plan = {}, None
 
     def _divides(self, plan: Plan | None) -> bool:
         return plan is not None and plan.weights != "whole" and self._rank < plan.world_size

@@ -30,11 +30,10 @@ from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.shard.guidance_branches import layers_by_branch
 from patchpar.shard.hooks import HookSet, InstalledHook
 from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.stages.patches import StagedPatches
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.tensor.agreed_cache import AgreedCache
 from patchpar.shard.tensor.denoiser import TensorDenoiser
-from patchpar.shard.transformer.denoiser import TokenDenoiser
-from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import GuidanceSplit
@@ -57,7 +56,7 @@ class InstalledPlan:
         self.pipe, self._held = pipe, held
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
-        self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser | StagedDenoiser] = []
+        self.patched: list[SharedDenoiser | HighResDenoiser | StagedDenoiser | StagedPatches] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
         self.weights: InstalledWeights | None = None
@@ -78,7 +77,7 @@ class InstalledPlan:
     ) -> None:
         """Make the denoisers parallel. `guided`: whether the current call uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
-        self.mesh, self.comm, strategy = mesh, comm, plan.strategy
+        self.mesh, self.comm = mesh, comm
         if plan.tensor > 1 and verifications is not None:
             verifications = AgreedCache(verifications.folder, comm, mesh["tensor"])
         self._split_guidance(plan, clock, verifications)
@@ -86,17 +85,10 @@ class InstalledPlan:
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
-            if isinstance(strategy, StructureGuidance):
-                axis = mesh["patch"]
-                layers.append(
-                    strategy.install(module, comm, axis, pipe=self.pipe, clock=clock, verifications=verifications)
-                )
-            elif plan.patch > 1:
-                axis = mesh["patch"]
-                layers.append(
-                    strategy.install(module, comm, axis, clock=clock, split=plan.split, verifications=verifications)
-                )
-            self.patched += [layer for layer in layers if layer is not self.guidance]
+            in_patches = self._in_patches(module, plan, clock, verifications)
+            if in_patches is not None and plan.stage == 1:
+                layers.append(in_patches)
+                self.patched.append(in_patches)
             check = None
             if self.guidance is not None and verifications is not None:
                 by_branch = partial(self.guidance.layers_of, module)
@@ -105,10 +97,23 @@ class InstalledPlan:
             votes = CacheVote(module, comm, (mesh["patch"], mesh["cfg"]), clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
             hook.weights = self.weights
-            self._divide_blocks(module, hook, plan, verifications)
+            self._divide_blocks(module, hook, plan, verifications, in_patches)
             self._register(module, hook)
 
-    def _divide_blocks(self, module: nn.Module, hook: DenoiserHook, plan: Plan, verifications: Any) -> None:
+    def _in_patches(self, module: nn.Module, plan: Plan, clock: StepClock, verifications: Any) -> Any:
+        """Return a denoiser divided over axis `patch`; None where the plan does not do so."""
+        assert self.mesh is not None
+        assert self.comm is not None
+        options: dict[str, Any] = {"clock": clock, "verifications": verifications}
+        if isinstance(plan.strategy, StructureGuidance):
+            return plan.strategy.install(module, self.comm, self.mesh["patch"], pipe=self.pipe, **options)
+        if plan.patch == 1:
+            return None
+        return plan.strategy.install(module, self.comm, self.mesh["patch"], split=plan.split, **options)
+
+    def _divide_blocks(
+        self, module: nn.Module, hook: DenoiserHook, plan: Plan, verifications: Any, in_patches: Any
+    ) -> None:
         assert self.mesh is not None
         assert self.comm is not None
         if self.mesh["tensor"].size > 1:
@@ -121,11 +126,13 @@ class InstalledPlan:
                 module, self.comm, self.mesh["stage"], clock=hook.clock, verifications=verifications
             )
             piped.in_bands = self.guidance is None  # which reads predictions at once
-            hook.use_pieces(piped)
+            hook.divide(piped)
             self.patched.append(piped)
         elif self.mesh["stage"].size > 1:
             hook.stages = StagedDenoiser(module, (self.comm, self.mesh["stage"]), verifications)
-            self.patched.append(hook.stages)
+            if in_patches is not None:
+                hook.divide(StagedPatches(in_patches, hook.stages, (self.comm, self.mesh.of_one_branch())))
+            self.patched.append(hook.divided or hook.stages)
 
     def _split_guidance(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
         """Prepare axis `cfg`: once for all networks, since several may take part in one step."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
-from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.divided_features import DividedFeatures, move
 from patchpar.plan.mesh import Axis, Mesh
@@ -33,14 +33,7 @@ from patchpar.strategies.cfg.split import GuidanceSplit
 ENCODER = "text_encoder"  # what the names of text encoders begin with
 NEED_NO_VALUES = frozenset(
     {
-        *(
-            "load_lora_weights",
-            "unload_lora_weights",
-            "load_lora_adapter",
-            "unload_lora",
-            "set_adapters",
-            "set_adapter",
-        ),
+        *("load_lora_weights", "unload_lora_weights", "unload_lora", "set_adapters", "set_adapter"),
         *("delete_adapters", "enable_lora", "disable_lora", "enable_adapters", "disable_adapters"),
         *("set_progress_bar_config", "enable_lora_hotswap"),
     }
@@ -126,6 +119,11 @@ class InstalledWeights:
         self._is_collective = plan.weights != "hosted" or not all_can_map((comm, self._axis))
         if plan.weights == "hosted" and self._is_collective and self._axis.rank == 0:
             log.warning("the ranks cannot map each other's host memory, so that they send their parts of weights")
+        if plan.stage > 1 and self._is_collective:
+            raise PlanError(
+                f"plan {plan} takes the blocks of each stage from host memory, but not every rank can map that of the "
+                "others: use ranks of one host, or patch=N,weights=sharded"
+            )
         if guidance is not None and self._is_collective:
             guidance.rounds = GatherRounds(comm, self._axis)
         self._sharded: dict[nn.Module, ShardedWeights | None] = {}  # None: stays whole
@@ -136,13 +134,19 @@ class InstalledWeights:
         for name, network in _text_encoders(pipe).items():
             self._hooks.before(network, partial(self._before_encoder, name), with_kwargs=True)
 
-    def before_denoiser(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
-        """Shard a denoiser before its first call; `plain` is its own forward. Raises UnsupportedModel."""
+    def before_denoiser(
+        self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]
+    ) -> ShardedWeights | None:
+        """Shard a denoiser before its first call, and return its weights; `plain` is its own forward.
+
+        Raises UnsupportedModel.
+        """
         if network not in self._sharded:
             self._catch_up()
             self._sharded[network] = self._shard(network, plain, call)
         if self._guidance is not None and self._guidance.rounds is not None:
             self._guidance.rounds.weights = self._sharded[network]
+        return self._sharded[network]
 
     def divide_features(self, tensor: TensorDenoiser, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
         """Cut a denoiser to this rank's features, and shard these, before such a call, unless it is done. Collective.

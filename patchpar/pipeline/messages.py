@@ -29,6 +29,7 @@ class CallOptions:
 
     `plan`: how the ranks divide the call. `verify`: whether a split denoiser is verified first; a path is the folder of
     the verification results. `vae`: how its VAE runs, see `shard.vae.modes`. `graphs`: see `pipeline.graph_option`.
+    `symmetric_memory`: small exchanges go through memory that GPUs share, where there is such.
     `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
     `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
     own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event.
@@ -38,11 +39,18 @@ class CallOptions:
     verify: bool | Path = True
     vae: str = "auto"
     graphs: bool | str = False
+    symmetric_memory: bool = False
     random: RandomState | None = None
     has_callback: bool = False
     same_everywhere: bool = False
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
+
+    @property
+    def to_install(self) -> dict[str, Any]:
+        """What the ranks install before the call, unless they have."""
+        names = ("plan", "verify", "vae", "graphs", "symmetric_memory")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

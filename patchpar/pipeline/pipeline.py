@@ -41,8 +41,8 @@ class ParallelPipeline(PlannedCalls):
     seconds that a rank may make no progress. `start_method`: how CPU workers start, "forkserver" (from a process that
     has imported torch and diffusers), "spawn" (each anew), or "auto". `verify`: compare each split denoiser with its
     plain forward when it is first used, and each VAE; a folder stores the results there instead of in the user's cache.
-    `vae`: how several devices encode and decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0". `graphs`:
-    replay steady denoiser calls as CUDA graphs: True, False, or "auto" where they can be; see `pipeline.graph_option`.
+    `vae`: how several devices encode and decode, see `shard.vae.modes`. `graphs`: replay steady denoiser calls as CUDA
+    graphs, see `pipeline.graph_option`. `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
@@ -59,11 +59,12 @@ class ParallelPipeline(PlannedCalls):
         verify: bool | Path = True,
         vae: str = "auto",
         graphs: bool | str = False,
+        symmetric_memory: bool = False,
     ) -> None:
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; pass a folder or name to from_pretrained")
-        start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
-        request = check_request(devices, plan, **start, verify=verify, vae=vae, graphs=graphs)
+        start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method, "vae": vae}
+        request = check_request(devices, plan, **start, verify=verify, graphs=graphs, symmetric_memory=symmetric_memory)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
         self._begin(request, ModelInMemory(pipe))
@@ -82,6 +83,7 @@ class ParallelPipeline(PlannedCalls):
         verify: bool | Path = True,
         vae: Any = "auto",
         graphs: bool | str = False,
+        symmetric_memory: bool = False,
         **options: Any,
     ) -> ParallelPipeline:
         """Load `model` (a folder, a hub name, or "embedded") on every rank; `options` go to diffusers' from_pretrained.
@@ -91,8 +93,8 @@ class ParallelPipeline(PlannedCalls):
         Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
         """
         vae, options = way_and_network(vae, options)
-        start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method}
-        request = check_request(devices, plan, **start, verify=verify, vae=vae, graphs=graphs)
+        start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method, "vae": vae}
+        request = check_request(devices, plan, **start, verify=verify, graphs=graphs, symmetric_memory=symmetric_memory)
         check_options(options)
         self = cls.__new__(cls)
         self._begin(request, ModelInFiles.of(model, options))
@@ -164,8 +166,7 @@ class ParallelPipeline(PlannedCalls):
             return self._call_workers(executor, caller, rule)
 
     def _generate(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
-        request, tracing = self._state.request, self._state.tracing
-        options = caller.options(plan, request.verify, vae=request.vae, graphs=request.graphs, tracing=tracing)
+        options = caller.options(plan, self._state.request, tracing=self._state.tracing)
         results = executor.call("generate", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
         return [result for result in results if isinstance(result, CallResult)]
 

@@ -8,10 +8,11 @@ from typing import Any
 from patchpar.comm.trace import write_trace
 from patchpar.errors import PlanError
 from patchpar.pipeline.rank_stats import VAE, RankStats
+from patchpar.pipeline.report_html import RankRow, html_of_run
 from patchpar.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Run:
     """Statistics of one call. `seconds` are measured at the caller, from call to image; `ranks` that took part.
 
@@ -88,6 +89,24 @@ class Run:
 
     def __str__(self) -> str:
         return f"plan {self.plan}: {self._steps_taken()} in {self.seconds:.1f} s{self._predicted()}{self._cost()}"
+
+    def __repr__(self) -> str:
+        """Return one line: the steps of all ranks would be pages. `as_dict` has them."""
+        return f"<{type(self).__name__}: {self}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table with a bar for each rank, which notebooks show."""
+        rows = [
+            RankRow(
+                rank=rank.rank,
+                device=rank.device,
+                waited=sum(rank.seconds_waited.values()),
+                sent=readable_bytes(sum(rank.bytes_sent.values())),
+                held=readable_bytes(rank.stale_bytes) if rank.stale_bytes else "",
+            )
+            for rank in self.ranks
+        ]
+        return html_of_run(str(self), self.seconds, rows)
 
     def _predicted(self) -> str:
         return "" if self.forecast is None else f" ({self.forecast:.1f} s predicted)"

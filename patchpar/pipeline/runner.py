@@ -22,7 +22,7 @@ from torch import nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import leaves
-from patchpar.comm.transport import Transport, alone, connect, watched
+from patchpar.comm.transport import Transport, alone, connect, form_groups, watched
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
@@ -38,6 +38,7 @@ from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, rando
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
+from patchpar.pipeline.whole_weights import make_whole_for
 from patchpar.plan.mesh import Mesh, rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
@@ -58,7 +59,7 @@ class PipelineRunner:
         self.clock = StepClock()
         self.pipe: Any = None
         self._installed = InstalledPlan()
-        self._installed_for: tuple[Plan, bool | Path, str, bool | str] = (Plan(), True, "auto", False)
+        self._installed_for = CallOptions(plan=Plan()).to_install
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
@@ -107,8 +108,7 @@ class PipelineRunner:
 
         The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
         """
-        self._installed.forget(name)
-        self._held.give_back_for(name)
+        make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = with_checked_sources(method, args, kwargs)
@@ -144,7 +144,15 @@ class PipelineRunner:
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto", graphs: bool | str = False) -> None:
+    def install(
+        self,
+        plan: Plan,
+        *,
+        verify: bool | Path = True,
+        vae: str = "auto",
+        graphs: bool | str = False,
+        symmetric_memory: bool = False,
+    ) -> None:
         """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. All else: see CallOptions."""
         self._uninstall()
         held = self._held.take(plan)
@@ -152,17 +160,19 @@ class PipelineRunner:
         works = plan.world_size > 1 or one_rank or vae == "tiled"
         if self.context.world_size > 1 or works:
             watched(self._connected(), self.context)  # whose limit may have been that of loading
-        if self._transport is not None and self._transport.collectives is not None:  # also on ranks that stay idle
-            self._transport.collectives.form(rank_sets(plan.world_size, **plan.degrees()))
+        if self._transport is not None:  # also on ranks that stay idle
+            sets = rank_sets(plan.world_size, **plan.degrees())
+            form_groups(self._transport, sets, symmetric_memory=symmetric_memory)
         if self.context.rank < plan.world_size and works:
-            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
+            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()).with_ratio(plan.ratio)
             verifications = VerificationCache.of(verify)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(vae, communicators[1], verifications)
             self._installed.use_graphs(plan, graphs)
-        self._installed_for = (plan, verify, vae, graphs)
+        options = CallOptions(plan=plan, verify=verify, vae=vae, graphs=graphs, symmetric_memory=symmetric_memory)
+        self._installed_for = options.to_install
 
     def restore(self) -> None:
         """Remove every hook, and give encoders and weights to all ranks: the pipeline is as before `install`."""
@@ -172,7 +182,7 @@ class PipelineRunner:
 
     def _uninstall(self) -> None:
         self._installed.restore()
-        self._installed_for = (Plan(), True, "auto", False)
+        self._installed_for = CallOptions(plan=Plan()).to_install
 
     def _connected(self) -> Transport:
         """Return the transport, connected if it is not yet. Collective."""
@@ -199,8 +209,8 @@ class PipelineRunner:
 
     def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
-        if self._installed_for != (options.plan, options.verify, options.vae, options.graphs):
-            self.install(options.plan, verify=options.verify, vae=options.vae, graphs=options.graphs)
+        if self._installed_for != options.to_install:
+            self.install(**options.to_install)
         self._encoders.arrange(self.pipe, options.plan)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)

@@ -1,11 +1,12 @@
 """Check the arguments of ParallelPipeline and start its ranks: plan, devices, executor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import LaunchError, PlanError
+from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.launch.executor import Executor, check_deadline
 from patchpar.launch.inline import InlineExecutor
@@ -37,6 +38,7 @@ class PipelineOptions:
     verify: bool | Path
     vae: str
     graphs: bool | str
+    symmetric_memory: bool
 
     @property
     def starts_workers(self) -> bool:
@@ -73,6 +75,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     verify: object,
     vae: object,
     graphs: object = False,
+    symmetric_memory: object = False,
 ) -> PipelineOptions:
     """Return the checked arguments. Raises PlanError for an invalid one."""
     wanted = plan_of(plan)
@@ -81,6 +84,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
     found = _devices_of(devices, wanted)
+    known = None if torchrun_world() is not None else found.names
     return PipelineOptions(
         plan=wanted,
         devices=found,
@@ -89,8 +93,21 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         start_method=_start_method(start_method, found),
         verify=verify,
         vae=check_mode(vae),
-        graphs=check_graphs(graphs, None if torchrun_world() is not None else found.names),
+        graphs=check_graphs(graphs, known),
+        symmetric_memory=_symmetric_memory(symmetric_memory, known),
     )
+
+
+def _symmetric_memory(value: object, devices: Sequence[str] | None) -> bool:
+    """Return a checked option. `devices`: see `check_graphs`. Raises PlanError."""
+    if not isinstance(value, bool):
+        raise PlanError(f"symmetric_memory={value!r}: use True or False")
+    without = [device for device in devices or () if not is_accelerator(device)]
+    if value and without:
+        raise PlanError(
+            f"symmetric_memory=True: GPUs have such memory, and this pipeline is on {', '.join(without)}: leave it out"
+        )
+    return value
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -134,6 +134,11 @@ def check_plan(model: PipelineInfo, plan: Plan) -> None:
             )
         return
     refuse_without_denoiser(model.pipeline, model.denoisers, plan)
+    if plan.stage > 1 and plan.strategy.policy.resync is not None:
+        raise PlanError(
+            f"plan {plan}: `quality` and `budget` decide on exact steps by what changes in all blocks, of which each "
+            "stage has a part: leave them out, or use stage=1"
+        )
     if isinstance(plan.strategy, PipedStages) and not model.splits_into_tokens:
         raise UnsupportedModel(
             f"plan {plan}: strategy {plan.strategy.name} computes the tokens of a transformer in pieces, which "

@@ -9,6 +9,7 @@ convolution would straddle two ranks. 40 rows, total stride 8, 3 ranks:
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,32 @@ def _at_level(starts: tuple[int, ...], group_rank: int, own_rows: int) -> Bands 
     return None
 
 
-def split_bands(total: int, group_ranks: int, unit: int) -> Bands:
+def starts_of(units: int, group_ranks: int, ratio: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return where the units of each rank start, and their end: as evenly as can be, or by a `ratio`.
+
+    Each rank has one at least, if there are as many; what remains after rounding down goes to the ranks that lack most.
+    """
+    if not ratio or units < group_ranks:
+        each, more = divmod(units, group_ranks)
+        return tuple(each * before + min(before, more) for before in range(group_ranks + 1))
+    wanted = [units * part / sum(ratio) for part in ratio]
+    sizes = [max(1, int(size)) for size in wanted]
+    for _ in range(abs(units - sum(sizes))):
+        lacks = [size - want for size, want in zip(sizes, wanted, strict=True)]
+        if sum(sizes) < units:
+            sizes[lacks.index(min(lacks))] += 1
+        else:
+            sizes[max((rank for rank in range(group_ranks) if sizes[rank] > 1), key=lacks.__getitem__)] -= 1
+    return tuple(accumulate(sizes, initial=0))
+
+
+def split_bands(total: int, group_ranks: int, unit: int, ratio: tuple[int, ...] = ()) -> Bands:
     """Split rows into bands of multiples of `unit`, the remainder in the last. Raises ValueError for too many ranks."""
     units = total // unit
     if group_ranks > units:
         raise ValueError(f"{total} latent rows make {units} bands of {unit} rows, too few for {group_ranks} ranks")
-    starts = [
-        group_rank * (units // group_ranks) + min(group_rank, units % group_ranks) for group_rank in range(group_ranks)
-    ]
-    return Bands((*(start * unit for start in starts), total))
+    starts = starts_of(units, group_ranks, ratio)
+    return Bands((*(start * unit for start in starts[:-1]), total))
 
 
 @dataclass(frozen=True, slots=True)

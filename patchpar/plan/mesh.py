@@ -16,12 +16,16 @@ AXES = ("data", "cfg", "stage", "patch", "tensor")
 
 
 class Axis(NamedTuple):
-    """One mesh axis: `rank` is this process's group rank; `ranks` the global rank of each group rank."""
+    """One mesh axis: `rank` is this process's group rank; `ranks` the global rank of each group rank.
+
+    `ratio`: the work of each group rank in proportion; empty if all have the same.
+    """
 
     name: str
     rank: int = 0
     size: int = 1
     ranks: tuple[int, ...] = (0,)
+    ratio: tuple[int, ...] = ()
 
     @property
     def before(self) -> int | None:
@@ -75,12 +79,24 @@ class Mesh:
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
 
+    def with_ratio(self, ratio: tuple[int, ...]) -> "Mesh":
+        """Let the ranks of axis patch have work in proportion to `ratio`, see Axis; return this mesh."""
+        self._axes["patch"] = self._axes["patch"]._replace(ratio=ratio)
+        return self
+
     def of_one_image(self) -> Axis:
         """Return the axis of all ranks that work on the same images as this one."""
         data = self["data"]
         size = len(self.ranks) // data.size
         ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
         return Axis("image", ranks.index(self._me), size, ranks)
+
+    def of_one_branch(self) -> Axis:
+        """Return the axis of those of them that compute the same guidance branches as this one."""
+        size = self["stage"].size * self["patch"].size * self["tensor"].size
+        index = self.ranks.index(self._me)
+        first = index - index % size
+        return Axis("branch", index - first, size, self.ranks[first : first + size])
 
     def of_same_features(self) -> Axis:
         """Return the axis of those of them that hold the same features as this one, by axis `tensor`."""
@@ -90,8 +106,8 @@ class Mesh:
 
 
 def rank_sets(num_ranks: int, **degrees: int) -> list[tuple[int, ...]]:
-    """Return the global ranks, ascending, of every axis, every image, and those of equal features, of a mesh."""
+    """Return the global ranks, ascending, of every axis, image and branch, and those of equal features, of a mesh."""
     meshes = [Mesh(rank, range(num_ranks), **degrees) for rank in range(num_ranks)]
     found = [mesh[name].ranks for name in AXES for mesh in meshes] + [mesh.of_one_image().ranks for mesh in meshes]
-    found += [mesh.of_same_features().ranks for mesh in meshes]
+    found += [mesh.of_one_branch().ranks for mesh in meshes] + [mesh.of_same_features().ranks for mesh in meshes]
     return list(dict.fromkeys(ranks for ranks in found if len(ranks) > 1))

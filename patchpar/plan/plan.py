@@ -4,9 +4,11 @@ Plan(cfg=2, patch=4)                                            8 devices: 2 gui
 Plan.parse("cfg=2,patch=4")                                     the same from a command line
 Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow their strategy
 Plan(patch=4, weights="sharded")                                a quarter of the blocks' weights on each rank
+Plan(patch=2, ratio=(3, 1))                                     three quarters of the rows on the first rank
 Plan(weights="hosted")                                          blocks in host memory, copied to the device to run
 Plan(tensor=4)                                                  a quarter of the features of the blocks' Linears
 Plan(stage=2)                                                   half of the blocks on each rank
+Plan(stage=2, weights="hosted")                                 the same of a model that no device holds whole
 Plan(stage=2, strategy="piped:pieces=4")                        the same, both at work at the same time
 """
 
@@ -16,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import is_whole, make_plain
+from patchpar.plan.scalars import is_whole, make_plain, plain
 
 AXIS_MEANINGS = {
     "data": "a part of the prompts",
@@ -29,6 +31,7 @@ SPLITS = ("auto", "rows", "columns")
 WEIGHTS = ("whole", "sharded", "hosted")
 NUMBERS = (*AXIS_MEANINGS, "resident")
 ENCODERS = ("auto", "all", "one")
+MOST_PART = 1000
 SINGLE = "single"
 """How a plan for one device prints."""
 
@@ -39,9 +42,10 @@ class Plan:
 
     A text is parsed at once, so that equal plans compare equal. `parse` reads `str(plan)` as the same plan. `split` is
     the side that bands are split along: "auto" takes the longer one, because the halo then is shorter. `weights`: whole
-    on every rank; sharded: a part of each block, gathered when the block runs; or hosted: that part in host memory.
-    With the last two `resident` blocks of each network stay whole. `encoders`: which ranks of an image hold and run its
-    text and image encoders, "all" or "one"; "auto" is "all".
+    on every rank; sharded: a part of each block, gathered when the block runs; or hosted: that part in host memory,
+    from which a stage takes its own blocks. With the last two `resident` blocks of each network stay whole. `encoders`:
+    which ranks of an image hold and run its text and image encoders, "all" or "one"; "auto" is "all". `ratio`: the rows
+    or tokens of each rank of axis patch in proportion, for devices of different speed; of equal ones nothing remains.
     """
 
     data: int = 1
@@ -54,6 +58,7 @@ class Plan:
     weights: str = "whole"
     resident: int = 0
     encoders: str = "auto"
+    ratio: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         from patchpar.strategies import resolve_strategy  # imported late: strategies import this package
@@ -71,8 +76,26 @@ class Plan:
             raise PlanError(
                 f"encoders=one holds the encoders on one rank, and weights={self.weights} on all: leave one of them out"
             )
+        self._check_ratio()
         self._check_stages()
         self._check_weights()
+
+    def _check_ratio(self) -> None:
+        if not isinstance(self.ratio, (tuple, list)):
+            raise PlanError(f"ratio={self.ratio!r}: use one number for each rank of axis 'patch', as in (3, 1)")
+        ratio = tuple(plain(part) for part in self.ratio)
+        if not all(is_whole(part, most=MOST_PART) for part in ratio):
+            raise PlanError(f"ratio={self.ratio!r}: each is a whole number from 1 to {MOST_PART}, as in (3, 1)")
+        if ratio and len(ratio) != self.patch:
+            raise PlanError(
+                f"ratio={self.ratio!r} are {len(ratio)} numbers, and axis 'patch' has {self.patch} rank"
+                f"{'s' * (self.patch > 1)}: use one for each, or patch={len(ratio)}"
+            )
+        if ratio and self.strategy.name == "structure":
+            raise PlanError(
+                "strategy structure gives each rank whole patches, and no part of the rows: leave ratio out"
+            )
+        object.__setattr__(self, "ratio", ratio if len(set(ratio)) > 1 else ())
 
     def _check_stages(self) -> None:
         if self.stage == 1:
@@ -82,20 +105,21 @@ class Plan:
                     "or more, or strategy=exact"
                 )
             return
-        if self.patch > 1:
+        if self.patch > 1 and self.strategy.axis == "stage":
             raise PlanError(
-                f"stage={self.stage} divides the blocks between ranks, and patch={self.patch} the image: use one of "
-                f"them, stage={self.stage * self.patch} or patch={self.stage * self.patch} (with weights=sharded)"
+                f"strategy={self.strategy} computes pieces of the image one after the other, and patch={self.patch} "
+                f"computes parts of it at the same time: use stage={self.stage * self.patch}, or strategy=exact"
             )
         if self.tensor > 1:
             raise PlanError(
                 f"stage={self.stage} divides the blocks between ranks, and tensor={self.tensor} their features: use "
                 f"one of them, stage={self.stage * self.tensor} or tensor={self.stage * self.tensor}"
             )
-        if self.weights != "whole":
+        if self.weights == "sharded":
             raise PlanError(
-                f"weights={self.weights} divides every block between ranks that all run it, and stage={self.stage} "
-                f"leaves each block to one rank: use weights=whole, or patch={self.stage} instead of stage"
+                f"weights=sharded divides every block between ranks that all run it, and stage={self.stage} leaves "
+                "each block to one stage: use weights=hosted where a device has no room for the whole model, "
+                f"weights=whole, or patch={self.stage} instead of stage"
             )
 
     def _check_weights(self) -> None:
@@ -135,7 +159,7 @@ class Plan:
         for name, value in () if text.strip() == SINGLE else _pairs(text):
             if name in options:
                 raise PlanError(f"plan {text!r} has {name} twice: once is enough")
-            options[name] = _number(name, value) if name in NUMBERS else value
+            options[name] = _value(name, value)
         if strategy is not None:
             if "strategy" in options:
                 raise PlanError(f"plan {text!r} has a strategy, and strategy={strategy} is another: give one of them")
@@ -159,6 +183,8 @@ class Plan:
             parts.append(f"weights={self.weights}")
         if self.resident:
             parts.append(f"resident={self.resident}")
+        if self.ratio:
+            parts.append(f"ratio={':'.join(map(str, self.ratio))}")
         if self.encoders != "auto":
             parts.append(f"encoders={self.encoders}")
         if self.patch > 1 or str(self.strategy) != "exact":
@@ -181,12 +207,20 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
         elif equals:
             raise PlanError(
                 f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split, weights, resident, "
-                "encoders or strategy; options of a strategy come after it"
+                "ratio, encoders or strategy; options of a strategy come after it"
             )
         else:
             raise PlanError(f"{part!r} in plan {text!r} is not of the form axis=degree, as in cfg=2,patch=2")
     if strategy is not None:
         yield "strategy", strategy
+
+
+def _value(name: str, value: str) -> int | str | tuple[int, ...]:
+    if name == "ratio":
+        if not all(part.isdecimal() for part in value.split(":")):
+            raise PlanError(f"ratio={value}: numbers with colons between, as in patch=2,ratio=3:1")
+        return tuple(map(int, value.split(":")))
+    return _number(name, value) if name in NUMBERS else value
 
 
 def _number(name: str, value: str) -> int:

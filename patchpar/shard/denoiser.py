@@ -99,6 +99,18 @@ class SharedDenoiser:
         if self.graphs is not None:
             self.graphs.clear(reason)
 
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run one denoiser call; `forward` is the denoiser's own. Returns its output for the whole image."""
+        raise NotImplementedError
+
+    def prepare(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Find how such a call is divided, and verify it, unless it is known; `forward` is the denoiser's own."""
+        raise NotImplementedError
+
+    def exactly(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for the whole image of a call that is prepared, with fresh values everywhere."""
+        raise NotImplementedError
+
     def restore(self) -> None:
         """Leave the denoiser as it was. Idempotent."""
         raise NotImplementedError

@@ -115,6 +115,7 @@ def test_an_exact_step_needs_the_tokens_of_the_last(monkeypatch: pytest.MonkeyPa
         assert not torch.equal(found[3], want[3])
 
 
+@pytest.mark.breadth
 def test_branches_of_guidance_in_turns_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both receive into the same memory; one leaves a step out."""
     run = Run(strategy="fresh-edges:warmup_steps=1", size=EVEN, evaluations=4)

@@ -29,7 +29,7 @@ SAMPLE = {
     "WanAnimateTransformer3DModel": "some blocks whole on every rank",
     "WanTransformer3DModel": "video",
 }
-QUICK = ("WanTransformer3DModel",)
+QUICK = ("PixArtTransformer2DModel",)
 LEAST_SPLIT = 50
 
 

@@ -82,7 +82,7 @@ def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], ranks: in
 @pytest.mark.parametrize(
     "policy",
     [
-        *STALE,
+        *first_of(STALE, EVERYTHING),
         EmulatedPolicy(halo="none"),
         EmulatedPolicy(moments="separate"),
         EmulatedPolicy(context="none"),

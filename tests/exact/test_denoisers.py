@@ -42,7 +42,7 @@ def test_three_bands_of_columns(ranks: Any, name: str) -> None:
         check(found)
 
 
-@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl", "asymmetric"))
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl"))
 def test_four_bands_of_rows(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4)]):
         check(found)
@@ -77,7 +77,7 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("strategy", first_of(WAYS, WAYS[0], WAYS[4]), ids=str)
+@pytest.mark.parametrize("strategy", first_of(WAYS, WAYS[4]), ids=str)
 @pytest.mark.parametrize("name", first_of(["sdxl", "sd"], "sdxl"))
 def test_other_ways_to_meet_everybodys_keys(ranks: Any, name: str, strategy: ExactPatch) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4), (16, 8)], "auto", strategy):
@@ -96,7 +96,7 @@ def test_in_half_precision_bands_add_no_error_of_their_own(ranks: Any, name: str
         assert errors.split <= 1.2 * errors.alone, errors
 
 
-@pytest.mark.parametrize("name", first_of(["sdxl", "svd", "freeu"], "sdxl"))
+@pytest.mark.parametrize("name", first_of(["sdxl", "svd", "freeu"]))
 def test_in_double_precision_the_error_is_that_of_double_precision(ranks: Any, tmp_path: Path, name: str) -> None:
     for errors in ranks.run(f"{ON_RANKS}:in_double_precision", 3, name, str(tmp_path)):
         assert errors.split <= 1e-13, errors

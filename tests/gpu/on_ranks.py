@@ -44,6 +44,14 @@ def parity(this: PoolRank, name: str, dtype: torch.dtype, strategy: str = "exact
     return GpuErrors(*errors)
 
 
+def parity_in_symmetric_memory(this: PoolRank, name: str, dtype: torch.dtype) -> tuple[GpuErrors, bool]:
+    """As `parity`, and whether the ranks have such memory."""
+    collectives: Any = this.transport.collectives
+    assert collectives is not None, "ranks with a card each exchange through NCCL"
+    collectives.form([tuple(range(this.world))], symmetric_memory=True)
+    return parity(this, name, dtype), bool(collectives._peers)
+
+
 @torch.no_grad()
 def replayed(this: PoolRank, name: str, dtype: torch.dtype, strategy: str, evaluations: int) -> tuple[list[float], int]:
     """Relative differences between steps that run and the same ones as graphs, and how many were replays."""

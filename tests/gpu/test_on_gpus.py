@@ -59,6 +59,18 @@ def test_ranks_with_a_card_each(kind: str, dtype: torch.dtype) -> None:
     check(on_ranks(devices, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
 
 
+def test_small_exchanges_in_symmetric_memory(kind: str) -> None:
+    """By a kernel that writes the other cards' memory; where the cards cannot, all ranks go on with NCCL."""
+    count = torch.cuda.device_count() if kind != "cpu" else 0
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    devices = [f"{kind}:{rank}" for rank in range(min(count, 4))]
+    found = on_ranks(devices, "tests.gpu.on_ranks:parity_in_symmetric_memory", "sdxl", torch.float16)
+    check([errors for errors, _ in found], torch.float16)
+    accessible = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, len(devices)))
+    assert {has_memory for _, has_memory in found} == {accessible}
+
+
 @pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges"])
 def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, strategy: str) -> None:
     """Kernels and messages of a step as one CUDA graph, on ranks with a card each."""

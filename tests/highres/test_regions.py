@@ -50,7 +50,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "sd3": (3, Case(pipeline="sd3")),
     "packed, a call for each branch": (3, Case(pipeline="flux", arguments=SQUARE | {"true_cfg_scale": 3.0})),
 }  # fmt: skip
-ALWAYS = ("a solver with a memory", "nothing kept")
+ALWAYS = ("a solver with a memory",)
 
 
 def with_windows(case: Case) -> Case:
@@ -141,6 +141,7 @@ def test_steps_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         together(with_windows(Case()), 2)
 
 
+@pytest.mark.breadth
 def test_steps_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver remembers what was no number: it is not asked to go on."""
     regions_of = AfterGuidance._regions

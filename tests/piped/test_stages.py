@@ -157,7 +157,7 @@ def test_a_stage_that_is_killed(ranks: Any) -> None:
         ("stage=1,strategy=piped", "stage=1 has all blocks on one rank: use stage=2"),
         ("patch=2,strategy=piped", "stage=1 has all blocks on one rank: use stage=2"),
         ("stage=2,strategy=piped:pieces=0", "pieces=0: it is a whole number of at least 1"),
-        ("stage=2,patch=2,strategy=piped", "use one of them"),
+        ("stage=2,patch=2,strategy=piped", "pieces of the image one after the other.*use stage=4"),
     ],
 )
 def test_plans_that_are_refused(plan: str, says: str) -> None:

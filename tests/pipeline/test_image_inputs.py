@@ -35,6 +35,7 @@ def test_images_as_input(hold: Hold, name: str, plan: str) -> None:
     assert _pixels(call) == _pixels(given)
 
 
+@pytest.mark.breadth
 def test_frames_of_a_video(hold: Hold) -> None:
     tiny = build("svd")
     call = {**tiny.call_kwargs, "num_inference_steps": 2, "output_type": "np"}

@@ -20,10 +20,14 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """The statistics of one rank in its second call, and the token plans by class of denoiser, as JSON."""
+    """The statistics of one rank in its second call, and the token plans by class of denoiser, as JSON.
+
+    `encoded`: bytes that it sent, or received, of what encoders on one rank return.
+    """
 
     stats: RankStats
     tokens: dict[str, str]
+    encoded: int = 0
 
 
 def call_of(name: str, steps: int = STEPS) -> dict[str, Any]:
@@ -38,13 +42,24 @@ def counted(this: PoolRank, name: str, plans: list[str], vae: str = "auto") -> l
     kwargs, found = {**built.call_kwargs, "num_inference_steps": STEPS}, list[Counted | None]()
     for plan in map(Plan.parse, plans):
         options = CallOptions(plan=plan, verify=False, vae=vae, random=RandomState(seed=SEED), quiet=True)
-        results = [engine.generate(kwargs, options) for _ in range(2)]
+        engine.generate(kwargs, options)
+        before = encoded_bytes(engine)
+        last = engine.generate(kwargs, options)
+        encoded = encoded_bytes(engine) - before
         tokens = {
             type(each.denoiser).__name__: to_json(each.plan)
             for each in engine._installed.patched
             if isinstance(each, TokenDenoiser) and each.plan is not None
         }
-        last = results[-1]
-        found.append(Counted(stats=last.figures[0], tokens=tokens) if isinstance(last, CallResult) else None)
+        is_used = isinstance(last, CallResult)
+        found.append(Counted(stats=last.figures[0], tokens=tokens, encoded=encoded) if is_used else None)
     engine.restore()
     return found
+
+
+def encoded_bytes(engine: PipelineRunner) -> int:
+    """The bytes of values of encoders that this rank has sent, or received, so far."""
+    if engine._encoders._one is None:
+        return 0
+    traffic = engine._encoders._one.transfer.comm.traffic
+    return (traffic.bytes_sent + traffic.bytes_received)["encoders"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,17 @@ import pytest
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import embedded_model
+from patchpar.pipeline.planner import forecast as forecast_module
+from patchpar.pipeline.planner.forecast import PlanForecasts
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.plan.plan import Plan
+from patchpar.plan.replay.fold import replay_groups
+from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.tape import Boundary, Operator, Send, Wait
+from patchpar.plan.replay.topology import Topology
 from patchpar.shard import verification_cache
 from patchpar.shard.verification_cache import VerificationCache
 
@@ -90,6 +96,25 @@ def test_a_call_with_tensors_is_not_kept(tmp_path: Path) -> None:
     tapes.keep(PLAN, ranks_of(PLAN))
     assert tapes.find(PLAN) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_orders_of_devices_with_the_same_links_have_one_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on eight cards whose messages pass the memory of one root of four cards, or of both."""
+    replays: list[Topology] = []
+
+    def replayed(tapes: Any, groups: int, topology: Topology) -> Any:
+        replays.append(topology)
+        return replay_groups(tapes, groups, topology)
+
+    monkeypatch.setattr(forecast_module, "replay_groups", replayed)
+    machine = Machine.parse("8xRTX4090")
+    forecasts = PlanForecasts(ranks_of(PLAN), PLAN, machine, steps=1, warm_up_steps=0)
+    found = {order: forecasts.on(order) for order in permutations(range(8), 2)}
+    assert len(replays) == 2
+    for order in ((0, 1), (3, 4), (7, 2)):
+        again = PlanForecasts(ranks_of(PLAN), PLAN, machine, steps=1, warm_up_steps=0)
+        assert again.on(order) == found[order]
+        assert again.on(order).order == order
 
 
 def simulator(folder: Path) -> Simulator:

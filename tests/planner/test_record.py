@@ -36,6 +36,7 @@ STALE += ["patch=3,strategy=pcpp:warmup_steps=1", "patch=3,strategy=fresh-edges"
 STALE += ["patch=2,strategy=fresh-edges:context=pooled", "patch=2,strategy=fresh-edges:context=pooled:bits=4"]
 STALE += ["patch=2,strategy=fresh-edges:context=partials", "patch=2,strategy=fresh-edges:correction=linear"]
 GUIDED = ["cfg=2", "cfg=2,patch=2"]
+ONE_ENCODER = ["cfg=2,encoders=one", "patch=3,encoders=one"]
 SHARDED = ["patch=2,weights=sharded", "patch=3,weights=sharded,resident=1", "cfg=2,weights=sharded"]
 EVERY_DAY = ("sd", ["patch=2,strategy=fresh-edges"])
 
@@ -60,8 +61,11 @@ def compare(ranks: Any, name: str, plans: list[str]) -> None:
                 assert sent.keys() == rank.stats.bytes_sent.keys(), where
                 assert all(sent[kind] >= real_bytes for kind, real_bytes in rank.stats.bytes_sent.items()), where
                 continue
-            assert dict(bytes_sent(found.tape)) == dict(rank.stats.bytes_sent), where
-            assert bytes_received(found) == sum(rank.stats.bytes_received.values()), where
+            sent = bytes_sent(found.tape)
+            encoded = sent.pop("encoders", 0)
+            assert dict(sent) == dict(rank.stats.bytes_sent), where
+            received = sum(rank.stats.bytes_received.values())
+            assert encoded + bytes_received(found) == received + rank.encoded, where
             steps = steps_of(found.tape)
             for step, stats in enumerate(rank.stats.steps):
                 assert dict(bytes_sent(steps[f"step {step}"])) == dict(stats.bytes_sent), f"{where}, step {step}"
@@ -79,6 +83,7 @@ def bytes_received(found: RecordedRank) -> int:
     first_of(
         [EVERY_DAY]
         + [(name, plans) for name in ("sdxl", "svd", "flux", "pixart", "wan") for plans in (EXACT, STALE)]
+        + [(name, ONE_ENCODER) for name in ("sd", "sdxl", "wan")]
         + [(name, SHARDED) for name in ("sdxl", "flux", "sd3")]
         + [(name, ["patch=2"]) for name in tiny.BUILDERS if name not in NOT_RECORDED]
         + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL) if name not in NOT_RECORDED],
@@ -142,7 +147,17 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         recording.of_rank(64)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "stage=2", "cfg=2,encoders=one"])
+def test_encoders_on_one_rank_send_to_the_others_which_hold_none_of_their_weights() -> None:
+    """Recorded from the last rank on, as the first."""
+    recording = Recording(tiny.build("sd").pipe, Plan(patch=2, encoders="one"), call_of("sd", 1))
+    second, first = (recording.of_rank(rank) for rank in (1, 0))
+    assert bytes_sent(first.tape)["encoders"] > 0 == bytes_sent(second.tape)["encoders"]
+    assert unequal_pairs([first.tape, second.tape]) == []
+    assert second.weight_bytes["text_encoder"] < 0.01 * first.weight_bytes["text_encoder"]  # position ids
+    assert recording.of_rank(0).weight_bytes == first.weight_bytes
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "stage=2"])
 def test_what_is_found_by_values_is_refused(plan: str) -> None:
     with pytest.raises(UnsupportedModel, match="cannot be recorded"):
         Recording(None, Plan.parse(plan), {})

@@ -11,11 +11,14 @@ import pytest
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast, RankMemory
 from patchpar.pipeline.planner.placement import TRIES, placed
-from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, fits, ranked, search
+from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, edges_of, fits, ranked, search
+from patchpar.plan.link_model import LinkModel, edges_for
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
-from patchpar.plan.replay.replay import Replayed
+from patchpar.plan.replay.replay import Replayed, replay
+from patchpar.plan.replay.tape import Boundary, Kernel, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.topology import equal_ports
 from patchpar.strategies.exact import ExactPatch
 from tests.unit.test_measured_machine import DEVICE
 
@@ -185,3 +188,29 @@ def test_ranks_are_placed_where_links_are_fast() -> None:
     assert not machine.is_uniform
     assert Machine.parse("8xH100").is_uniform
     assert not Machine.parse("2x(4xH100)-eth100").is_uniform
+
+
+ROUNDS, EDGES = 60, 6e6
+
+
+@pytest.mark.parametrize(
+    ("latency", "rate"),
+    [(0.0, 1e18), (1e-3, 1e18), (1.6e-3, 1e18), (1.9e-3, 1e18), (5e-3, 1e18), (0.0, EDGES / 0.09), (0.0, EDGES / 0.12)],
+)
+def test_edges_by_replay_are_those_of_the_rule(latency: float, rate: float) -> None:
+    """Two ranks exchange halos in rounds, with a step of one second in all between them."""
+    rounds: list[Tape] = []
+    for rank in range(2):
+        step: list[TapeEntry] = [Boundary("step 0", is_step=True)]
+        for number in range(ROUNDS):
+            exchange = Send(number, (1 - rank,), "halo", int(EDGES / ROUNDS)), Wait(number, 1 - rank, 0, "", "halo")
+            step += [*exchange, Kernel("compute", 1 / ROUNDS)]
+        rounds.append(tuple(step))
+    replayed = replay(rounds, equal_ports(rate, latency))
+    waits = sum(each.seconds for each in replayed.intervals if each.rank == 0 and each.kind == "halo")
+    found = forecast_of(Plan(patch=2), Machine.parse("2xH100"), 0.0)
+    timed = replace(found.step, seconds=1.0 + waits, exposed={"moments+halo": waits, "kv": 9.0})
+    link = LinkModel(latency=latency, rate=rate)
+    rule = edges_for(link, rounds=ROUNDS, edge_bytes=EDGES, step_seconds=1.0 + waits)
+    assert edges_of(replace(found, step=timed)).edges == rule.edges
+    assert edges_of(replace(found, step=replace(timed, exposed={"kv": 9.0}))).edges == "fresh"

@@ -16,6 +16,7 @@ from patchpar.errors import PatchparError
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.shard.stages.block_hooks import BlockHooks
 from patchpar.shard.stages.stage_pass import StagePass
 from tests import tiny
 from tests.ranks import PoolRank
@@ -53,8 +54,8 @@ def refused(this: PoolRank, name: str, plan: str) -> str:
     return "not refused"
 
 
-def killed(this: PoolRank) -> None:
-    """Rank 0 of two stages ends in its second call, before it has sent what its last block returned."""
+def killed(this: PoolRank, plan: str = "stage=2") -> None:
+    """Rank 0, of the first stage, ends in its second call or later, before it has sent what its last block returned."""
     built, passed = tiny.build("flux"), []
     runner = PipelineRunner(this.context)
     runner.adopt(built.pipe)
@@ -69,7 +70,7 @@ def killed(this: PoolRank) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StagePass, "_pass_on", pass_on_or_end)
-        _run(runner, built.call_kwargs, "stage=2", None)
+        _run(runner, built.call_kwargs, plan, None)
 
 
 def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str, folder: str | None) -> dict[str, Any] | None:
@@ -91,3 +92,54 @@ def _kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
 def _weights(pipe: Any) -> dict[str, Tensor]:
     networks = {name: net for name, net in pipe.components.items() if isinstance(net, torch.nn.Module)}
     return {f"{name}.{key}": x for name, net in networks.items() for key, x in net.state_dict().items()}
+
+
+def hosted(this: PoolRank, plan: str) -> dict[str, Any] | None:
+    """Two calls with blocks in host memory from the start, a method, and two more: and the memory of the denoiser."""
+    pipe, arguments = deep()
+    network = pipe.transformer
+    before, whole = {key: x.clone() for key, x in _weights(pipe).items()}, memory_of(network)
+    plain, most = tensors_in(pipe(**_kwargs(arguments))), [0]
+    runner = PipelineRunner(this.context)
+    runner.adopt(pipe, Plan.parse(plan))
+    called = BlockHooks.called
+
+    def measured(hooks: BlockHooks, *args: Any) -> Any:
+        most.append(memory_of(network))
+        found = called(hooks, *args)
+        most.append(memory_of(network))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockHooks, "called", measured)
+        runs = [_run(runner, arguments, plan, None)]
+        runner.apply("unload_lora_weights", (), {})
+        runs.append(_run(runner, arguments, plan, None))
+    held, weights = memory_of(network), runner._installed.weights
+    slots = 0 if weights is None else sum(x.nbytes for each in weights._sharded.values() if each for x in each._slots)
+    runner.restore()
+    latents = [x for run in runs if run is not None for x in run["latents"]]
+    return {
+        "equal": [torch.equal(x, plain[0]) for x in latents],
+        "most": max(most),
+        "held": held,
+        "whole": whole,
+        "slots": slots,
+        "restored": all(torch.equal(x, before[key]) for key, x in _weights(pipe).items()),
+    }
+
+
+def deep() -> tuple[Any, dict[str, Any]]:
+    """A pipeline with a transformer of twelve blocks, and arguments of its call."""
+    built = tiny.build("flux")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = {**built.denoiser.config, "num_layers": 2, "num_single_layers": 10}
+        built.pipe.transformer = type(built.denoiser).from_config(config).eval().requires_grad_(False)
+    return built.pipe, built.call_kwargs
+
+
+def memory_of(network: torch.nn.Module) -> int:
+    """Bytes of the memory that weights of a network are in, slots included."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in network.parameters()}
+    return sum(each.nbytes() for each in storages.values())

@@ -59,7 +59,7 @@ def test_a_call_that_fails_inside_the_denoiser(ranks: Any, strategy: str, layer:
 HELD = ("fresh-edges", "fresh-edges:context=pooled,pool=2,bits=4", "displaced", PAPER, "pcpp")
 
 
-@pytest.mark.parametrize("strategy", first_of(HELD, HELD[1], "pcpp"))
+@pytest.mark.parametrize("strategy", first_of(HELD, HELD[1]))
 def test_buffers_are_allocated_once_and_nothing_grows(ranks: Any, strategy: str) -> None:
     """Ten steps, and ten of the next picture."""
     run = Run(strategy=strategy, size=(16, 8), evaluations=10)

@@ -72,6 +72,7 @@ def test_what_is_found() -> None:
     assert "mixing" not in to_json(plan_for("PixArtTransformer2DModel"))
 
 
+@pytest.mark.breadth
 def test_what_is_found_of_a_video() -> None:
     """Frames, rows and columns are equally many here."""
     (block,) = plan_for(VIDEO).blocks

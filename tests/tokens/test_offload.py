@@ -68,7 +68,7 @@ CHANGES = {
 NOTHING = Change("transformer.num_parameters")
 
 
-@pytest.mark.parametrize("what", first_of(CHANGES, "leaf offload", "casting"))
+@pytest.mark.parametrize("what", first_of(CHANGES, "casting"))
 @pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
 def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """Between two pictures, and with the seams in."""

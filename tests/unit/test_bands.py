@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from patchpar.plan.bands import Bands, Stencil, split_bands
+from patchpar.plan.bands import Bands, Stencil, split_bands, starts_of
 
 SPLITS = [(t, p, u) for t in (8, 16, 33, 40, 61, 128, 135) for p in range(1, 6) for u in (1, 2, 8) if t // u >= p]
 
@@ -23,6 +23,31 @@ def test_every_row_belongs_to_one_rank(total: int, ranks: int, unit: int) -> Non
 def test_bands_differ_by_one_unit_at_most_and_the_last_takes_the_remainder() -> None:
     assert split_bands(40, 3, 8).starts == (0, 16, 32, 40)
     assert split_bands(43, 3, 8).starts == (0, 16, 32, 43)
+
+
+@pytest.mark.parametrize(
+    ("total", "unit", "ratio", "starts"),
+    [
+        (40, 8, (3, 1), (0, 32, 40)),
+        (43, 8, (1, 3), (0, 8, 43)),
+        (64, 8, (1, 1), (0, 32, 64)),
+        (64, 8, (2, 1, 1), (0, 32, 48, 64)),
+        (32, 8, (1000, 1, 1), (0, 16, 24, 32)),  # each has one unit at least
+        (16, 8, (1, 1000), (0, 8, 16)),
+    ],
+)
+def test_bands_in_a_ratio(total: int, unit: int, ratio: tuple[int, ...], starts: tuple[int, ...]) -> None:
+    assert split_bands(total, len(ratio), unit, ratio).starts == starts
+
+
+@pytest.mark.parametrize("units", [2, 5, 17, 64])
+@pytest.mark.parametrize("ratio", [(1, 1), (3, 1), (7, 5), (1, 100)])
+def test_a_ratio_is_met_within_a_unit(units: int, ratio: tuple[int, ...]) -> None:
+    found = starts_of(units, 2, ratio)
+    assert found[0] == 0
+    assert found[-1] == units
+    assert 0 < found[1] < units
+    assert abs(found[1] - units * ratio[0] / sum(ratio)) <= 1
 
 
 def test_too_few_units_are_refused_with_the_figures() -> None:

@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine, device_named
-from patchpar.plan.replay.price import AS_GRAPH, COMPILED, fused, kernel_seconds, priced
+from patchpar.plan.replay.price import AS_GRAPH, COMPILED, busy_part, fused, kernel_seconds, priced
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
 
@@ -80,17 +80,45 @@ def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:
 def test_prices_follow_flops_and_bytes() -> None:
     device = device_named("H100")
     large = Operator("addmm", "bfloat16", 2 * 2048 * 3072 * 3072, 10**7, (2048, 3072, 3072))
-    assert kernel_seconds(large, device) == pytest.approx(large.flops / (0.65 * 989e12))
+    gap = 2e-6
+    reached = 792.1e12 * busy_part(large.dims, device.processors)
+    assert kernel_seconds(large, device) == pytest.approx(large.flops / reached + gap)
     few = Operator("addmm", "bfloat16", 2 * 64 * 3072 * 3072, 10**4, (64, 3072, 3072))
     assert few.flops / kernel_seconds(few, device) < 0.3 * large.flops / kernel_seconds(large, device)
     add = Operator("add", "bfloat16", 0, 10**9)
-    assert kernel_seconds(add, device) == pytest.approx(10**9 / (0.8 * 3350e9))
-    assert kernel_seconds(Operator("add", "bfloat16", 0, 4 * 10**7), device) == pytest.approx(0.04e9 / (2 * 3350e9))
-    assert kernel_seconds(Operator("add", "bfloat16", 0, 8), device) == 2e-6
+    assert kernel_seconds(add, device) == pytest.approx(10**9 / (0.8 * 3350e9) + gap)
+    cached = Operator("add", "bfloat16", 0, 4 * 10**7)
+    assert kernel_seconds(cached, device) == pytest.approx(0.04e9 / (2 * 3350e9) + gap)
+    assert kernel_seconds(Operator("add", "bfloat16", 0, 8), device) == pytest.approx(gap)
     convolution = Operator("convolution", "bfloat16", large.flops, large.num_bytes, large.dims)
     assert kernel_seconds(convolution, device) > 1.4 * kernel_seconds(large, device)
     with pytest.raises(PlanError, match="no rate of H100"):
         kernel_seconds(Operator("mm", "float64", 8, 8, (2, 2, 1)), device)
+
+
+@pytest.mark.parametrize(
+    ("dims", "part"),
+    [
+        ((128 * 132, 128, 64), 1.0),  # as many tiles as processors
+        ((128 * 133, 128, 64), 133 / 264),  # one more takes as long again
+        ((128 * 66, 128, 1000), 0.5),  # half of the processors idle
+        ((128 * 66, 128, 2048), 1.0),  # unless two of them share a tile
+        ((64, 128, 64), 0.5 / 132),  # half a tile
+        ((256 * 132, 128 * 2, 64), 1.0),
+    ],
+)
+def test_processors_without_a_tile_of_a_product_idle(dims: tuple[int, ...], part: float) -> None:
+    assert busy_part(dims, 132) == pytest.approx(part)
+
+
+def test_heads_of_attention_are_computed_in_widths_that_kernels_know() -> None:
+    """Of width 40, as in Stable Diffusion 1.5, they take as long as of width 64."""
+    device = device_named("A100")
+    seconds = [
+        kernel_seconds(Operator("attention", "float16", 4 * 65536 * 4096 * width, 8, (65536, 4096, width)), device)
+        for width in (40, 64)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_a_priced_tape_joins_kernels_between_messages() -> None:

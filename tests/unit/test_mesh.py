@@ -42,6 +42,7 @@ def test_ranks_of_the_same_features() -> None:
     assert Mesh(3, range(4), tensor=4).of_same_features() == Axis("features", 0, 1, (3,))
     assert Mesh(1, range(2), patch=2).of_same_features().ranks == (0, 1)
     assert (0, 2) in rank_sets(4, patch=2, tensor=2)
+    assert Mesh(6, range(8), cfg=2, stage=2, patch=2).of_one_branch() == Axis("branch", 2, 4, (4, 5, 6, 7))
 
 
 def test_the_ends_of_an_axis() -> None:
@@ -72,6 +73,6 @@ def test_the_sets_of_ranks_are_those_of_all_axes_and_images(degrees: tuple[int, 
     assert len(set(found)) == len(found)
     for me in range(num_ranks):
         mesh = Mesh(me, range(num_ranks), **sizes)
-        for axis in (*(mesh[name] for name in AXES), mesh.of_one_image()):
+        for axis in (*(mesh[name] for name in AXES), mesh.of_one_image(), mesh.of_one_branch()):
             assert (axis.ranks in found) == (axis.size > 1)
     assert all(list(ranks) == sorted(ranks) for ranks in found)

@@ -15,6 +15,7 @@ from patchpar.plan.plan import Plan
         (" patch = 3 , split=columns ", Plan(patch=3, split="columns"), "patch=3,split=columns,strategy=exact"),
         ("data=4", Plan(data=4), "data=4"),
         ("cfg=2,stage=2", Plan(cfg=2, stage=2), "cfg=2,stage=2"),
+        ("stage=2,patch=2", Plan(stage=2, patch=2), "stage=2,patch=2,strategy=exact"),
         ("", Plan(), "single"),
     ],
 )
@@ -48,7 +49,10 @@ def test_degrees_multiply_to_the_devices() -> None:
         ("patch=-2", "patch=-2: .*at least 1"),
         ("patch=2,split=diagonal", "split='diagonal': use one of auto, rows, columns"),
         ("patch=2,weights=split", "weights='split': use one of whole, sharded, hosted"),
-        ("stage=2,weights=hosted", "weights=hosted divides every block .*use weights=whole"),
+        (
+            "stage=2,weights=sharded",
+            "weights=sharded divides every block .*use weights=hosted where",
+        ),
         ("tensor=2,weights=sharded", "which is 1 rank: use patch=2 or cfg=2 or more, weights=hosted"),
         ("patch=2,encoders=one,weights=hosted", "weights=hosted on all: leave one of them out"),
         (
@@ -56,9 +60,9 @@ def test_degrees_multiply_to_the_devices() -> None:
             "ranks of one image .*which is 1 rank: use patch=2 or cfg=2 or more, weights=hosted",
         ),
         ("stage=0", "stage=0: .*at least 1"),
-        ("stage=2,patch=3", r"stage=2 divides the blocks.*patch=3 the image: use one of them, stage=6 or patch=6"),
+        ("stage=2,patch=3,strategy=piped", r"pieces of the image one after the other.*use stage=6, or strategy=exact"),
         ("stage=2,tensor=3", "stage=2 divides the blocks.*tensor=3 their features: .*stage=6 or tensor=6"),
-        ("cfg=2,stage=2,weights=sharded", "use weights=whole, or patch=2 instead of stage"),
+        ("cfg=2,stage=2,weights=sharded", "weights=whole, or patch=2 instead of stage"),
         ("patch=2,resident=1", "resident=1 is for weights=sharded"),
         ("patch=2,weights=sharded,resident=-1", "resident=-1: it is a number of blocks"),
         ("patch=2,weights=sharded,resident=few", "resident=few: the number of resident blocks is a whole number"),

@@ -68,12 +68,12 @@ def test_every_plan_prints_as_what_parses_to_it(name: str) -> None:
         strategy = next(generated)
         seen.update(option.name for option in fields(kind) if getattr(strategy, option.name) != option.default)
         degrees = {axis: chance.choice((1, 2, 3)) for axis in AXIS_MEANINGS}
-        kept = chance.choice(("stage", "patch", "tensor"))
         if kind.axis == "stage":
-            degrees["stage"], kept = chance.choice((2, 3)), "stage"
-        degrees.update(dict.fromkeys({"stage", "patch", "tensor"} - {kept}, 1) if degrees["stage"] > 1 else {})
+            degrees |= {"stage": chance.choice((2, 3)), "patch": 1, "tensor": 1}
+        if degrees["stage"] > 1 and degrees["tensor"] > 1:
+            degrees[chance.choice(("stage", "tensor"))] = 1
         shards = degrees["cfg"] * degrees["patch"] > 1 and degrees["tensor"] == degrees["stage"] == 1
-        hosts = degrees["tensor"] == degrees["stage"] == 1
+        hosts = degrees["tensor"] == 1
         kinds = ("sharded",) * shards + ("hosted",) * hosts
         weights = {"weights": chance.choice(kinds), "resident": chance.choice((0, 3))} if kinds else {}
         options = chance.choice(({}, weights, {"encoders": chance.choice(ENCODERS)}))

@@ -41,7 +41,7 @@ def test_halos_joined_as_on_gpus(name: str, method: str, monkeypatch: pytest.Mon
         assert psnr_db(result.x, want) >= 100
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", first_of([2, 4], 4))
 @pytest.mark.parametrize("size", [(8, 6), (9, 5), (5, 12)], ids=["even", "uneven", "columns"])
 @pytest.mark.parametrize("method", METHODS)
 def test_any_number_of_ranks_and_rows(method: str, size: tuple[int, int], world: int) -> None:

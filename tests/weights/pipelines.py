@@ -166,17 +166,76 @@ def _stages(first: str, second: str) -> list[list[tuple[str, tuple[Any, ...]]]]:
     ]
 
 
-def _save_adapter(pipe: Any, folder: Path, rank: int, seed: int) -> str:
+def initialised(this: PoolRank, weights: str, folder: str, kind: str) -> dict[str, Any]:
+    """Latents before and after an adapter of that kind is loaded, with whole and with divided weights."""
+    runners, latents = [], []
+    file = _save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, 0, kind)
+    for text in ("patch=2", f"patch=2,weights={weights}"):
+        built = tiny.build("flux")
+        runner = PipelineRunner(this.context)
+        runner.adopt(built.pipe)
+        runs = [_run(runner, built.call_kwargs, text)]
+        on_meta = {} if kind == "dora" else {"low_cpu_mem_usage": False}  # where PEFT cannot initialise from weights
+        runner.apply("load_lora_weights", (file,), on_meta)
+        runs.append(_run(runner, built.call_kwargs, text))
+        runners.append(runner)
+        latents.append([x for run in runs if run is not None for x in run["latents"]])
+    held = runners[1]._installed.weights
+    in_shards = 0 if held is None else len(held._sharded)
+    for runner in runners:
+        runner.restore()
+    whole, found = latents
+    return {
+        "equal": [torch.equal(a, b) for a, b in zip(whole, found, strict=True)],
+        "differ": not torch.equal(found[0], found[-1]) if found else None,
+        "held": in_shards,
+    }
+
+
+def refused_adapter(this: PoolRank, folder: str, is_called: bool) -> dict[str, Any]:
+    """The message where weights that an adapter is initialised from do not fit; the next call is as before."""
+    built, plan = tiny.build("flux"), "patch=2,weights=sharded"
+    file = _save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, 0, "pissa")
+    runner, message = PipelineRunner(this.context), "not refused"
+    runner.adopt(built.pipe, Plan.parse(plan))
+    before = _run(runner, built.call_kwargs, plan) if is_called else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        try:
+            if this.rank < 2:  # another rank has no part of the weights
+                runner.apply("load_lora_weights", (file,), {})
+        except PatchparError as error:
+            message = str(error)
+    after = _run(runner, built.call_kwargs, plan)
+    runner.restore()
+    whole = _run(runner, built.call_kwargs, "patch=2")
+    runner.restore()
+    wanted = (whole or {"latents": []})["latents"]
+    found = [x for run in (before, after) if run is not None for x in run["latents"]]
+    return {"message": message, "equal": [torch.equal(x, wanted[0]) for x in found]}
+
+
+def _save_adapter(pipe: Any, folder: Path, rank: int, seed: int, kind: str = "plain") -> str:
+    """`kind`: "plain", "dora", or one of PEFT that is initialised from weights, as its metadata say."""
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         targets = ["to_q", "to_k", "to_v", "proj_mlp"]
-        pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=targets))
-    name = f"adapter{seed}_{rank}.safetensors"
-    layers = get_peft_model_state_dict(pipe.transformer)
-    pipe.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=name)
+        plain = kind in ("plain", "dora")
+        config = LoraConfig(
+            r=2,
+            lora_alpha=4,
+            init_lora_weights=False if plain else kind,
+            use_dora=kind == "dora",
+            target_modules=targets,
+        )
+        pipe.transformer.add_adapter(config)
+    name = f"{kind}{seed}_{rank}.safetensors"
+    layers = {key: x * (1 if plain else 1.5) for key, x in get_peft_model_state_dict(pipe.transformer).items()}
+    metadata = {} if plain else {"transformer_lora_adapter_metadata": pipe.transformer.peft_config["default"].to_dict()}
+    pipe.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=name, **metadata)
     return str(folder / name)
 
 

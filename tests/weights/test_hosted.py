@@ -29,6 +29,8 @@ CASES = [
     ("flux", "data=2"),
     ("flux", "patch=2,strategy=fresh-edges:warmup_steps=1"),
     ("wan", "cfg=2,patch=2,strategy=displaced:warmup_steps=1"),
+    ("flux", "patch=2,strategy=pcpp:warmup_steps=1"),
+    ("sdxl", "patch=2,strategy=pcpp:warmup_steps=1"),
 ]
 
 
@@ -149,6 +151,6 @@ def test_offloading_beside_it_is_refused() -> None:
 def test_whole_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = tiny.build("flux")
     with ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted") as pipe:
-        monkeypatch.setattr("patchpar.shard.weights.sharded.free_bytes", lambda device: 1000)
+        monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
         with pytest.raises(PlanError, match=r"GiB when they are whole, more than is free.*close the pipeline"):
             pipe.restore()

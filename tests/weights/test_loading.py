@@ -102,6 +102,7 @@ def test_what_is_read_while_loading_is_cast_before() -> None:
         (torch.float16, "cfg=2,weights=sharded,resident=1"),
         (torch.float16, "cfg=2,patch=2,weights=sharded"),
         (torch.float32, "patch=2,weights=hosted"),
+        (torch.float32, "stage=2,weights=hosted"),
         (torch.bfloat16, "patch=1,weights=hosted"),
     ],
 )

@@ -21,6 +21,9 @@ CASES = [
     ("sdxl", "cfg=2"),
     ("wan", "cfg=2,patch=2,strategy=displaced:warmup_steps=1"),
     ("flux", "patch=2,strategy=fresh-edges:warmup_steps=1"),
+    ("flux", "patch=2,strategy=pcpp:warmup_steps=1"),
+    ("sdxl", "patch=2,strategy=pcpp:warmup_steps=1"),
+    ("wan", "cfg=2,patch=2,strategy=pcpp:warmup_steps=1"),
 ]
 CACHED = [
     ("flux", "patch=2", FirstBlockCacheConfig(threshold=0.343)),
@@ -57,6 +60,27 @@ def test_adapters_come_and_go_beside_sharded_weights(ranks: Any, tmp_path: Path)
     assert first["equal"] == [True] * 10
     assert first["differ"] == [False, True, True, True, False]
     assert first["held"] == second["held"] == [3] * 4, "a transformer and two text encoders stay sharded"
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("weights", ["sharded", "hosted"])
+@pytest.mark.parametrize("kind", ["pissa", "olora", "dora"])
+def test_adapters_that_read_the_weights_beside_them(ranks: Any, tmp_path: Path, kind: str, weights: str) -> None:
+    """When they are loaded (PiSSA, OLoRA: weights are whole meanwhile), or in every call (DoRA)."""
+    first, second, *_ = ranks.run("tests.weights.pipelines:initialised", 4, weights, str(tmp_path), kind)
+    assert first["equal"] == [True] * 4
+    assert first["differ"]
+    assert first["held"] == second["held"] == 3, "a transformer and two text encoders are divided again"
+
+
+@pytest.mark.parametrize("is_called", first_of([True, False], True))
+def test_adapters_whose_weights_do_not_fit_are_refused_by_name(ranks: Any, tmp_path: Path, is_called: bool) -> None:
+    of_ranks = ranks.run("tests.weights.pipelines:refused_adapter", 4, str(tmp_path), is_called)[:2]
+    assert of_ranks[0]["equal"] == [True] * (4 if is_called else 2)  # only the first rank has latents
+    for found in of_ranks:
+        assert "load_lora_weights() initialises an adapter from the weights beside it" in found["message"]
+        assert "init_lora_weights='pissa'" in found["message"]
+        assert "or load a plain LoRA" in found["message"]
 
 
 def test_a_method_that_replaces_sharded_weights_is_noticed(ranks: Any) -> None:

@@ -2,10 +2,11 @@
 
 import contextlib
 import errno
+import logging
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ PEER = struct.Struct("<I")  # the rank at the other end of the socket that is se
 HERE = b"h"  # sent by each rank to each other, so that a rank that did not connect is noticed now and not much later
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
 RETRY_SECONDS = 0.01
+
+log = logging.getLogger(__name__)
 
 
 def connect(endpoint: RankContext, *, through: str = "auto") -> Transport:
@@ -56,6 +59,14 @@ def watched(transport: T, rank: RankContext) -> T:
     """Return the same transport with the wait limit of `rank`, reporting its waits there."""
     transport.deadline, transport.waiting = rank.wait_limit, rank.waiting
     return transport
+
+
+def form_groups(transport: Transport, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool) -> None:
+    """Prepare operations of these sets of ranks, where the transport has any; see `Collectives.form`. Collective."""
+    if transport.collectives is not None:
+        transport.collectives.form(sets, symmetric_memory=symmetric_memory)
+    elif symmetric_memory:
+        log.warning("no symmetric memory: these ranks exchange through memory of the host, as they have no GPU each")
 
 
 def _over_nccl(device: torch.device) -> bool:

@@ -126,7 +126,9 @@ class Work(ABC, Generic[T]):
         if self._result is None:
             start = time.perf_counter()
             result = self._finish()
-            self._report(start)
+            stalls, self._stalls = self._stalls, ()
+            if self.on_wait is not None:  # as `_report`, without a call in every exchange
+                self.on_wait(start, stalls)
             for arrange in self._steps:
                 result = arrange(result)
             self._result = (result,)
@@ -203,8 +205,11 @@ class Collectives(Protocol):
     `bulk`: what is not needed in this step; it does not hold up what is. Each returns at once.
     """
 
-    def form(self, sets: Sequence[tuple[int, ...]]) -> None:
-        """Prepare operations of these sets of ranks. All ranks of the job call it, with the same sets in order."""
+    def form(self, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool = False) -> None:
+        """Prepare operations of these sets of ranks. All ranks of the job call it, with the same sets in order.
+
+        `symmetric_memory`: small ones go through memory that the ranks share, where there is such.
+        """
 
     def covers(self, ranks: tuple[int, ...]) -> bool:
         """Whether there are operations of `ranks`."""
@@ -238,11 +243,19 @@ class Collectives(Protocol):
         """As `all_gather` of [elements]. `incoming`: the messages of the others in their rows, see `packing`."""
 
     def all_to_all(
-        self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
+        self,
+        ranks: tuple[int, ...],
+        own: FlatParts,
+        into: FlatParts,
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        alike: bool = False,
     ) -> Work[Tensor]:
         """Start to send each rank its part of `own`, and to receive its part of `into` from each, this one's included.
 
-        `incoming`: what comes of the other ranks, for errors. The result of the Work: the buffer of `into`
+        `incoming`: what comes of the other ranks, for errors. `alike`: the largest of the parts that a rank sends and
+        receives is as large on all ranks. The result of the Work: the buffer of `into`
         [elements].
         """
 

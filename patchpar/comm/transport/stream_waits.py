@@ -40,12 +40,8 @@ class StreamStall(NamedTuple):
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
-class _Awaited(NamedTuple):
-    """What a stream waits for since `since`. `what` names rank, exchange point, peers and shapes."""
-
-    since: float
-    is_over: Callable[[], bool]
-    what: Callable[[], str]
+Awaited = tuple[float, Callable[[], bool], Callable[[], str]]
+"""What a stream waits for: since when, whether it is over, and what names rank, exchange point, peers and shapes."""
 
 
 class StreamWaits:
@@ -57,10 +53,10 @@ class StreamWaits:
 
     def __init__(self, kind: str, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
         self._event, self._deadline, self._on_late = timing_events(kind), deadline, on_late
-        self._awaited: deque[_Awaited] = deque()
+        self._awaited: deque[Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
-        self._has_news = False  # the same, under the lock: asking the event costs more
+        self._has_news = False  # the same: asking the event costs more
         self._closed = False
         self._paused = 0
         self._captures = False
@@ -90,11 +86,10 @@ class StreamWaits:
 
         Its time begins when that which the stream began before is over.
         """
-        with self._lock:
-            self._awaited.append(_Awaited(time.monotonic(), is_over, what))
-            if self._has_news:
-                return
-            self._has_news = True
+        self._awaited.append((time.monotonic(), is_over, what))
+        if self._has_news:  # the thread looks again after it has cleared this, so that nothing is missed without a lock
+            return
+        self._has_news = True
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
             self._watch.start()
@@ -140,17 +135,19 @@ class StreamWaits:
             self._news.wait()
             time.sleep(GLANCE)
             self.look()
-            with self._lock:
-                if not self._awaited and not self._closed:
-                    self._has_news = False
-                    self._news.clear()
+            if not self._awaited and not self._closed:
+                self._has_news = False
+                self._news.clear()
+                if self._awaited or self._closed:  # meanwhile
+                    self._has_news = True
+                    self._news.set()
 
     def look(self) -> None:
         """Forget works that are complete; report the first that is late."""
         with self._lock:
             if self._paused or self._late:
                 return
-            while self._awaited and self._awaited[0].is_over():
+            while self._awaited and self._awaited[0][1]():
                 self._awaited.popleft()
                 self._moved_on = time.monotonic()
             if not self._awaited:

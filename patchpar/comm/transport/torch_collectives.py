@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from patchpar.comm.transport.message import FlatParts, Incoming, Messages, Outgoing, T, Work
 from patchpar.comm.transport.message_memory import MessageMemory, buffer_for
 from patchpar.comm.transport.packing import pack_row, row_of
+from patchpar.comm.transport.symmetric_memory import SLOT, PeerMemory, formed
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.comm.transport.torch_work import FilledBuffer, TorchWork
 
@@ -40,10 +41,29 @@ class TorchCollectives:
     def __init__(self, groups: ProcessGroups, device: torch.device, start: Start) -> None:
         self._groups, self._device, self._start = groups, device, start
         self._methods: dict[tuple[tuple[int, ...], bool], _GroupMethods] = {}
+        self._peers: dict[tuple[int, ...], PeerMemory] = {}  # in use
+        self._tried: dict[tuple[int, ...], PeerMemory | None] = {}
 
-    def form(self, sets: Sequence[tuple[int, ...]]) -> None:
+    def form(self, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool = False) -> None:
         """See `Collectives`."""
         self._groups.form(sets, with_bulk=True)
+        self._peers.clear()
+        for ranks in filter(self._groups.has, sets) if symmetric_memory else ():
+            if ranks not in self._tried:
+                group = self._groups.of(ranks, bulk=False)
+                self._tried[ranks] = formed(ranks, group, self._device, partial(self._gathered, ranks))
+            if found := self._tried[ranks]:
+                self._peers[ranks] = found
+
+    def _gathered(self, ranks: tuple[int, ...], own: Tensor) -> Tensor:
+        """Return `own` [N] of all ranks, [P, N]."""
+        rows = own.new_empty((len(ranks), *own.shape))
+        return self.all_gather(ranks, own, rows, (), "symmetric memory").wait()
+
+    def abort(self) -> None:
+        """End exchanges in symmetric memory that are on their way."""
+        for peers in self._peers.values():
+            peers.give_up()
 
     def covers(self, ranks: tuple[int, ...]) -> bool:
         """See `Collectives`."""
@@ -60,7 +80,11 @@ class TorchCollectives:
         bulk: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
-        begin = partial(self._of(ranks, bulk=bulk).gather, own, rows)
+        way: PeerMemory | _GroupMethods | None = None
+        if self._peers and not bulk and own.numel() * own.element_size() <= SLOT:
+            way = self._peers.get(ranks)
+        way = way or self._of(ranks, bulk=bulk)
+        begin = partial(way.all_gather, own, rows)
         return self._start(FilledBuffer, begin, ((own,), (rows,)), incoming, where)
 
     def gather_messages(
@@ -74,15 +98,26 @@ class TorchCollectives:
         bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
-        begin = partial(self._of(ranks, bulk=bulk).gather, own, rows)
+        begin = partial(self._of(ranks, bulk=bulk).all_gather, own, rows)
         received = [rows[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((own,), received), incoming, where)
 
     def all_to_all(
-        self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
+        self,
+        ranks: tuple[int, ...],
+        own: FlatParts,
+        into: FlatParts,
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        alike: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; flat parts are [elements]."""
-        begin = partial(self._of(ranks, bulk=False).to_all, own, into)
+        way: PeerMemory | _GroupMethods | None = None
+        if self._peers and alike and max(*own.sizes, *into.sizes) * own.buffer.element_size() <= SLOT:
+            way = self._peers.get(ranks)
+        way = way or self._of(ranks, bulk=False)
+        begin = partial(way.all_to_all, own, into)
         return self._start(FilledBuffer, begin, ((own.buffer,), (into.buffer,)), incoming, where)
 
     def exchange(
@@ -102,7 +137,7 @@ class TorchCollectives:
         row = row_of(tuple(pending.get(rank, ()) for rank in ranks))
         received = buffer_for(memory, "received", row.size, torch.uint8, self._device)
         own, into = FlatParts(sent, row_sent.sizes), FlatParts(received, row.sizes)
-        begin = partial(self._of(ranks, bulk=bulk).to_all, own, into)
+        begin = partial(self._of(ranks, bulk=bulk).all_to_all, own, into)
         buffers = row.buffers(received)
         by_message = [buffers[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((sent,), by_message), incoming, where)
@@ -123,13 +158,13 @@ class _GroupMethods:
         self._to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
         self._options = _in_its_own_stream(AllgatherOptions()), _in_its_own_stream(AllToAllOptions())
 
-    def gather(self, own: Tensor, rows: Tensor) -> Sequence[dist.Work]:
+    def all_gather(self, own: Tensor, rows: Tensor) -> Sequence[dist.Work]:
         """Begin to gather `own` [...] of all ranks into `rows` [P, ...]."""
         if rows.ndim != own.ndim:  # gloo takes parts that follow each other in the first dim only
             rows, own = rows.view(-1), own if own.ndim == 1 else own.view(-1)
         return (self._gather(rows, own, self._options[0]),)
 
-    def to_all(self, own: FlatParts, into: FlatParts) -> Sequence[dist.Work]:
+    def all_to_all(self, own: FlatParts, into: FlatParts) -> Sequence[dist.Work]:
         """Begin to send each rank its part of `own` [elements], and to receive `into` [elements]."""
         return (self._to_all(into.buffer, own.buffer, into.sizes, own.sizes, self._options[1]),)
 

@@ -77,6 +77,8 @@ class TorchTransport(Poisonable):
     def poison(self, reason: str) -> None:
         """See `Poisonable`. Operations in flight end, so that a GPU that waits for them goes on."""
         super().poison(reason)
+        if self.collectives is not None:
+            self.collectives.abort()
         self._groups.abort()
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class TorchWork(Work[T]):
         incoming: Sequence[Incoming],
         where: str,
     ) -> None:
-        super().__init__(incoming, where)
+        Work.__init__(self, incoming, where)  # without `super()`, in every exchange
         self._transport, self._works = transport, works
         self._sent, self._raw = buffers
 

@@ -3,6 +3,8 @@
     device of a rank  =  weights that stay whole  +  its part of blocks, and resident ones  +  slots  +  activations
     host memory       =  hosted blocks, once for each image
 
+A stage whose blocks are hosted keeps its own ones on its device; about as many bytes as the other stages.
+
 Activations are those of a call on one device, the most that a rank of several can have. Buffers of kernels and drivers
 come on top.
 """
@@ -10,6 +12,7 @@ come on top.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.plan.plan import Plan
+from patchpar.shard.stages.balance import balanced
 from patchpar.shard.weights.packed import blocks_of, resident_of
 
 SLOTS = 2  # of each network with divided weights
@@ -72,7 +76,10 @@ def network_bytes(pipe: Any) -> dict[str, NetworkBytes]:
 
 
 def memory_of(plan: Plan, networks: Mapping[str, NetworkBytes], activations: int) -> PlanMemory:
-    """Return the memory of a plan without axes `stage` and `tensor`, whose ranks hold less once the first call ends."""
+    """Return the memory of a plan.
+
+    Axis `tensor` is left out, and `stage` with whole weights, whose ranks hold less once the first call ends.
+    """
     size = plan.world_size // plan.data
     kept = sum(_on_a_rank(each, plan, size) for each in networks.values())
     encoders = sum(each.whole for each in networks.values() if each.is_encoder) if plan.encoders == "one" else 0
@@ -132,7 +139,16 @@ def _on_a_rank(network: NetworkBytes, plan: Plan, size: int) -> int:
     in_slots = _blocks_in_slots(network.blocks, plan.resident)
     divided, slots = sum(in_slots), min(SLOTS, len(in_slots)) * max(in_slots, default=0)
     own = -(-divided // size) if plan.weights == "sharded" else 0
+    if plan.stage > 1 and not network.is_encoder:
+        own = _largest_run(in_slots, plan.stage)
     return network.whole - divided + own + slots
+
+
+def _largest_run(blocks: Sequence[int], stages: int) -> int:
+    """Return the bytes of the largest of so many runs of blocks, which are as equal as blocks allow."""
+    cuts = balanced(blocks, range(1, len(blocks)), stages)
+    ends = [0, *(cuts or ()), len(blocks)]
+    return max((sum(blocks[start:stop]) for start, stop in pairwise(ends)), default=0)
 
 
 def _blocks_in_slots(blocks: Sequence[int], resident: int) -> list[int]:

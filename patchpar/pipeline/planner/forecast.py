@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.fold import replay_groups
+from patchpar.plan.replay.fold import links_of, pairs_of, replay_groups
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import MeasuredMachine
 from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Prices
@@ -108,44 +109,57 @@ class Forecast:
         }
 
 
-def forecast(  # noqa: PLR0913 - each is a setting of its own, by name
-    ranks: ImageRanks,
-    plan: Plan,
-    machine: AnyMachine,
-    *,
-    steps: int,
-    warm_up_steps: int,
-    assumed: CostAssumptions = ASSUMED,
-    order: tuple[int, ...] = (),
-) -> Forecast:
-    """Return the forecast of a plan whose ranks are recorded, on the first devices of a machine, or in this `order`.
+class PlanForecasts:
+    """Forecasts of a plan whose ranks are recorded, on the devices of a machine in any order.
 
-    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last. Raises PlanError
-    for more ranks than devices, and for a dtype that the device has no rate for.
+    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last. Tapes are priced
+    once, and orders of devices with the same links have one replay. Raises PlanError for more ranks than devices, and
+    for a dtype that the device has no rate for.
     """
-    plan_fits(plan, machine)
-    prices = Prices(machine.device, assumed)
-    tapes = [prices.of(tape) for tape in ranks.tapes]
-    replayed = replay_groups(tapes, plan.data, _ordered(machine.topology(), order)).slowest
-    phases = _phases(replayed)
-    in_order = [name for name in phases if name not in (ENCODE, DECODE)]
-    last = in_order[-1]
-    return Forecast(
-        plan=plan,
-        machine=machine,
-        steps=steps,
-        warm_up_steps=min(warm_up_steps, steps),
-        phases=phases,
-        first=phases[in_order[0]],
-        step=phases[last],
-        bytes_sent=[bytes_sent(steps_of(tape)[last]) for tape in ranks.tapes],
-        memory=[memory_of(rank) for rank in ranks.ranks],
-        assumed=(*assumed.lines(machine.device), *machine.assumptions()),
-        replayed=replayed,
-        flops=[_flops(steps_of(tape)[last]) for tape in ranks.tapes],
-        launching=sum(entry.host for entry in steps_of(tapes[0])[last] if isinstance(entry, Kernel)),
-        order=order,
-    )
+
+    def __init__(
+        self,
+        ranks: ImageRanks,
+        plan: Plan,
+        machine: AnyMachine,
+        *,
+        steps: int,
+        warm_up_steps: int,
+        assumed: CostAssumptions = ASSUMED,
+    ) -> None:
+        plan_fits(plan, machine)
+        prices = Prices(machine.device, assumed)
+        self._tapes = [prices.of(tape) for tape in ranks.tapes]
+        self._data, self._topology = plan.data, machine.topology()
+        self._pairs = pairs_of(self._tapes)
+        self._replays: dict[object, Replayed] = {}
+        parts = [steps_of(tape) for tape in ranks.tapes]
+        last = [name for name in parts[0] if name not in ("", ENCODE, DECODE)][-1]
+        priced = steps_of(self._tapes[0])[last]
+        self._make = partial(
+            Forecast,
+            plan=plan,
+            machine=machine,
+            steps=steps,
+            warm_up_steps=min(warm_up_steps, steps),
+            bytes_sent=[bytes_sent(each[last]) for each in parts],
+            memory=[memory_of(rank) for rank in ranks.ranks],
+            assumed=(*assumed.lines(machine.device), *machine.assumptions()),
+            flops=[_flops(each[last]) for each in parts],
+            launching=sum(entry.host for entry in priced if isinstance(entry, Kernel)),
+        )
+
+    def on(self, order: tuple[int, ...] = ()) -> Forecast:
+        """Return the forecast with ranks on the devices of this order; the first ones without it."""
+        topology = _ordered(self._topology, order)
+        form = links_of(self._data, len(self._tapes), self._pairs, topology)
+        if form not in self._replays:
+            self._replays[form] = replay_groups(self._tapes, self._data, topology).slowest
+        replayed = self._replays[form]
+        phases = _phases(replayed)
+        in_order = [name for name in phases if name not in (ENCODE, DECODE)]
+        first, step = phases[in_order[0]], phases[in_order[-1]]
+        return self._make(phases=phases, first=first, step=step, replayed=replayed, order=order)
 
 
 def _flops(tape: Tape) -> int:

@@ -23,7 +23,9 @@ from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, w
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import KnownForms, MetaMode
 from patchpar.models.info import denoisers_of
+from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.planner.recorded_encoders import EncodedValues, RecordedAbsence, RecordedTransfer
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, TapeRecorder
@@ -31,7 +33,9 @@ from patchpar.pipeline.planner.token_plans import KnownTokens
 from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.pipeline.validate import check_plan_for
+from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
+from patchpar.shard.encoders.one_rank import WaysOfEncoders
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.kernels.fused_op import fused_without_values
 from patchpar.shard.sdpa import SdpaMode
@@ -86,6 +90,7 @@ class Recording:
         self.pipe, self.plan, self.options = pipe, plan, options or RecordOptions()
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
         self.networks: dict[str, nn.Module] = emptied(pipe)
+        self._encoded = EncodedValues()
 
     def of_rank(self, rank: int) -> RecordedRank:
         """Record one rank.
@@ -95,6 +100,9 @@ class Recording:
         """
         if not 0 <= rank < self.plan.world_size:
             raise PlanError(f"rank {rank} of plan {self.plan}: use 0 to {self.plan.world_size - 1}")
+        first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
+        if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
+            self.of_rank(first)
         tape, memory = TapeRecorder(), LiveBytes(ENCODE)
         mode = MetaMode(memory, tape.operator, self.options.known)
         context = RecordingContext(rank, max(2, self.plan.world_size), tape)
@@ -106,7 +114,7 @@ class Recording:
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), SdpaMode(mode.attend), mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
-                runner = _Runner(context, transport, self.options)
+                runner = _Runner(context, transport, self.options, self._encoded)
                 self._note_phases(hooks, memory, tape)
                 return self._recorded(runner, memory, tape)
         except (NotImplementedError, RuntimeError) as error:
@@ -167,10 +175,6 @@ def _refuse_what_needs_values(plan: Plan) -> None:
                 f"plan {plan} cannot be recorded: how {what} divides a model is found by values, which a recording has "
                 "not; use patch, cfg, data or weights=sharded"
             )
-    if plan.encoders == "one":
-        raise UnsupportedModel(
-            f"plan {plan} cannot be recorded: encoders=one sends the values of what encoders return; use encoders=all"
-        )
 
 
 class RecordingContext:
@@ -202,8 +206,17 @@ class RecordingContext:
 class _Runner(PipelineRunner):
     """The engine of a rank over a transport to nobody."""
 
-    def __init__(self, context: RecordingContext, transport: RecordingTransport, options: RecordOptions) -> None:
+    def __init__(
+        self,
+        context: RecordingContext,
+        transport: RecordingTransport,
+        options: RecordOptions,
+        encoded: EncodedValues,
+    ) -> None:
         super().__init__(context)
+        ways = WaysOfEncoders(partial(RecordedTransfer, encoded=encoded), RecordedAbsence)
+        self._encoders = EncoderPlacement(context.rank, self.device, self._communicator, ways)
+        self._encoded = encoded
         self._transport = transport
         self._nowhere, self._options = transport, options
         self._begin: Callable[[], None] = lambda: None
@@ -225,12 +238,13 @@ class _Runner(PipelineRunner):
     def _call_pipeline(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
         """See PipelineRunner. A call that is made again, for images that all ranks need, is recorded again."""
         self._begin()
+        self._encoded.begin()
         self._nowhere.tape.begin()
         return super()._call_pipeline(kwargs, options)
 
-    def install(self, plan: Plan, *, verify: Any = True, vae: str = "auto", graphs: bool | str = False) -> None:
+    def install(self, plan: Plan, **options: Any) -> None:
         """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
-        super().install(plan, verify=verify, vae=vae, graphs=graphs)
+        super().install(plan, **options)
         installed, learnt = self._installed, self._options.learnt
         for patched in installed.patched:
             if isinstance(patched, TokenDenoiser):

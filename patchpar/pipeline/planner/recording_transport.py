@@ -94,7 +94,7 @@ class RecordingCollectives:
     def __init__(self, transport: RecordingTransport) -> None:
         self._transport = transport
 
-    def form(self, sets: Sequence[tuple[int, ...]]) -> None:
+    def form(self, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool = False) -> None:
         """See `Collectives`."""
 
     def covers(self, ranks: tuple[int, ...]) -> bool:
@@ -134,7 +134,14 @@ class RecordingCollectives:
             self._transport.note(message.peer, message.num_bytes, where, bulk=bulk)
 
     def all_to_all(
-        self, ranks: tuple[int, ...], own: FlatParts, into: FlatParts, incoming: Sequence[Incoming], where: str
+        self,
+        ranks: tuple[int, ...],
+        own: FlatParts,
+        into: FlatParts,
+        incoming: Sequence[Incoming],
+        where: str,
+        *,
+        alike: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; flat parts are [elements]."""
         self._transport.note_parts(ranks, own, where)

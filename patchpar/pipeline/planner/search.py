@@ -17,6 +17,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast
 from patchpar.pipeline.planner.placement import Simulate, placed
+from patchpar.plan.link_model import EXPOSED_FRACTION, EdgeChoice
 from patchpar.plan.plan import Plan
 from patchpar.strategies.exact import ExactPatch
 
@@ -24,6 +25,8 @@ CLOSE = 1.03
 """Times of plans that count as equal."""
 KEYS = "kv"
 """The kind of exchange that other ways of attention change."""
+EDGE_KINDS = ("halo", "moments", "moments+halo")
+"""Waits for what is fresh or stale with the edges, by kind; both may be in one message."""
 WITHOUT_LINKS = 1.05
 """A plan without axis patch, which needs hardly any link, counts as equal to one that is faster by less."""
 
@@ -153,6 +156,17 @@ def attention_variants(plan: Plan) -> Iterator[Plan]:
 
 def _degrees(most: int) -> set[int]:
     return {most, *(2**power for power in range(most.bit_length()))} if most else set()
+
+
+def edges_of(found: Forecast) -> EdgeChoice:
+    """Return whether fresh halos and moments are worth their waits in a replayed step; see `edges_for`."""
+    waits = sum(found.step.exposed.get(kind, 0.0) for kind in EDGE_KINDS)
+    worth = waits <= EXPOSED_FRACTION * found.step.seconds
+    return EdgeChoice(
+        "fresh" if worth else "stale",
+        f"waits for halos and moments take {waits / found.step.seconds:.0%} of a step"
+        + ("" if worth else ": try --strategy displaced, whose edges are stale, and compare the images"),
+    )
 
 
 def fits(found: Forecast) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model
-from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, forecast, plan_fits
+from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
 from patchpar.pipeline.planner.machine_names import machine_of
@@ -75,6 +75,7 @@ class Simulator:
         device = self.machine.device
         self._joined = not isinstance(device, MeasuredDevice) or device.beside_host
         facts = {"joined": self._joined}
+        self._forecasts: dict[Plan, PlanForecasts] = {}
         self._tapes = KeptTapes.of(self._folder, self._options, self._kwargs, facts=facts, files=files)
 
     @cached_property
@@ -97,18 +98,18 @@ class Simulator:
 
         Raises PlanError, and UnsupportedModel where it cannot be recorded.
         """
-        plan_fits(plan, self.machine)
-        steps = SimulatedSteps.of(plan)
-        found = forecast(
-            self._ranks(steps),
-            steps.plan,
-            self.machine,
-            steps=self.call.steps,
-            warm_up_steps=steps.warm_up_steps,
-            assumed=self._assumed,
-            order=order,
-        )
-        return replace(found, plan=plan)
+        if plan not in self._forecasts:
+            plan_fits(plan, self.machine)
+            steps = SimulatedSteps.of(plan)
+            self._forecasts[plan] = PlanForecasts(
+                self._ranks(steps),
+                steps.plan,
+                self.machine,
+                steps=self.call.steps,
+                warm_up_steps=steps.warm_up_steps,
+                assumed=self._assumed,
+            )
+        return replace(self._forecasts[plan].on(order), plan=plan)
 
     def _ranks(self, steps: SimulatedSteps) -> ImageRanks:
         found = self._tapes.find(steps.plan)

@@ -35,14 +35,23 @@ def replay_groups(tapes: Sequence[Tape], groups: int, topology: Topology) -> Fol
 
     Raises PlanError where a rank sends to one of another group, Deadlock.
     """
-    size = len(tapes)
-    pairs = sorted({pair for rank, tape in enumerate(tapes) for pair in _pairs(rank, tape, size)})
+    size, pairs = len(tapes), pairs_of(tapes)
     by_form: dict[object, list[tuple[int, ...]]] = {}
     for together in _sharing(groups, size, pairs, topology):
         by_form.setdefault(_form(together, size, pairs, topology), []).append(together)
     return FoldedReplay(
         tuple((len(alike), _replayed(tapes, alike[0], topology)) for alike in by_form.values()),
     )
+
+
+def pairs_of(tapes: Sequence[Tape]) -> list[tuple[int, int]]:
+    """Return the pairs (sender, receiver) of a group. Raises PlanError where a rank sends to one of another group."""
+    return sorted({pair for rank, tape in enumerate(tapes) for pair in _pairs(rank, tape, len(tapes))})
+
+
+def links_of(groups: int, size: int, pairs: Sequence[tuple[int, int]], topology: Topology) -> object:
+    """Return what topologies have in common on which `groups` groups of `size` ranks take the same time. Hashable."""
+    return _form(range(groups), size, pairs, topology)
 
 
 def _pairs(rank: int, tape: Tape, size: int) -> Iterator[tuple[int, int]]:

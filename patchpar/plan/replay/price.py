@@ -1,9 +1,10 @@
 """Seconds of kernels on a device that was measured, or on one of the catalogue, for which `ASSUMED` is assumed.
 
-matrix product     FLOPs at a share of the device's rate, less for few rows: m / (m + 384)
-convolution        the same at a smaller share, with its maps brought into the layout of the kernel and back
-attention          FLOPs at another share
+matrix product     FLOPs at a share of the device's rate, less where its tiles do not fill the processors
+convolution        the same at a smaller share, after its maps are read and written in the layout of the kernel
+attention          FLOPs at another share, of heads whose width is filled up to a multiple of 32
 all others         bytes at a share of the memory's rate, or of the cache's where they fit into it
+all                a gap to the kernel before
 compiled           what runs between two products is one kernel, as long as the longest of them
 """
 
@@ -19,9 +20,13 @@ from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Ta
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
 """Kernels of operators that launch several: moments, their combination and the affine; a product and its bias."""
-ROWS_LOST = 384
-ROWS_FULL = 2048
-"""Rows of a matrix product at which the share of the device's rate holds; more rows reach a little more."""
+TILES = ((256, 128), (128, 256), (128, 128))
+"""Rows and columns of a product that one processor computes at a time, as of NVIDIA's guide to matrix products
+(DU-09799-001, section 2.3): fewer are read more often."""
+SPLIT = 1024
+"""Of the inner dim of a product: parts of it that several processors compute where there are fewer tiles than these."""
+WIDTHS = 32
+"""Widths of attention heads that kernels know are multiples of it."""
 
 
 Device = DeviceSpec | MeasuredDevice
@@ -31,14 +36,15 @@ Device = DeviceSpec | MeasuredDevice
 class CostAssumptions:
     """What no data sheet says. Seconds, and shares of published rates.
 
-    `launch`: the process launches a kernel, 0 in a CUDA graph. `message`: it starts an exchange. `shortest`: kernel.
+    `launch`: the process launches a kernel, 0 in a CUDA graph. `message`: it starts an exchange. `gap`: of the device
+    between two kernels.
     `cache_speed`: how much faster bytes move that fit the cache. `convolution_fraction`: of what products of matrices
     reach. `fused`: kernels between two products are one.
     """
 
     launch: float = 6e-6
     message: float = 15e-6
-    shortest: float = 2e-6
+    gap: float = 2e-6
     memory_fraction: float = 0.8
     cache_speed: float = 2.5
     convolution_fraction: float = 0.7
@@ -64,6 +70,8 @@ AS_GRAPH = CostAssumptions(launch=0.0, message=0.0)
 """The process launches one graph for a step."""
 COMPILED = CostAssumptions(launch=0.0, message=0.0, fused=True)
 """The same, with what runs between two products fused by a compiler."""
+BLOCKS_COMPILED = CostAssumptions(fused=True)
+"""The process launches each of the kernels that a compiler has fused."""
 
 
 def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions = ASSUMED) -> float:
@@ -74,7 +82,7 @@ def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions 
     rate_of_bytes = assumed.memory_fraction * device.memory_rate * (assumed.cache_speed if fits else 1.0)
     moving = operator.num_bytes / rate_of_bytes
     if not operator.flops:
-        return max(moving, assumed.shortest)
+        return moving + assumed.gap
     rate = device.flops.get(operator.dtype)
     if rate is None:
         raise PlanError(
@@ -82,15 +90,33 @@ def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions 
             f"one of {', '.join(device.flops)}"
         )
     if operator.name == "attention":
-        return max(operator.flops / (device.attention_fraction * rate), moving, assumed.shortest)
-    fraction = device.matmul_fraction * _filled(operator.dims[0]) / _filled(ROWS_FULL)
+        width = operator.dims[-1]
+        computed = operator.flops * _rounded_up(width, WIDTHS) / width
+        return max(computed / (device.attention_fraction * rate), moving) + assumed.gap
+    fraction = device.matmul_fraction * busy_part(operator.dims, device.processors)
     if "convolution" in operator.name:
-        return operator.flops / (assumed.convolution_fraction * fraction * rate) + moving
-    return max(operator.flops / (fraction * rate), moving, assumed.shortest)
+        return operator.flops / (assumed.convolution_fraction * fraction * rate) + 2 * moving + assumed.gap
+    return max(operator.flops / (fraction * rate), moving) + assumed.gap
 
 
-def _filled(rows: int) -> float:
-    return rows / (rows + ROWS_LOST)
+def busy_part(dims: tuple[int, ...], processors: int) -> float:
+    """Return which part of what the processors could compute meanwhile a product (m, n, k) is.
+
+    Each computes tile after tile; tiles at the edges are computed whole, and in the last wave some processors idle.
+    """
+    m, n, k = dims
+    return max(_busy_part(m, n, k, rows, columns, processors) for rows, columns in TILES)
+
+
+def _busy_part(m: int, n: int, k: int, rows: int, columns: int, processors: int) -> float:
+    tiles = -(-m // rows) * -(-n // columns)
+    splits = max(1, min(processors // tiles, k // SPLIT))
+    waves = -(-tiles * splits // processors)
+    return m * n * splits / (waves * processors * rows * columns)
+
+
+def _rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def priced(tape: Iterable[TapeEntry], device: Device, assumed: CostAssumptions = ASSUMED) -> Tape:

@@ -6,7 +6,7 @@ give_back       the first rank of the axis, which holds them, sends them to the 
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,16 @@ class AbsentWeight(Tensor):
         return f"AbsentWeight(of {self.owner}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
+class AbsentNetworks(Protocol):
+    """The weights of networks, which a rank does not hold from `take_out` to `give_back`."""
+
+    def take_out(self, device: torch.device) -> None:
+        """Free the memory of the weights, which from now on seem to be on `device`."""
+
+    def give_back(self, comm: Communicator, axis: Axis) -> None:
+        """Let all ranks of the axis hold the weights. Collective. Raises ExchangeError."""
+
+
 class AbsentWeights:
     """The weights of `networks`, by name, which this rank does not hold from `take_out` to `give_back`.
 
@@ -63,7 +73,7 @@ class AbsentWeights:
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._weights: dict[int, tuple[str, nn.Parameter]] = {}
         for owner, network in networks.items():
-            for module, name, weight in _weights_of(network):
+            for module, name, weight in weights_of(network):
                 if id(weight) in shared:
                     continue
                 _refuse_other_than_plain(owner, weight)
@@ -91,7 +101,7 @@ class AbsentWeights:
                 module._parameters[name] = weight
 
 
-def _weights_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def weights_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield every module of a network with the names of its own weights; a tied weight several times."""
     for module in network.modules():
         for name, weight in module._parameters.items():

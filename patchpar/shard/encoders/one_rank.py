@@ -7,6 +7,7 @@ the same exception, and the same state of the default generators, so that they g
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.launch import accelerators
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
-from patchpar.shard.encoders.absent_weights import AbsentWeights
+from patchpar.shard.encoders.absent_weights import AbsentNetworks, AbsentWeights
 from patchpar.shard.encoders.transfer import PackedValue, ValueTransfer
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unsupported_model import in_one_line
@@ -38,11 +39,20 @@ class Encoded(NamedTuple):
     random: RandomStates | None
 
 
+@dataclass(frozen=True, slots=True)
+class WaysOfEncoders:
+    """How values of encoders get to other ranks, and how their weights are absent there."""
+
+    transfer: Callable[[Communicator, Axis], ValueTransfer] = ValueTransfer
+    weights: Callable[[Mapping[str, nn.Module], Iterable[nn.Module]], AbsentNetworks] = AbsentWeights
+
+
 class OneRankEncoders:
     """`encoders`, by name, of which the ranks of `axis` except the first hold no weights until `give_back`.
 
     `others`: the pipeline's other networks. `device`: of this rank. `connect` returns the way to the other ranks when
-    it is first needed. Raises UnsupportedModel for encoders that cannot be on one rank only.
+    it is first needed; `ways`: how values and weights get there. Raises UnsupportedModel for encoders that cannot be
+    on one rank only.
     """
 
     def __init__(
@@ -52,11 +62,13 @@ class OneRankEncoders:
         axis: Axis,
         device: torch.device,
         connect: Callable[[], Communicator],
+        ways: WaysOfEncoders | None = None,
     ) -> None:
         for name, network in encoders.items():
             _refuse_wrapped(name, network)
         self.axis, self.exchange, self._device, self._connect = axis, "on", device, connect
-        self._weights = AbsentWeights(encoders, others)
+        self._ways = ways or WaysOfEncoders()
+        self._weights = self._ways.weights(encoders, others)
         self._transfer: ValueTransfer | None = None
         self._inside = False
         self._hooks = HookSet()
@@ -74,7 +86,7 @@ class OneRankEncoders:
     def transfer(self) -> ValueTransfer:
         """The way to the other ranks."""
         if self._transfer is None:
-            self._transfer = ValueTransfer(self._connect(), self.axis)
+            self._transfer = self._ways.transfer(self._connect(), self.axis)
         return self._transfer
 
     def _intercept(self, name: str, network: nn.Module) -> None:

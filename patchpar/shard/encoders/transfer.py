@@ -74,7 +74,7 @@ class _Pickler(pickle.Pickler):
         return self._numbers[id(value)]
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
     """Reads what `_Pickler` has written, with `tensors` in their places."""
 
     def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor]) -> None:
@@ -138,7 +138,7 @@ class ValueTransfer:
         layouts, pickled = pickle.loads(data.cpu().numpy().tobytes())  # from a rank of this job
         received = self._receive(where, *(layout.sent for layout in layouts)) if layouts else []
         tensors = [layout.rebuild(x) for layout, x in zip(layouts, received, strict=True)]
-        return _Unpickler(io.BytesIO(pickled), tensors).load()
+        return Unpickler(io.BytesIO(pickled), tensors).load()
 
     def _send(self, where: str, *tensors: Tensor) -> None:
         self.comm.send(KIND, where, self._peers, [x.to(self.device) for x in tensors]).wait()

@@ -26,7 +26,7 @@ from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.stages.stage_pass import StagePass
-from patchpar.shard.stages.weights import StageWeights
+from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
 from patchpar.shard.step_caches import held_by
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
@@ -39,6 +39,7 @@ from patchpar.shard.verification import (
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.weights.sharded import ShardedWeights
 
 Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ class StagedDenoiser:
         self.error: float | None = None
         self._layouts: list[tuple[Any, StageLayout, AnswerForm]] = []  # with the signature of calls, and their output
         self._hooks: BlockHooks | None = None
-        self._weights: StageWeights | None = None
+        self.hosted: ShardedWeights | None = None
+        """The weights, if blocks are in host memory; set it before the first call."""
+        self._weights: StageWeights | HostedStageWeights | None = None
         self._placeholders = Placeholders(self.comm.transport.device)
         self._watched = WatchedNetwork(denoiser)
 
@@ -77,7 +80,8 @@ class StagedDenoiser:
     def layout_for(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
         """Return how such calls are divided, and the form of their output: found and verified at the first of them.
 
-        All weights are here after the first, those of own blocks from the second on. Raises as `denoise`.
+        After the first all weights are here, or come from host memory; from the second on those of own blocks are
+        here. Raises as `denoise`.
         """
         if self.unsure and self._watched.has_changed:
             self.restore()
@@ -88,7 +92,7 @@ class StagedDenoiser:
             self._layouts.append((signature, layout, output))
         else:
             _, layout, output = found
-            self._release(layout)
+            self.release(layout)
         return layout, output
 
     def gather(self) -> None:
@@ -125,7 +129,8 @@ class StagedDenoiser:
         stage, (args, kwargs) = self.new_pass(layout), call
         return stage.finish(self.through(stage, forward)(*args, **kwargs), output)
 
-    def _release(self, layout: StageLayout) -> None:
+    def release(self, layout: StageLayout) -> None:
+        """Hold the weights of this stage's blocks only. Collective. Raises ExchangeError."""
         assert self._weights is not None
         if self._weights.holders != layout.holders():
             self._weights.gather()
@@ -138,7 +143,7 @@ class StagedDenoiser:
         refuse_for_stages(self.denoiser)
         before = self._watched.now()
         if self._weights is None:
-            self._weights, self._hooks = StageWeights(self.denoiser, self.comm, self.axis), BlockHooks(self.denoiser)
+            self._weights, self._hooks = self._divided(), BlockHooks(self.denoiser)
         self._weights.gather()
         try:
             return self._found(forward, call)
@@ -148,6 +153,11 @@ class StagedDenoiser:
             raise
         finally:
             self._watched.record(before)
+
+    def _divided(self) -> StageWeights | HostedStageWeights:
+        if self.hosted is not None:
+            return HostedStageWeights(self.hosted, self.axis)
+        return StageWeights(self.denoiser, self.comm, self.axis)
 
     def _found(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
         assert self._weights is not None

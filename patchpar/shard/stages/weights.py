@@ -1,19 +1,19 @@
 """The weights of blocks that other stages run: NaN here, while released, and sent back bit for bit by their holders."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import uncounted
-from patchpar.shard.weights.packed import PackedBlock, PackedTensor, packed_blocks
+from patchpar.shard.weights.packed import PackedBlock, packed_blocks
+from patchpar.shard.weights.sharded import ShardedWeights
 
 KIND = "weights"
-NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
 Holders = Mapping[str, frozenset[int]]  # stages that run a block, by its path
 
 
@@ -33,7 +33,7 @@ class StageWeights:
         """Free the weights of blocks that this stage does not run."""
         self.holders = holders
         for block in self._blocks_without(self._axis.rank, holders):
-            block.point_to(_nan_views(block))
+            block.point_to(block.nan_views())
 
     def gather(self) -> None:
         """Get all weights back from the stages that hold them. Raises ExchangeError."""
@@ -66,7 +66,7 @@ class StageWeights:
         kept = [[each.tensor.data for each in block.tensors] for block in aside]
         try:
             for block in aside:
-                block.point_to(_nan_views(block))
+                block.point_to(block.nan_views())
             yield
         finally:
             for block, tensors in zip(aside, kept, strict=True):
@@ -76,12 +76,47 @@ class StageWeights:
         return [block for block in self._blocks if stage not in holders.get(block.name, {stage})]
 
 
-def _nan_views(block: PackedBlock) -> Sequence[Tensor]:
-    with torch.inference_mode(mode=False):
-        return [_nan_view(each) for each in block.tensors]
+class HostedStageWeights:
+    """The same of `weights` that are hosted: what a rank does not hold comes from host memory, and no rank sends any.
 
+    Gathered, every block comes into a slot when it runs, so that the whole network fits; released, own blocks are on
+    the device.
+    """
 
-def _nan_view(packed: PackedTensor) -> Tensor:
-    """Return a tensor of the packed one's shape and dtype, all of whose elements lie in one: NaN, or all bits set."""
-    element = torch.full((packed.dtype.itemsize,), NAN_BYTE, dtype=torch.uint8, device=packed.tensor.device)
-    return element.view(packed.dtype).as_strided(packed.shape, (0,) * len(packed.shape))
+    def __init__(self, weights: ShardedWeights, axis: Axis) -> None:
+        self._weights, self._axis = weights, axis
+        self._moved: list[int] = []  # blocks that are not in slots, and were
+        self.holders: Holders = {}  # of released blocks
+
+    def release(self, holders: Holders) -> None:
+        """Bring the blocks of this stage to the device, and leave out the others."""
+        self.holders = holders
+        self._weights.settle()
+        self._moved = self._weights.in_slots
+        for index in self._moved:
+            if self._is_here(index, holders):
+                self._weights.keep_whole(index)
+            else:
+                self._weights.leave_out(index)
+
+    def gather(self) -> None:
+        """Bring all blocks into slots when they run."""
+        self.holders, moved, self._moved = {}, self._moved, []
+        for index in moved:
+            self._weights.into_slot(index)
+
+    @contextmanager
+    def set_aside(self, holders: Holders) -> Iterator[None]:
+        """Context in which blocks that this stage does not run have no weights."""
+        self._weights.settle()
+        aside = [index for index in self._weights.in_slots if not self._is_here(index, holders)]
+        try:
+            for index in aside:
+                self._weights.leave_out(index)
+            yield
+        finally:
+            for index in aside:
+                self._weights.into_slot(index)
+
+    def _is_here(self, index: int, holders: Holders) -> bool:
+        return self._axis.rank in holders.get(self._weights.blocks[index].name, {self._axis.rank})

@@ -49,7 +49,9 @@ class TokenSplit:
     def text_ranges(self, tokens: int) -> TokenRanges | None:
         """Return the ranges of a second run of so many tokens, such as text; None where every rank computes all."""
         axis = self.axis
-        return spread(tokens, axis.rank, axis.size) if self.text and 1 < axis.size <= tokens else None
+        if not self.text or not 1 < axis.size <= tokens:
+            return None
+        return spread(tokens, axis.rank, axis.size, ratio=axis.ratio)
 
     def attend_remembered(
         self, where: str, keys: SplitTokens, queries: SplitTokens, image: TokenRanges, call: AttentionCall

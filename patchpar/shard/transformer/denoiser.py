@@ -69,12 +69,34 @@ class TokenDenoiser(SharedDenoiser):
             self.watched.record(before)
         return output
 
+    def prepare(self, forward: Forward, /, *args: Any, **kwargs: Any) -> None:
+        """Find the tokens of such a call, and verify that they can be split, unless it is known; as `denoise`."""
+        self._make_sure()
+        before = self.watched.now() if self._shard is None else None
+        with self._choice.set_aside() as kernel:
+            self._prepare_first(forward, (args, kwargs), call_signature((args, kwargs)), kernel)
+        if before is not None:
+            self.watched.record(before)
+
+    def exactly(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for the whole image of a call that is prepared, with fresh keys. Raises ExchangeError."""
+        assert self._shard is not None
+        self._this_step()
+        with self._choice.set_aside() as kernel:
+            self._shard.split = self._split(kernel, wrong=False)
+            return self._shard.denoise(forward, *args, **kwargs)
+
+    def _prepare_first(self, forward: Forward, call: Call, signature: Any, kernel: BackendKernel | None) -> bool:
+        """Prepare such calls; return whether it is the first of them."""
+        first = not self._is_ready_for(signature)
+        if first:
+            self._prepare(forward, call, signature, kernel)
+        return first
+
     def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         signature, call = call_signature((args, kwargs)), (args, kwargs)
         with self._choice.set_aside() as kernel:
-            first = not self._is_ready_for(signature)
-            if first:
-                self._prepare(forward, call, signature, kernel)
+            first = self._prepare_first(forward, call, signature, kernel)
             try:
                 output = self._run(signature, kernel, forward, call)
             except NotWatched as error:  # the signature does not show it: every rank raises at the same block
@@ -211,7 +233,8 @@ class TokenDenoiser(SharedDenoiser):
     def _facts(self, call: Call) -> dict[str, Any]:
         """Return what the verification result depends on."""
         (comm, axis), policy = self.mesh, self.patch.policy
-        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": axis.size}
+        ranks = axis.ratio or axis.size
+        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": ranks}
         return facts_of(self.denoiser, comm.transport.device, call, **split)
 
     # --- every call ---------------------------------------------------------------------------------------------

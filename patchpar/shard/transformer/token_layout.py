@@ -39,7 +39,7 @@ class TokenLayout:
         grid = None if cut == "runs" else self._grid(plan, tokens, rule, leaves)
         if in_rows:
             _refuse_without_rows(path, grid, tokens, axis.size, of_video=mixing.of_video)
-        return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut)
+        return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut, ratio=axis.ratio)
 
     def text_ranges(self, rule: ArgumentRule, leaves: Sequence[Any], first: int) -> TokenRanges | None:
         """Return the ranges of a second run of tokens beside the `first`; None where every rank computes all of it."""

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.plan.bands import Bands
+from patchpar.plan.bands import Bands, starts_of
 from patchpar.plan.kv_selection import TokensAcross
 from patchpar.shard.stale.token_grid import LevelGrid
 
@@ -142,9 +142,17 @@ def _listed(counts: Sequence[int]) -> str:
 
 @lru_cache(maxsize=1024)  # every block asks, in every call
 def spread(
-    tokens: int, group_rank: int, group_ranks: int, *, grid: TokenGrid | None = None, cut: Cut = "runs"
+    tokens: int,
+    group_rank: int,
+    group_ranks: int,
+    *,
+    grid: TokenGrid | None = None,
+    cut: Cut = "runs",
+    ratio: tuple[int, ...] = (),
 ) -> TokenRanges:
     """Split `tokens` between ranks, as evenly as the unit allows; in runs where there are fewer units than ranks.
+
+    With a `ratio`, in proportion to it.
 
     Whole rows or whole frames form bands along the larger of the two.
     """
@@ -158,6 +166,5 @@ def spread(
         rows, across = grid.rows * grid.columns, TokensAcross(1, planes=grid.frames)
     if rows < group_ranks:
         rows, across = tokens, TOKEN
-    each, more = divmod(rows, group_ranks)
-    starts = tuple(each * before + min(before, more) for before in range(group_ranks + 1))
+    starts = starts_of(rows, group_ranks, ratio)
     return TokenRanges(group_rank=group_rank, starts=starts, across=across, grid=grid)

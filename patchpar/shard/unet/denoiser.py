@@ -16,6 +16,7 @@ from patchpar.comm.collectives import AllGather
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands, split_bands
+from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import is_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stale.state import StaleState
@@ -45,6 +46,16 @@ class PatchedDenoiser(SharedDenoiser):
 
         Raises ExchangeError, PlanError, UnsupportedModel, VerificationError.
         """
+        self.prepare(forward, *args, **kwargs)
+        try:
+            if self.history is None:
+                return self._steady(self._exact_kind, partial(self._exactly, forward), (args, kwargs))
+            return self._with_stale_state(self.history, forward, *args, **kwargs)
+        finally:
+            self.patch.active = False  # other calls of the denoiser's forward are plain ones
+
+    def prepare(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Find where ranks have to exchange in such a call, and verify it, unless it is known. Raises as `denoise`."""
         refuse_arguments(kwargs)
         self._make_sure()
         dim = self._dim(map_of(args, kwargs))
@@ -52,11 +63,18 @@ class PatchedDenoiser(SharedDenoiser):
             self._install(forward, dim, (args, kwargs))
         try:
             self._check_here(forward, (args, kwargs))
-            if self.history is None:
-                return self._steady(self._exact_kind, partial(self._exactly, forward), (args, kwargs))
-            return self._with_stale_state(self.history, forward, *args, **kwargs)
         finally:
-            self.patch.active = False  # other calls of the denoiser's forward are plain ones
+            self.patch.active = False
+
+    def exactly(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for the whole image of a call that is prepared, with fresh values at all exchange points.
+
+        Raises ExchangeError, PlanError.
+        """
+        try:
+            return self._exactly(forward, *args, **kwargs)
+        finally:
+            self.patch.active = False
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
@@ -119,7 +137,7 @@ class PatchedDenoiser(SharedDenoiser):
             **fingerprint_of(self.denoiser),
             "modules": sites.describe(),
             "strategy": self.patch.policy.name,
-            "bands": self.patch.axis.size,
+            "bands": self.patch.axis.ratio or self.patch.axis.size,
             "dim": self.patch.dim,
             "dtype": str(sample.dtype),
             "device": sample.device.type,
@@ -155,7 +173,7 @@ class PatchedDenoiser(SharedDenoiser):
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.sites is not None
         patch, sample = self.patch, map_of(args, kwargs)
-        patch.bands = bands_of(sample.shape[patch.dim], patch.axis.size, self.sites.total_stride)
+        patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self.sites.total_stride)
         patch.whole, patch.active = sample, self.exchange != "off"
         own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self.sites.beside), (args, kwargs))
         return forward(*own_args, **own_kwargs)
@@ -205,10 +223,10 @@ class PatchedDenoiser(SharedDenoiser):
             self._sharded = None
 
 
-def bands_of(total: int, group_ranks: int, unit: int) -> Bands:
+def bands_of(total: int, axis: Axis, unit: int) -> Bands:
     """Return the bands of `total` latent rows in units of `unit` rows. Raises PlanError."""
     try:
-        return split_bands(total, group_ranks, unit)
+        return split_bands(total, axis.size, unit, axis.ratio)
     except ValueError as error:
         raise PlanError(f"{error}: use at most {total // unit} on axis 'patch', or a larger image") from error
 

@@ -14,7 +14,7 @@ A group norm whose output reaches a convolution through pointwise activations on
 exchange in one round.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,16 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unet.attention_layers import ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
+from patchpar.shard.unet.transforms import TransformsMode, modules_with_transforms
 
-TRANSFORMS = frozenset(
-    getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
-)
+TOKEN_LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)  # they take each token alone
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
 PROBE_SIZES = (8, 16, 32)  # latent rows and columns, smallest first: the last is enough for a total stride of 32
 LEAST_ROWS = 2  # of the map that a convolution reads: one row may be what is left of less than one
@@ -101,17 +99,12 @@ class _ProbedRun:
     norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attention: ObservedAttention = field(default_factory=ObservedAttention)
-    transforms: dict[str, None] = field(default_factory=dict)
     maps: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # in and out of modules without children
+    has_transforms: bool = False
     links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
     reads_sample: set[str] = field(default_factory=set)
     origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
     kept: list[Tensor] = field(default_factory=list)  # keeps those ids from being used again
-    inside: list[str] = field(default_factory=list)  # modules whose forward runs, outermost first
-
-    def leave(self) -> None:
-        """End the innermost forward."""
-        self.inside.pop()
 
     # --- forward hooks of the module at `path`; its maps are [B, C, ..., H, W] ---------------------------------------
 
@@ -155,6 +148,10 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     rows = {path: shape[-2] for path, shape in convs.items()}
     stride = size // min(rows.values())
     modules: dict[str, Any] = dict(denoiser.named_modules())
+    small = with_sample_size(args, kwargs, (size, size), beside=beside)
+    transforms = (
+        modules_with_transforms(denoiser, partial(forward, *small[0], **small[1])) if first.has_transforms else ()
+    )
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
     seen, taller = first.attention, second.attention
     attentions = tuple(path for path in seen.paths() if _grows_per_sample(seen.shape(path), taller.shape(path)))
@@ -166,7 +163,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         ),
         attentions=attentions,
         total_stride=stride,
-        transforms=tuple(first.transforms),
+        transforms=transforms,
         own_kernel=frozenset(attentions) - seen.with_kernel,
         elsewhere=frozenset(attentions) & seen.elsewhere,
         calls=tuple(seen.calls),
@@ -235,42 +232,31 @@ def _probe(
     seen = _ProbedRun()
     args, kwargs = with_sample_size(args, kwargs, size, beside=beside)
     sample = map_of(args, kwargs)
-    with _watched(denoiser, seen, sample), attention_watched(denoiser, seen.attention), torch.no_grad():
+    with (
+        _watched(denoiser, seen, sample),
+        attention_watched(denoiser, seen.attention),
+        TransformsMode() as transforms,
+        torch.no_grad(),
+    ):
         forward(*args, **kwargs)
+    seen.has_transforms = bool(transforms.found)
     return seen
 
 
 @contextmanager
 def _watched(denoiser: nn.Module, seen: _ProbedRun, sample: Tensor) -> Iterator[None]:
     """Context with torch forward hooks on every module that may be spatial."""
-    with HookSet() as hooks, _WatchedTransforms(seen):
+    with HookSet() as hooks:
         for path, module in denoiser.named_modules():
-            hooks.before(module, lambda *_, path=path: seen.inside.append(path))
-            hooks.after(module, lambda *_: seen.leave())
             if isinstance(module, nn.GroupNorm):
                 hooks.after(module, partial(seen.note_norm, path))
             elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
                 hooks.after(module, partial(seen.note_conv, path, sample))
             elif isinstance(module, POINTWISE):
                 hooks.after(module, partial(seen.note_pointwise, path))
-            elif not any(module.children()):
+            elif not isinstance(module, TOKEN_LAYERS) and not any(module.children()):
                 hooks.after(module, partial(seen.note_map, path))
         yield
-
-
-class _WatchedTransforms(TorchFunctionMode):
-    """Notes the modules that call torch.fft."""
-
-    def __init__(self, seen: _ProbedRun) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func in TRANSFORMS and self.seen.inside:
-            self.seen.transforms[self.seen.inside[-1]] = None
-        return func(*args, **(kwargs or {}))
 
 
 def _is_sample(x: Tensor, sample: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchpar.plan.bands import Bands
 from patchpar.shard.local_patch import LocalPatch
-from patchpar.shard.unet.discover import TRANSFORMS
+from patchpar.shard.unet.transforms import TRANSFORMS
 
 INVERSE = {torch.fft.ifft, torch.fft.ifft2, torch.fft.ifftn, torch.fft.irfft, torch.fft.irfft2, torch.fft.irfftn}
 OF_ONE_DIM = {torch.fft.fft, torch.fft.ifft, torch.fft.rfft, torch.fft.irfft}  # the last dim by default

@@ -25,6 +25,7 @@ LEAST = 1000  # blocks with less than this part of a network's bytes are not wor
 OUTSIDE = -1
 APART = 2**48  # bytes between made-up addresses
 HOST = torch.device("cpu")
+NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
 GROUP_OFFLOAD = "group_offloading"  # as diffusers names its hook
 CopyMemory = Callable[[Tensor, int, int, Tensor], object]
 """Copies the bytes from the first to before the last of a tensor of any shape, with what lies between its elements."""
@@ -86,6 +87,11 @@ class PackedBlock:
     def fillers(self, buffer: Tensor) -> list[Tensor]:
         """Return tensors like the block's, of any shape, that all lie at the beginning of `buffer` [bytes]."""
         return [replace(each, offset=0).view(buffer) for each in self.tensors]
+
+    def nan_views(self) -> list[Tensor]:
+        """Return tensors like the block's, of any shape, all of whose elements lie in one: NaN, or all bits set."""
+        with torch.inference_mode(mode=False):
+            return [_nan_view(each) for each in self.tensors]
 
     @property
     def largest(self) -> int:
@@ -264,6 +270,11 @@ def _overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         end = max(end, last)
     if group:
         yield group
+
+
+def _nan_view(packed: PackedTensor) -> Tensor:
+    element = torch.full((packed.dtype.itemsize,), NAN_BYTE, dtype=torch.uint8, device=packed.tensor.device)
+    return element.view(packed.dtype).as_strided(packed.shape, (0,) * len(packed.shape))
 
 
 def _span(x: Tensor) -> int:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.accelerators import free_bytes
+from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.packed import (
+    NAN_BYTE,
     CopyMemory,
     copy_memory,
     packed_blocks,
@@ -34,7 +33,6 @@ from patchpar.shard.weights.packed import (
 from patchpar.shard.weights.stores import BlockStore, Transfer
 
 SLOTS = 2
-NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
 
 
 class ShardedWeights:
@@ -114,23 +112,12 @@ class ShardedWeights:
         """
         self.settle()
         if self._hooks:
-            self._refuse_without_memory()
+            need = self.times_whole * sum(self.blocks[index].num_bytes for index in self._hooks)
+            self._store.refuse_whole(type(self.network).__name__, need)
         for index in self.in_slots:
             self.keep_whole(index)
         self._slots = []
         self._store.close()
-
-    def _refuse_without_memory(self) -> None:
-        device = self._store.device
-        need = self.times_whole * sum(self.blocks[index].num_bytes for index in self._hooks)
-        free = free_bytes(device)
-        if not every_rank_has((self.comm, self.axis), "memory for whole weights", free is None or need <= free):
-            have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
-            raise PlanError(
-                f"the blocks of {type(self.network).__name__} take {need / 2**30:.1f} GiB when they are whole, more "
-                f"than is free on a device ({device} has {have}), so that they stay as they are: do what needs whole "
-                "weights before the model is loaded here, load it in a smaller dtype, or close the pipeline"
-            )
 
     def settle(self) -> None:
         """Wait for transfers that were started in advance. Raises ExchangeError."""
@@ -145,12 +132,21 @@ class ShardedWeights:
 
     def _shard(self, index: int, copy: CopyMemory) -> None:
         """Keep this rank's bytes of a block, and make its parameters views of its slot."""
-        block, slot = self.blocks[index], self._slot(index)
         self._store.keep(index, copy)
-        self._views.append(block.views(self._slots[slot]))
+        self._views.append(self.blocks[index].views(self._slots[self._slot(index)]))
+        self.into_slot(index)
+
+    def into_slot(self, index: int) -> None:
+        """Bring a block into its slot when it runs, from now on; undoes `keep_whole` and `leave_out`."""
+        block, hooks = self.blocks[index], HookSet()
         block.point_to(self._views[index])
-        hooks = self._hooks[index] = HookSet()
         hooks.around(block.module, partial(self._enter, index), partial(self._leave, index))
+        self._hooks[index] = hooks
+
+    def leave_out(self, index: int) -> None:
+        """Leave a block without weights: NaN in a few bytes. It is not to run."""
+        self._hooks.pop(index).close()
+        self.blocks[index].point_to(self.blocks[index].nan_views())
 
     def keep_whole(self, index: int) -> None:
         """Gather a block for good. Collective. Raises ExchangeError."""

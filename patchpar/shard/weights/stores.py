@@ -9,7 +9,9 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
+from patchpar.launch.accelerators import free_bytes
 from patchpar.plan.mesh import Axis
+from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 
 KIND = "weights"  # of all gathers, in statistics
@@ -61,6 +63,21 @@ class BlockStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the memory. Idempotent."""
+
+    def refuse_whole(self, kind: str, num_bytes: int) -> None:
+        """Raise PlanError unless so many bytes, of whole blocks of a network of that class, are free on every device.
+
+        Collective, after `join`. Raises ExchangeError.
+        """
+        assert self.comm is not None, "join comes first"
+        free = free_bytes(self.device)
+        if not every_rank_has((self.comm, self.axis), "memory for whole weights", free is None or num_bytes <= free):
+            have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+            raise PlanError(
+                f"the blocks of {kind} take {num_bytes / 2**30:.1f} GiB when they are whole, more than is free on a "
+                f"device ({self.device} has {have}), so that they stay as they are: do what needs whole weights before "
+                "the model is loaded here, load it in a smaller dtype, or close the pipeline"
+            )
 
     def rows(self, block: PackedBlock) -> int:
         """Return the bytes of all ranks' parts of a block, with what fills the last of them."""

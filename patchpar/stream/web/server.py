@@ -55,6 +55,7 @@ class WebServer:
             ) from error
         self._server: Any = None
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # a join that a signal interrupts takes the thread for ended in Python 3.11
 
     @property
     def url(self) -> str:
@@ -65,7 +66,7 @@ class WebServer:
     @property
     def is_serving(self) -> bool:
         """Whether the server is running."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._ended.is_set()
 
     def serve(self, application: Any, *, grace: int = 2) -> None:
         """Serve an ASGI application, with `grace` seconds for open responses at the end. Raises LaunchError."""
@@ -85,8 +86,8 @@ class WebServer:
 
     def wait(self) -> None:
         """Wait until the server has ended."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(0.5)
+        while self.is_serving:
+            self._ended.wait(0.5)
 
     def end(self) -> None:
         """Request the end of the server, without waiting."""
@@ -97,8 +98,11 @@ class WebServer:
         """End the server and free the port. Idempotent."""
         self.end()
         if self._thread is not None:
-            self._thread.join(STOP_SECONDS)
+            self._ended.wait(STOP_SECONDS)
         self._socket.close()
 
     def _run(self) -> None:
-        self._server.run([self._socket])
+        try:
+            self._server.run([self._socket])
+        finally:
+            self._ended.set()

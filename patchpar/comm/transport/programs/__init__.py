@@ -1,0 +1,1 @@
+"""Triton programs of the transport."""

@@ -1,0 +1,1 @@
+"""`patchpar serve`: images over HTTP, in the format of OpenAI's image interface."""

@@ -1,0 +1,1 @@
+"""The HTTP side of `patchpar serve`: routes, errors, access and counts. Nothing here knows how images are generated."""

@@ -1,0 +1,95 @@
+"""The routes: images, models, health, version, metrics."""
+
+import asyncio
+import time
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from patchpar.serving.http.access import RequestGuard, error_response
+from patchpar.serving.http.job_outcome import outcome_of
+from patchpar.serving.http.request_body import read_body
+from patchpar.serving.image_request import parse_request
+from patchpar.serving.image_response import response_of
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.service import ImageService
+
+QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
+
+
+def application(service: ImageService) -> FastAPI:
+    """Return the ASGI application of a service."""
+    settings = service.settings
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(RequestGuard, keys=settings.keys, metrics=service.metrics)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.host_names)
+    app.add_exception_handler(HTTPException, _no_route)
+    _add_images(app, service)
+    _add_models(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _add_images(app: FastAPI, service: ImageService) -> None:
+    @app.post("/v1/images/generations")
+    async def generate(request: Request) -> Response:
+        """Generate images from a prompt."""
+        wanted = parse_request(await read_body(request, service.settings.limits.body_bytes))
+        queued = service.submit(wanted)
+        done = await outcome_of(queued.job, request)
+        content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds)
+        ignored = wanted.quality not in (None, "auto")
+        return JSONResponse(content, headers={"Warning": QUALITY_WARNING} if ignored else None)
+
+
+def _add_models(app: FastAPI, service: ImageService) -> None:
+    started = int(time.time())
+
+    def described() -> dict[str, Any]:
+        return {"id": service.name, "object": "model", "created": started, "owned_by": "patchpar"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the served model."""
+        return {"object": "list", "data": [described()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """Describe the served model."""
+        service.check_name(name)
+        return described()
+
+
+def _add_state(app: FastAPI, service: ImageService) -> None:
+    @app.get("/health/live")
+    async def live() -> dict[str, str]:
+        """Answer as long as the process does."""
+        return {"status": "live"}
+
+    @app.get("/health/ready")
+    async def ready() -> JSONResponse:
+        """Answer 200 if a request would be accepted and its workers are there, else 503."""
+        state = service.state
+        return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
+
+    @app.get("/version")
+    async def versions() -> dict[str, str]:
+        """Return the version of patchpar."""
+        return {"version": version("patchpar")}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Return counts for Prometheus."""
+        return Response(service.metrics.text(), media_type=service.metrics.content_type)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that is none in the form of all errors."""
+    assert isinstance(error, HTTPException)
+    reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    return error_response(RequestError(reason, status=error.status_code, code=code))

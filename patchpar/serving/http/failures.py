@@ -1,0 +1,39 @@
+"""Exceptions of a job as responses. Details of a failure are in the server's log, under the request's ID."""
+
+from patchpar.errors import LaunchError, PatchparError, PlanError, WorkerDied, WorkerHung
+from patchpar.serving.job_queue import Cancelled
+from patchpar.serving.request_error import RequestError
+
+RESTART_SECONDS = 10
+
+
+def request_error_of(error: Exception, request_id: str) -> RequestError:
+    """Return what the client is told."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, PlanError):
+        return RequestError(str(error))
+    if isinstance(error, Cancelled):
+        reason = "the server is ending, and this request did not finish"
+        return RequestError(reason, status=503, code="draining", retry_after=1)
+    if is_out_of_memory(error):
+        reason = "this image does not fit into the memory of the devices: make it smaller"
+        return RequestError(reason, status=422, code="out_of_memory")
+    return _failure_of(error, request_id)
+
+
+def _failure_of(error: Exception, request_id: str) -> RequestError:
+    if isinstance(error, (WorkerDied, WorkerHung)):
+        reason = f"a worker failed meanwhile; workers are being started again: repeat the request ({request_id})"
+        return RequestError(reason, status=500, code="worker_lost")
+    if isinstance(error, LaunchError):
+        reason = f"the workers could not be started ({request_id})"
+        return RequestError(reason, status=503, code="workers_unavailable", retry_after=RESTART_SECONDS)
+    kind = "" if isinstance(error, PatchparError) else f" with {type(error).__name__}"
+    reason = f"generation failed{kind}; the server's log says where ({request_id})"
+    return RequestError(reason, status=500, code="failed")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether torch had no memory left on a device. By name, so that torch need not be imported."""
+    return isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)

@@ -1,0 +1,159 @@
+"""A request for images as calls of the pipeline: checked against the limits and the model before it is queued."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.validate import check_call, check_plan_for
+from patchpar.plan.plan import Plan
+from patchpar.serving.image_request import GenerationRequest
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.settings import RequestLimits
+
+MIN_SIDE = 64
+RANDOM_SEEDS = 2**32
+PASSED_ON = ("negative_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale")
+"""Fields that are arguments of pipelines by the same name."""
+STEPS = "num_inference_steps"
+SIZE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCall:
+    """One call of the pipeline for each image, with `arguments` and a generator of its own.
+
+    `size`: width and height in pixels. Image i has the seed `seed` + i. `plan`: that of this request; None for the
+    server's own.
+    """
+
+    arguments: Mapping[str, Any]
+    seed: int
+    count: int
+    size: tuple[int, int]
+    plan: Plan | str | None = None
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each image."""
+        return tuple(self.seed + number for number in range(self.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRules:
+    """What requests are checked against: the model, its devices, the server's plan and limits."""
+
+    model: PipelineInfo
+    devices: tuple[str, ...]
+    limits: RequestLimits
+    plan: Plan | str
+
+    def call_of(self, request: GenerationRequest) -> ImageCall:
+        """Return the calls of a request. Raises RequestError for a field that the model or a limit refuses."""
+        self._check_counts(request)
+        arguments = {"prompt": request.prompt, **self._passed_on(request), **self._sides(request)}
+        size = self.model.size(arguments)
+        if size is None:
+            raise RequestError("this model has no size of its own: give size", param="size", code="invalid_size")
+        self._check_size(size[1], size[0])
+        plan = self._plan(request)
+        self._check(arguments, self.plan if plan is None else plan)
+        seed = secrets.randbelow(RANDOM_SEEDS) if request.seed is None else request.seed
+        return ImageCall(arguments=arguments, seed=seed, count=request.n or 1, size=(size[1], size[0]), plan=plan)
+
+    def _check_counts(self, request: GenerationRequest) -> None:
+        limits = self.limits
+        steps = request.num_inference_steps or self.model.parameters.get(STEPS) or 0
+        _check_most(STEPS, steps, limits.steps)
+        _check_most("n", request.n or 1, limits.images)
+        for name in ("prompt", "negative_prompt"):
+            _check_most(f"{name}, characters", len(getattr(request, name) or ""), limits.characters)
+
+    def _passed_on(self, request: GenerationRequest) -> dict[str, Any]:
+        given = {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
+        for name in given:
+            if name not in self.model.parameters:
+                raise RequestError(
+                    f"{name}: this model, a {self.model.pipeline}, does not take it; leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        return given
+
+    def _sides(self, request: GenerationRequest) -> dict[str, int]:
+        """Return height and width as far as they are given."""
+        sides = {name: side for name in ("height", "width") if (side := getattr(request, name)) is not None}
+        if request.size in (None, "auto"):
+            return self._accepted(sides)
+        if sides:
+            raise RequestError("size and height or width: give one of them", param="size", code="invalid_size")
+        found = SIZE.fullmatch(request.size or "")
+        if found is None:
+            raise RequestError(
+                f"size={request.size[:40] if request.size else ''!r}: write it as WIDTHxHEIGHT, such as 512x512",
+                param="size",
+                code="invalid_size",
+            )
+        return self._accepted({"height": int(found[2]), "width": int(found[1])})
+
+    def _accepted(self, sides: dict[str, int]) -> dict[str, int]:
+        if sides and "height" not in self.model.parameters:
+            raise RequestError("this model makes images of one size: leave size out", param="size", code="invalid_size")
+        return sides
+
+    def _check_size(self, width: int, height: int) -> None:
+        unit, most = self.model.size_unit, self.limits.pixels
+        if width * height > most:
+            raise RequestError(
+                f"size {width}x{height}: {width * height} pixels, and at most {most} are made",
+                param="size",
+                code="invalid_size",
+            )
+        nearest = [max(round(side / unit) * unit, -(-MIN_SIDE // unit) * unit) for side in (width, height)]
+        if width % unit or height % unit or min(width, height) < MIN_SIDE:
+            raise RequestError(
+                f"size {width}x{height}: both sides must be multiples of {unit}, from {MIN_SIDE} on; the nearest is "
+                f"{nearest[0]}x{nearest[1]}",
+                param="size",
+                code="invalid_size",
+            )
+
+    def _plan(self, request: GenerationRequest) -> Plan | str | None:
+        """Return the plan that a request asks for; None if it asks for none."""
+        if request.plan is None and request.strategy is None:
+            return None
+        name = "strategy" if request.plan is None else "plan"
+        try:
+            if request.strategy is None and request.plan == "auto":
+                return "auto"
+            plan = self._parsed(request)
+            plan.check_devices(len(self.devices))
+        except PlanError as error:
+            raise RequestError(str(error), param=name) from None
+        if plan.weights != "whole" or plan.encoders != "auto" or plan.data > 1:
+            raise RequestError(f"plan {plan}: a request chooses axes cfg, stage, patch and tensor only", param=name)
+        return plan
+
+    def _parsed(self, request: GenerationRequest) -> Plan:
+        if request.plan not in (None, "auto"):
+            return Plan.parse(request.plan or "", strategy=request.strategy)
+        if isinstance(self.plan, Plan):
+            raise PlanError(f"strategy without plan: the server's plan is {self.plan}; give both")
+        return Plan(patch=len(self.devices), strategy=request.strategy)
+
+    def _check(self, arguments: Mapping[str, Any], plan: Plan | str) -> None:
+        try:
+            check_call(self.model, arguments)
+            if isinstance(plan, Plan):
+                check_plan_for(self.model, plan, arguments, self.devices)
+        except PlanError as error:
+            raise RequestError(str(error)) from None
+
+
+def _check_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        param = name.partition(",")[0]
+        raise RequestError(f"{name}: {value}, and at most {most} are accepted", param=param, code="above_limit")

@@ -1,0 +1,18 @@
+"""PIL images as base64 of PNG, JPEG or WebP."""
+
+import base64
+import io
+from typing import Any
+
+from patchpar.serving.image_request import OutputFormat
+
+DEFAULT_COMPRESSION = 100
+"""OpenAI's default: the best quality of JPEG and WebP."""
+
+
+def encode_image(image: Any, output_format: OutputFormat, compression: int | None) -> str:
+    """Return the base64 text of a PIL image. `compression`: 0 to 100, the quality of JPEG and WebP; PNG is lossless."""
+    file = io.BytesIO()
+    options = {} if output_format == "png" else {"quality": DEFAULT_COMPRESSION if compression is None else compression}
+    (image.convert("RGB") if output_format == "jpeg" else image).save(file, output_format.upper(), **options)
+    return base64.b64encode(file.getvalue()).decode()

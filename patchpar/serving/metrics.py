@@ -1,0 +1,73 @@
+"""Counts of a server for Prometheus. Values of labels come from closed sets: routes, statuses, ranks, kinds, states."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from patchpar.pipeline.report import Run
+
+STATES = ("loading", "ready", "lost", "draining")
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class ServerMetrics:
+    """Metrics in a registry of their own."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "patchpar_requests_total", "Requests by route and status.", ["route", "code"], registry=registry
+        )
+        self._request_seconds = Histogram(
+            "patchpar_request_seconds", "From request to response.", ["route"], buckets=SECONDS, registry=registry
+        )
+        self._queue_seconds = Histogram(
+            "patchpar_queue_seconds", "Time of requests in the queue.", buckets=SECONDS, registry=registry
+        )
+        self._image_seconds = Histogram(
+            "patchpar_image_seconds", "Time of the call of an image.", buckets=SECONDS, registry=registry
+        )
+        self._steps = Counter("patchpar_steps_total", "Denoising steps.", registry=registry)
+        self._bytes = Counter(
+            "patchpar_bytes_sent_total", "Bytes sent to other ranks.", ["rank", "kind"], registry=registry
+        )
+        self._waits = Counter(
+            "patchpar_wait_seconds_total", "Seconds that a rank waited for others.", ["rank", "kind"], registry=registry
+        )
+        self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", registry=registry)
+        self._state = Gauge("patchpar_state", "1 of the state that the server is in.", ["state"], registry=registry)
+
+    def watch(self, *, queue_length: Callable[[], int], state: Callable[[], str]) -> None:
+        """Read these whenever metrics are read."""
+        self._queue_length.set_function(queue_length)
+        for each in STATES:
+            self._state.labels(each).set_function(partial(_is_in, state, each))
+
+    def observe(self, queued_seconds: float, runs: Iterable[Run]) -> None:
+        """Count a finished request of images."""
+        self._queue_seconds.observe(queued_seconds)
+        for run in runs:
+            self._image_seconds.observe(run.seconds)
+            self._steps.inc(run.steps)
+            for rank, figures in enumerate(run.ranks):
+                for kind, count in figures.bytes_sent.items():
+                    self._bytes.labels(rank, kind).inc(count)
+                for kind, seconds in figures.seconds_waited.items():
+                    self._waits.labels(rank, kind).inc(seconds)
+
+    def observe_response(self, route: str, status: int, seconds: float) -> None:
+        """Count a response. `route`: the path as it is declared, never as it was requested."""
+        self._requests.labels(route, status).inc()
+        self._request_seconds.labels(route).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def _is_in(state: Callable[[], str], name: str) -> float:
+    return float(state() == name)

@@ -1,0 +1,39 @@
+"""Errors as clients of OpenAI's interface read them: a status, and a body with message, type, param and code."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from patchpar.errors import PatchparError
+
+
+class RequestError(PatchparError):
+    """A request is refused, or has failed. `param`: the field that is wrong; `retry_after`: seconds, for clients."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_value",
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the response."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` resembles most, if any does."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)

@@ -1,0 +1,81 @@
+"""Settings of `patchpar serve`: what is served, to whom, and what a request may ask for at most."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.plan.plan import Plan
+from patchpar.plan.scalars import is_whole
+from patchpar.serving.api_keys import ApiKeys
+from patchpar.stream.web.server import HOME, check_port, is_local, names_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model: a folder or name, names of devices, a plan, and `options` of ParallelPipeline.from_pretrained."""
+
+    model: str
+    devices: tuple[str, ...]
+    plan: Plan | str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan, Plan) and self.plan.data > 1:
+            raise PlanError(
+                f"plan {self.plan}: axis data divides prompts, and a server makes one image after another: use cfg, "
+                "patch or stage"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name by which clients request the model: a hub id, or the last part of a folder's path."""
+        parts = self.model.rstrip("/").split("/")
+        return self.model if len(parts) == 2 and parts[0] not in ("", ".", "..", "~") else parts[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Most pixels of an image, denoising steps, images of a request, characters of a prompt, bytes of a body."""
+
+    pixels: int = 2048 * 2048
+    steps: int = 150
+    images: int = 10
+    characters: int = 32_000
+    body_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, flag in (("pixels", "--max-pixels"), ("steps", "--max-steps")):
+            if not is_whole(getattr(self, name)):
+                raise PlanError(f"{flag} {getattr(self, name)}: it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Address, access and queue. `grace`: seconds for accepted requests to finish after a signal.
+
+    Raises PlanError for an address beyond this machine without a key.
+    """
+
+    host: str = HOME
+    port: int = 8000
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    max_queue: int = 32
+    grace: float = 30.0
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+    def __post_init__(self) -> None:
+        check_port(self.port, "--port")
+        if not is_whole(self.max_queue):
+            raise PlanError(f"--max-queue {self.max_queue}: it must be at least 1")
+        if not 0 <= self.grace < float("inf"):
+            raise PlanError(f"--grace {self.grace:g}: it must be a finite number of seconds, or 0")
+        if not is_local(self.host) and not self.keys:
+            raise PlanError(
+                f"--host {self.host}: everybody who reaches this machine could use it; add --api-key-file FILE with a "
+                "key of your choice in it"
+            )
+
+    @property
+    def host_names(self) -> list[str]:
+        """Host names that requests may use."""
+        return names_of(self.host)

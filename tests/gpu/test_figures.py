@@ -1,0 +1,99 @@
+"""Figures that the counts at full size stay below, as the page has them; and the memory of an exact step on a rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.denoisers import Denoiser
+from benchmarks.gpu.strategies import FakeRank
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.traffic import CommStats
+from tests.gpu.short_models import WORLD
+
+PAGE = Path(__file__).parents[2] / "docs/figures/gpu-counts.json"
+SDXL, FLUX = "SDXL", "FLUX"
+STEADY = {"exact": "exact", "exact:ulysses=4": "exact"}
+"""The kind of step that all but the first few are; of stale strategies a stale one."""
+MOST_LAUNCHES = {
+    "exact": 1.25,
+    "displaced": 1.25,
+    "pcpp": 1.25,
+    "fresh-edges": 1.45,
+    "fresh-edges:correction=none": 1.45,
+    "fresh-edges:context=pooled": 1.6,
+    "exact:ulysses=4": 1.15,
+}
+"""In a steady step, of those of the plain model."""
+MOST_OPERATIONS = {(SDXL, "exact"): 260, (SDXL, "fresh-edges"): 400, (FLUX, "exact"): 120}
+MOST_ADDED = 6
+"""Launches of an attention with stale keys and values above those of the plain one."""
+ATTENTIONS = {SDXL: 70, FLUX: 57}
+
+
+def rows(model: str) -> list[dict[str, Any]]:
+    (section,) = (each for each in json.loads(PAGE.read_text()) if each["heading"].startswith(model))
+    return [each for each in section["tables"][0] if each["step"]]
+
+
+def row(model: str, strategy: str, step: str = "stale") -> dict[str, Any]:
+    (found,) = (each for each in rows(model) if (each["strategy"], each["step"]) == (f"`{strategy}`", step))
+    return found
+
+
+def number(cell: Any) -> float:
+    return float(str(cell).replace(",", ""))
+
+
+@pytest.mark.parametrize("model", [SDXL, FLUX])
+def test_launches_of_steady_steps(model: str) -> None:
+    named = {each["strategy"].strip("`") for each in rows(model)}
+    for strategy in named & MOST_LAUNCHES.keys():
+        found = row(model, strategy, STEADY.get(strategy, "stale"))
+        assert number(found["of plain"]) <= MOST_LAUNCHES[strategy], strategy
+    assert len(named & MOST_LAUNCHES.keys()) >= 6
+
+
+@pytest.mark.parametrize(("model", "strategy"), MOST_OPERATIONS)
+def test_messages_and_collectives_of_a_step(model: str, strategy: str) -> None:
+    assert number(row(model, strategy, STEADY.get(strategy, "stale"))["operations"]) <= MOST_OPERATIONS[model, strategy]
+
+
+@pytest.mark.parametrize("model", [SDXL, FLUX])
+def test_no_step_waits_for_the_device(model: str) -> None:
+    assert {number(each["synchronisations"]) for each in rows(model)} == {0}
+
+
+@pytest.mark.parametrize("model", [SDXL, FLUX])
+def test_launches_of_a_stale_attention(model: str) -> None:
+    """SDXL's others, of norms and convolutions, are those of an exact step, whose attention makes two."""
+    stale, exact = row(model, "fresh-edges"), row(model, "exact", "exact")
+    assert number(stale["launches"]) - number(exact["launches"]) <= (MOST_ADDED - 2) * ATTENTIONS[model]
+
+
+@pytest.mark.parametrize("model", [pytest.param("sdxl", marks=pytest.mark.breadth), "flux"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["as it is", "keeping what it has received"])
+def test_an_exact_step_takes_its_part_of_the_activations_and_one_message(
+    rank: FakeRank, models: dict[str, Denoiser], model: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the plain step's memory an n-th, and what the largest exchange sends and receives."""
+    largest, kept = 0, list[torch.Tensor]()
+    book, all_gather = CommStats.book, Communicator.all_gather
+
+    def noted(stats: CommStats, kind: str, sent: int, received: int) -> None:
+        nonlocal largest
+        largest = max(largest, sent + received)
+        book(stats, kind, sent, received)
+
+    def keeping(comm: Communicator, *args: Any, into: torch.Tensor | None = None, **options: Any) -> Any:
+        kept.extend([] if into is None or not keeps else [into])
+        return all_gather(comm, *args, into=into, **options)
+
+    monkeypatch.setattr(CommStats, "book", noted)
+    monkeypatch.setattr(Communicator, "all_gather", keeping)
+    plain, exact = rank.plain(models[model]), rank.steps(models[model], "exact")["exact"]
+    assert (exact.peak > plain.peak / WORLD + largest) == keeps

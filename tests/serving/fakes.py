@@ -1,0 +1,83 @@
+"""A generator that makes images when it is told to, so that queue, HTTP and signals are tested without a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.report import Run
+from patchpar.plan.plan import Plan
+from patchpar.serving.generation import GeneratedImages, PoolState
+from patchpar.serving.image_call import ImageCall
+from patchpar.serving.job_queue import Job
+from patchpar.serving.settings import ServedModel
+
+SECONDS = 20.0
+DEFAULTS: Mapping[str, Any] = {
+    "prompt": None,
+    "height": None,
+    "width": None,
+    "num_inference_steps": 50,
+    "guidance_scale": 5.0,
+    "negative_prompt": None,
+}
+MODEL = PipelineInfo(
+    pipeline="FakePipeline",
+    module="fake",
+    denoisers=("unet (Fake)",),
+    splits_into_bands=True,
+    splits_into_tokens=False,
+    total_stride=4,
+    vae_scale=8,
+    size_unit=8,
+    parameters=DEFAULTS,
+    takes_any=False,
+    distilled=False,
+    default_size=(256, 256),
+    methods=frozenset(),
+    networks={},
+)
+
+
+class FakeGenerator:
+    """Stands for ImageGenerator. While `gate` is closed a call runs until it is cancelled; `error` is raised by one."""
+
+    def __init__(self) -> None:
+        self.served = ServedModel(model="/models/fake", devices=("cpu",))
+        self.state: PoolState = "loading"
+        self.description = MODEL
+        self.gate, self.started = threading.Event(), threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.calls: list[ImageCall] = []
+        self.warmed = 0
+        self.may_warm = threading.Event()
+        self.may_warm.set()
+        self.is_closed = False
+
+    def open(self) -> None: ...
+
+    def warm_up(self, job: Job) -> None:
+        assert self.may_warm.wait(SECONDS)
+        self.warmed += 1
+        self.state = "ready"
+
+    def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
+        self.calls.append(call)
+        self.started.set()
+        error, self.error = self.error, None
+        if error is not None:
+            self.state = "lost"
+            raise error
+        while not self.gate.wait(0.005):
+            job.check()
+        run = Run(plan=Plan(), seconds=0.25, ranks=())
+        images = tuple(Image.new("RGB", call.size) for _ in call.seeds)
+        return GeneratedImages(images=images, runs=(run,) * call.count, reason="there is one device", prompt_tokens=3)
+
+    def close(self) -> None:
+        self.is_closed = True

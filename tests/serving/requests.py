@@ -1,0 +1,55 @@
+"""Requests to an application, and what they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.testclient import TestClient
+
+SECONDS = 20.0
+PATH = "/v1/images/generations"
+HOME = "http://127.0.0.1"
+
+
+def client_of(app: Any, key: str | None = None) -> TestClient:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+    return TestClient(app, base_url=HOME, headers=headers, raise_server_exceptions=False)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    give_up = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < give_up, f"waited for {what}"
+        time.sleep(0.005)
+
+
+def disconnected(app: Any, body: dict[str, Any], when: Callable[[], bool]) -> list[Any]:
+    """Send a request whose client disconnects as soon as `when` holds; return what the server sent."""
+    sent: list[Any] = []
+    parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": PATH,
+        "raw_path": PATH.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+    }
+
+    async def receive() -> Any:
+        if parts:
+            return parts.pop()
+        while not when():
+            await asyncio.sleep(0.005)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), SECONDS))
+    return sent

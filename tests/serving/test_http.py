@@ -1,0 +1,288 @@
+"""What clients are told: every bad request has its status, code and field, and nobody else's request is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchpar.errors import LaunchError, PlanError, WorkerDied
+from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.http.application import application
+from patchpar.serving.image_request import FIELDS
+from patchpar.serving.service import ImageService
+from patchpar.serving.settings import RequestLimits, ServerSettings
+from tests.serving.fakes import FakeGenerator
+from tests.serving.requests import PATH, client_of, disconnected, until
+
+KEY = "0123456789abcdef-key"
+JSON = {"Content-Type": "application/json"}
+BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
+    ({}, "prompt", "missing_parameter", "describe"),
+    ({"prompt": "  "}, "prompt", "invalid_value", "empty"),
+    ({"prompt": 3}, "prompt", "invalid_value", "string"),
+    ({"prompt": ["a", "b"]}, "prompt", "invalid_value", "string"),
+    ({"prompt": "a" * 32_001}, "prompt", "invalid_value", "32000"),
+    ({"promt": "a"}, "promt", "unknown_parameter", "did you mean 'prompt'"),
+    ({"num_inference_step": 3}, "num_inference_step", "unknown_parameter", "'num_inference_steps'"),
+    ({"xyzzy" * 100: 3}, ("xyzzy" * 100)[:64], "unknown_parameter", "output_format"),
+    ({"lora": []}, "lora", "unsupported_parameter", "not there yet"),
+    ({"image": "/etc/passwd"}, "image", "unsupported_parameter", "does not apply"),
+    ({"response_format": "url"}, "response_format", "unsupported_parameter", "b64_json"),
+    ({"stream": True}, "stream", "unsupported_parameter", "whole images"),
+    ({"partial_images": 2}, "partial_images", "unsupported_parameter", "whole images"),
+    ({"background": "transparent"}, "background", "unsupported_parameter", "opaque"),
+    ({"moderation": "low"}, "moderation", "unsupported_parameter", "moderate"),
+    ({"output_format": "gif"}, "output_format", "invalid_value", "'png', 'jpeg' or 'webp'"),
+    ({"output_compression": 101}, "output_compression", "invalid_value", "100"),
+    ({"n": 0}, "n", "invalid_value", "1"),
+    ({"n": 11}, "n", "invalid_value", "10"),
+    ({"n": "2"}, "n", "invalid_value", "integer"),
+    ({"n": True}, "n", "invalid_value", "integer"),
+    ({"n": 3}, "n", "above_limit", "at most 2"),
+    ({"seed": -1}, "seed", "invalid_value", "0"),
+    ({"seed": 2**63}, "seed", "invalid_value", "than"),
+    ({"seed": 1.5}, "seed", "invalid_value", "integer"),
+    ({"num_inference_steps": 10**6}, "num_inference_steps", "above_limit", "at most 60"),
+    ({"guidance_scale": 1e9}, "guidance_scale", "invalid_value", "100"),
+    ({"true_cfg_scale": 2.0}, "true_cfg_scale", "unsupported_parameter", "FakePipeline"),
+    ({"size": "big"}, "size", "invalid_size", "WIDTHxHEIGHT"),
+    ({"size": "60000x60000"}, "size", "invalid_size", "at most"),
+    ({"size": "99999999x1"}, "size", "invalid_size", "WIDTHxHEIGHT"),
+    ({"size": "100x130"}, "size", "invalid_size", "nearest is 96x128"),
+    ({"size": "16x64"}, "size", "invalid_size", "nearest is 64x64"),
+    ({"size": "64x64", "height": 64}, "size", "invalid_size", "one of them"),
+    ({"height": 100}, "size", "invalid_size", "nearest is 256x96"),
+    ({"plan": "patch=0"}, "plan", "invalid_value", "patch"),
+    ({"plan": "weights=hosted"}, "plan", "invalid_value", "axes"),
+    ({"plan": "data=2"}, "plan", "invalid_value", "2 devices"),
+    ({"strategy": "nothing"}, "strategy", "invalid_value", "nothing"),
+]
+
+
+@pytest.fixture(scope="module")
+def strict() -> Any:
+    """A client of a server with narrow limits."""
+    found = ImageService(
+        FakeGenerator(),  # type: ignore[arg-type]
+        ServerSettings(limits=RequestLimits(pixels=1 << 20, steps=60, images=2, body_bytes=1 << 16)),
+    )
+    found.load()
+    yield client_of(application(found))
+    found.close()
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"].startswith("req_")
+    return dict(body["error"])
+
+
+@pytest.mark.parametrize(("fields", "param", "code", "text"), BAD, ids=lambda each: str(each)[:40])
+def test_a_bad_field_is_named(strict: Any, fields: dict[str, Any], param: str, code: str, text: str) -> None:
+    prompt = {} if not fields else {"prompt": "a fox"}
+    error = error_of(strict.post(PATH, json={**prompt, **fields}), 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert text in error["message"]
+    assert len(error["message"]) < 700
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"a"', b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 5000, b'{"prompt": NaN}']
+)
+def test_a_body_that_is_no_object(strict: Any, body: bytes) -> None:
+    assert error_of(strict.post(PATH, content=body, headers=JSON), 400)["code"] in ("invalid_json", "invalid_value")
+
+
+def test_defaults_of_openai_are_accepted(strict: Any) -> None:
+    """Also null for whatever was left out, as some clients send it."""
+    asked = {"response_format": "b64_json", "background": "auto", "style": "vivid", "moderation": "auto"}
+    nothing = dict.fromkeys(FIELDS)
+    response = strict.post(PATH, json={**nothing, **asked, "prompt": "a fox", "stream": False, "quality": "high"})
+    assert response.status_code == 200, response.text
+    assert "quality" in response.headers["warning"]
+    assert "warning" not in strict.post(PATH, json={"prompt": "a fox"}).headers
+
+
+def test_bodies_are_limited(strict: Any) -> None:
+    """Whether their length is declared or not."""
+    large = json.dumps({"prompt": "a" * (1 << 16)}).encode()
+    assert error_of(strict.post(PATH, content=large, headers=JSON), 413)["code"] == "body_too_large"
+    parts = (large[start : start + 1000] for start in range(0, len(large), 1000))
+    assert error_of(strict.post(PATH, content=parts, headers=JSON), 413)["code"] == "body_too_large"
+
+
+def test_a_page_of_another_site_reaches_nothing(strict: Any) -> None:
+    plain = strict.post(PATH, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert error_of(plain, 415)["code"] == "unsupported_content_type"
+    assert strict.post(PATH, json={"prompt": "a"}, headers={"Host": "evil.example"}).status_code == 400
+    assert strict.options(PATH, headers={"Origin": "http://evil.example"}).status_code == 405
+
+
+def test_models_and_paths(client: Any) -> None:
+    assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["fake"]  # not the folder's path
+    assert client.get("/v1/models/fake").json()["object"] == "model"
+    assert error_of(client.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
+    other = error_of(client.post(PATH, json={"prompt": "a", "model": "dall-e-3"}), 404)
+    assert (other["code"], other["param"]) == ("model_not_found", "model")
+    assert error_of(client.get("/v1/images/edits"), 404)["code"] == "not_found"
+    assert error_of(client.get(PATH), 405)["code"] == "method_not_allowed"
+    assert client.get("/version").json()["version"]
+
+
+def test_keys(fake: Any) -> None:
+    """Everything but health and version needs one of the keys; a wrong one is refused before the body is read."""
+    service = ImageService(fake, ServerSettings(keys=ApiKeys.of("another-key-of-someone", KEY)))
+    service.load()
+    app = application(service)
+    for wrong in (None, "", KEY[:-1], KEY + "x", "another", "ключ"):
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            assert error_of(client_of(app, wrong).get(path), 401)["code"] == "invalid_api_key"
+        assert client_of(app, wrong).get("/health/ready").status_code == 200
+    assert client_of(app, wrong).post(PATH, content=b"{").status_code == 401
+    basic = client_of(app).get("/v1/models", headers={"Authorization": f"Basic {KEY}"})
+    assert basic.status_code == 401
+    assert client_of(app, KEY).get("/v1/models").status_code == 200
+    assert client_of(app, KEY).post(PATH, json={"prompt": "a fox"}).status_code == 200
+    service.close()
+
+
+def test_a_full_queue(client: Any, fake: FakeGenerator, service: ImageService) -> None:
+    """One request runs and two wait: the next one is told when to come again, and the three are done."""
+    fake.gate.clear()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(client.post, PATH, json={"prompt": "a"})
+        assert fake.started.wait(20)
+        others = [pool.submit(client.post, PATH, json={"prompt": "a"}) for _ in range(2)]
+        until(lambda: "patchpar_queue_length 2.0" in client.get("/metrics").text, "two to wait")
+        response = client.post(PATH, json={"prompt": "a"})
+        assert error_of(response, 503)["code"] == "queue_full"
+        assert int(response.headers["retry-after"]) >= 1
+        fake.gate.set()
+        assert [each.result(20).status_code for each in (first, *others)] == [200] * 3
+
+
+def test_a_client_that_disconnects(app: Any, client: Any, fake: FakeGenerator, service: ImageService) -> None:
+    """Its job is cancelled while it runs, and dropped while it waits; the next request is done."""
+    fake.gate.clear()
+    assert disconnected(app, {"prompt": "runs"}, fake.started.is_set) == []
+    until(lambda: not service.is_busy, "the call to be cancelled")
+    fake.started.clear()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.post, PATH, json={"prompt": "stays"})
+        assert fake.started.wait(20)
+        assert disconnected(app, {"prompt": "waits"}, lambda: service.waiting == 1) == []
+        assert service.waiting == 0
+        fake.gate.set()
+        assert running.result(20).status_code == 200
+    assert [call.arguments["prompt"] for call in fake.calls] == ["runs", "stays"]
+    assert 'code="499"' in client.get("/metrics").text
+
+
+def test_loading_and_draining(fake: Any) -> None:
+    service = ImageService(fake, ServerSettings())
+    client = client_of(application(service))
+    assert error_of(client.post(PATH, json={"prompt": "a"}), 503)["code"] == "loading"
+    assert client.get("/health/ready").status_code == 503
+    assert client.get("/health/live").status_code == 200
+    service.load()
+    assert client.get("/health/ready").status_code == 200
+    fake.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(client.post, PATH, json={"prompt": "a"})
+        assert fake.started.wait(20)
+        drained = pool.submit(service.drain, 20.0)
+        until(lambda: service.state == "draining", "it to drain")
+        response = client.post(PATH, json={"prompt": "a"})
+        assert error_of(response, 503)["code"] == "draining"
+        assert response.headers["retry-after"]
+        assert client.get("/health/ready").json() == {"status": "draining"}
+        fake.gate.set()
+        assert drained.result(20)
+        assert running.result(20).status_code == 200
+    service.close()
+    assert fake.is_closed
+
+
+def test_what_does_not_finish_in_time_is_told_so(client: Any, fake: FakeGenerator, service: ImageService) -> None:
+    fake.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.post, PATH, json={"prompt": "a"})
+        assert fake.started.wait(20)
+        assert not service.drain(0.0)
+        service.close()
+        assert error_of(running.result(20), 503)["code"] == "draining"
+
+
+def test_lost_workers(client: Any, fake: FakeGenerator, service: ImageService) -> None:
+    """The request fails, the server is not ready, starts them again by itself, and then is."""
+    fake.error = WorkerDied("rank 1 ended\nTraceback: /secret/path", rank=1)
+    fake.may_warm.clear()
+    error = error_of(client.post(PATH, json={"prompt": "a"}), 500)
+    assert (error["code"], error["type"]) == ("worker_lost", "server_error")
+    assert "secret" not in error["message"]
+    assert client.get("/health/ready").json() == {"status": "lost"}
+    fake.may_warm.set()
+    until(lambda: client.get("/health/ready").status_code == 200, "the workers")
+    assert fake.warmed == 2
+    assert client.post(PATH, json={"prompt": "a"}).status_code == 200
+
+
+class OutOfMemoryError(RuntimeError):
+    """Stands for torch's."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (OutOfMemoryError("/secret"), 422, "out_of_memory"),
+        (PlanError("this size is no size"), 400, "invalid_value"),
+        (LaunchError("/secret"), 503, "workers_unavailable"),
+        (ValueError("/secret"), 500, "failed"),
+    ],
+    ids=lambda each: str(each),
+)
+def test_failures(client: Any, fake: FakeGenerator, raised: Exception, status: int, code: str) -> None:
+    fake.error = raised
+    error = error_of(client.post(PATH, json={"prompt": "a"}), status)
+    assert error["code"] == code
+    assert "secret" not in error["message"]
+    assert client.post(PATH, json={"prompt": "a"}).status_code == 200
+
+
+def test_metrics_have_labels_of_closed_sets(client: Any) -> None:
+    """Whatever clients ask for, no value of theirs becomes a label."""
+    for path in ("/v1/models/strange", "/strange", "/v1/strange"):
+        client.get(path)
+    client.post(PATH, json={"prompt": "a fox", "user": "strange"})
+    client.request("STRANGE", PATH)
+    text = client.get("/metrics").text
+    assert "strange" not in text.lower()
+    assert 'patchpar_requests_total{code="200",route="/v1/images/generations"} 1.0' in text
+    assert 'patchpar_state{state="ready"} 1.0' in text
+    routes = set(re.findall(r'route="([^"]*)"', text))
+    assert routes <= {PATH, "/v1/models", "/v1/models/{name:path}", "/metrics", "none"}
+
+
+def test_beyond_this_machine_there_is_a_key(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--api-key-file"):
+        ServerSettings(host="0.0.0.0")
+    file = tmp_path / "keys"
+    for text, reason in (("", "no key"), ("# none\n", "no key"), ("short\n", "16 characters"), ("a b" * 9, "blanks")):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=reason):
+            ApiKeys.read(file)
+    with pytest.raises(PlanError, match="No such file"):
+        ApiKeys.read(tmp_path / "nothing")
+    file.write_text(f"# mine\n{KEY}\n\n")
+    keys = ApiKeys.read(file)
+    assert ServerSettings(host="0.0.0.0", keys=keys).keys.accept(f"Bearer {KEY}".encode())
+    assert not keys.accept(b"Bearer")
+    assert KEY not in repr(keys)

@@ -1,0 +1,125 @@
+"""Images over HTTP are those of the pipeline itself, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from PIL import Image
+
+from patchpar import ParallelPipeline
+from patchpar.serving.http.application import application
+from patchpar.serving.server import ImageServer
+from patchpar.serving.service import ImageService
+from tests.serving.requests import PATH, client_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
+PROMPT = "a red house on the left, green hills at noon"
+SMALL = {"prompt": PROMPT, "size": "96x64", "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def client(embedded: ImageService) -> Any:
+    return client_of(application(embedded))
+
+
+def image_of(data: str) -> Any:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def generated(pipe: ParallelPipeline, seed: int, **arguments: Any) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    options = {"height": 64, "width": 96, "num_inference_steps": 2, **arguments}
+    return np.asarray(pipe(PROMPT, generator=generator, **options).images[0])
+
+
+def test_images_of_a_seed_are_those_of_the_pipeline(client: Any, pipe: ParallelPipeline) -> None:
+    """Two images in one request equal the two made alone, with the seed and the next one."""
+    response = client.post(PATH, json={**SMALL, "seed": 7, "n": 2})
+    found = response.json()
+    assert response.status_code == 200, found
+    first, second = (image_of(each["b64_json"]) for each in found["data"])
+    assert np.array_equal(first, generated(pipe, 7))
+    assert np.array_equal(second, generated(pipe, 8))
+    assert not np.array_equal(first, second)
+    assert found["size"] == "96x64"
+    assert found["usage"]["output_tokens"] == 2 * 12 * 8
+    assert found["usage"]["total_tokens"] == found["usage"]["input_tokens"] + 2 * 12 * 8
+    assert found["usage"]["input_tokens"] == len(pipe.tokenizer(PROMPT)["input_ids"])
+    figures = found["patchpar"]
+    assert (figures["seed"], figures["steps"], figures["ranks"], figures["plan"]) == (7, 4, 1, "single")
+
+
+def test_arguments_reach_the_pipeline(client: Any, pipe: ParallelPipeline) -> None:
+    asked = {"negative_prompt": "a lake", "guidance_scale": 7.5}
+    response = client.post(PATH, json={**SMALL, "size": "auto", "height": 64, "width": 96, "seed": 3, **asked})
+    found = image_of(response.json()["data"][0]["b64_json"])
+    assert np.array_equal(found, generated(pipe, 3, **asked))
+    assert not np.array_equal(found, generated(pipe, 3))
+
+
+def test_a_request_without_a_seed_says_which_it_got(client: Any) -> None:
+    first, second = (client.post(PATH, json={**SMALL, "num_inference_steps": 1}).json() for _ in range(2))
+    assert first["patchpar"]["seed"] != second["patchpar"]["seed"]
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_formats(client: Any, kind: str) -> None:
+    asked = {**SMALL, "num_inference_steps": 1, "seed": 1, "output_format": kind}
+    large, small = (client.post(PATH, json={**asked, "output_compression": each}).json() for each in (100, 5))
+    images = [base64.b64decode(each["data"][0]["b64_json"]) for each in (large, small)]
+    assert Image.open(io.BytesIO(images[0])).format == kind.upper()
+    assert len(images[1]) < len(images[0])
+    assert large["output_format"] == kind
+
+
+def test_a_plan_for_more_devices_is_refused(client: Any) -> None:
+    response = client.post(PATH, json={**SMALL, "plan": "patch=2"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "plan"
+
+
+@pytest.fixture(scope="module")
+def address(embedded: ImageService) -> Iterator[str]:
+    server = ImageServer(embedded)
+    server.start()
+    yield server.url
+    server.close()
+
+
+def test_the_client_of_openai(address: str, pipe: ParallelPipeline) -> None:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        assert [each.id for each in client.models.list()] == ["embedded"]
+        assert client.models.retrieve("embedded").owned_by == "patchpar"
+        found: Any = client.images.generate(
+            model="embedded",
+            prompt=PROMPT,
+            n=1,
+            size="96x64",  # type: ignore[arg-type]
+            extra_body={"seed": 7, "num_inference_steps": 2},
+        )
+        assert np.array_equal(image_of(found.data[0].b64_json), generated(pipe, 7))
+        assert found.usage.output_tokens == 12 * 8
+        assert found.patchpar["seed"] == 7
+        with pytest.raises(openai.BadRequestError, match="nearest is 96x64") as refused:
+            client.images.generate(prompt=PROMPT, size="99x64")  # type: ignore[call-overload]
+        assert (refused.value.param, refused.value.code) == ("size", "invalid_size")
+        assert str(refused.value.request_id).startswith("req_")
+        with pytest.raises(openai.NotFoundError, match="'embedded'"):
+            client.images.generate(model="dall-e-3", prompt=PROMPT)
+
+
+def test_the_example_of_the_page(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    small = example.replace("256x256", "64x64").replace('steps": 20', 'steps": 1')
+    monkeypatch.chdir(tmp_path)
+    exec(small.replace("http://127.0.0.1:8000", address), {})
+    assert [Image.open(tmp_path / f"house-{number}.png").size for number in (0, 1)] == [(64, 64)] * 2
