@@ -94,6 +94,13 @@ def test_bytes_are_those_that_real_ranks_count(ranks: Any, name: str, plans: lis
     compare(ranks, name, plans)
 
 
+def test_calls_for_each_guidance_branch_are_exchanged_from_the_first_step() -> None:
+    """Also by a rank that is recorded after another one, from which it knows all but the form of these calls."""
+    found = recorded("wan", "cfg=2", steps=1)
+    assert unequal_pairs([each.tape for each in found]) == []
+    assert bytes_sent(found[0].tape)["guidance"] == bytes_sent(found[1].tape)["guidance"] > 0
+
+
 def test_a_step_of_one_rank_has_the_flops_of_a_dry_run() -> None:
     """A band has about half of them: attention to all keys is whole, and so is what belongs to no position."""
     (one,), (band,) = recorded("sd", "single", steps=2), recorded("sd", "patch=2", ranks=1, steps=2)

@@ -50,11 +50,15 @@ STEPS = 4
 
 @dataclass(slots=True)
 class LearntFacts:
-    """What the first call of a model finds: exchange points of UNets, and, by VAE and method, `SplitMethod.feeds`."""
+    """What the first call of a model finds: exchange points of UNets, and, by VAE and method, `SplitMethod.feeds`.
+
+    `calls_by_branch`: guidance has a call for each branch, the first of which every rank makes; None if not known.
+    """
 
     sites: dict[nn.Module, ExchangeSites] = field(default_factory=dict)
     feeds: dict[tuple[nn.Module, str], dict[str, bool]] = field(default_factory=dict)
     has_decoded: bool = False
+    calls_by_branch: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +149,8 @@ class Recording:
         bands = [each for each in denoisers_of(self.pipe).values() if splits_into_bands(each)]
         if plan.weights != "whole" or (plan.patch > 1 and not all(each in learnt.sites for each in bands)):
             return False
+        if plan.cfg > 1 and learnt.calls_by_branch is not False:
+            return False
         return plan.world_size == plan.data or learnt.has_decoded
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
@@ -229,6 +235,8 @@ class _Runner(PipelineRunner):
         for patched in self._installed.patched:
             if isinstance(patched, PatchedDenoiser) and patched.sites is not None:
                 self._options.learnt.sites[patched.denoiser] = patched.sites
+        if self._installed.guidance is not None:
+            self._options.learnt.calls_by_branch = self._installed.guidance.has_calls_by_branch
         self._options.learnt.has_decoded |= self._installed.vaes is not None
 
     def begin_recording(self, begin: Callable[[], None]) -> None:

@@ -119,6 +119,11 @@ class GuidanceSplit:
         self._forms: dict[Any, OutputForm | None] = {}  # kept from one pipeline call to the next
         self._shapes: dict[Any, Shapes] = {}
 
+    @property
+    def has_calls_by_branch(self) -> bool:
+        """Whether a call for one branch was made, whose form is known since."""
+        return bool(self._forms)
+
     def reset(self) -> None:
         """Begin a pipeline call."""
         if self.rounds is not None:
