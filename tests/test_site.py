@@ -55,6 +55,7 @@ CONCEPTS = (
 )
 HOW_TOS = (
     "first-image",
+    "serve",
     "several-machines",
     "lora-and-controlnet",
     "large-images",
