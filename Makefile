@@ -21,6 +21,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
+# Bytecode is kept: the hundreds of processes that the tests start would compile every module anew without it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo app browser test test-all gpu test-lowest test-quantised lint format types imports check docs diagrams figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
