@@ -189,6 +189,8 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
         (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
+        (("--model", "m", "-o", "a.mp4", "--restarts", "-1"), "--restarts -1: it must be at least 0"),
+        (("--input", "a.mp4", "-o", "b.mp4", "--restarts", "1"), "--restarts is not for streams with --input"),
         (("--model", "m", "-o", "a.mp4", "--steps", "2"), "--steps is for streams with --input"),
         (
             ("--model", "m", "-o", "a.mp4", "--input", "f", "--audio", "a.wav"),
