@@ -65,6 +65,11 @@ class StreamConfig:
         """Denoising steps of a block."""
         return len(self.sigmas) - 1
 
+    @property
+    def pipeline_steps(self) -> int:
+        """Steps of a block that can run on different ranks: with a clean history a block is one step."""
+        return 1 if self.blocks.history == "clean" else self.steps
+
     @classmethod
     def load(cls, folder: Path) -> "StreamConfig":
         """Read `stream.json`, or derive it for a Self-Forcing model. Raises PlanError."""

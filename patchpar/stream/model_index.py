@@ -39,8 +39,8 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
     """Return the fields of stream.json for a model distilled by Self-Forcing (arXiv:2506.08009); None for others.
 
     The scheduler class identifies such a model. Four steps with the scheduler's shift, and new noise in each; blocks of
-    3 latent frames in a window of 21, unless the transformer's configuration has other numbers; no sink. Raises
-    PlanError.
+    3 latent frames in a window of 21, unless the transformer's configuration has other numbers; no sink. Blocks attend
+    to finished ones. Raises PlanError.
     """
     scheduler = _read(folder / "scheduler" / "scheduler_config.json")
     if scheduler.get("_class_name") != SELF_FORCING:
@@ -62,7 +62,7 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
         "fps": 16,
         "height": 480,
         "width": 832,
-        "blocks": {"frames": frames, "window": max(1, seen // frames)},
+        "blocks": {"frames": frames, "window": max(1, seen // frames), "history": "clean"},
         "adapt_sink": False,
     }
 

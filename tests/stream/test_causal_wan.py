@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
+from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal_options import CausalOptions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, sound, text, transformer
@@ -31,7 +31,7 @@ def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 
         net.remember_sink(memory, sink(0), text(0))
     return torch.cat(
         [
-            net.velocity(memory, x, timestep, text(0), block=first + i, audio=BlockAudio(sound(i)) if hears else None)
+            net.velocity(memory, x, text(0), BlockInputs(first + i, timestep, BlockAudio(sound(i)) if hears else None))
             for i, x in enumerate(blocks())
         ],
         2,
@@ -99,7 +99,7 @@ def test_positions_are_those_of_wan() -> None:
 def test_one_block_alone_is_plain_wan() -> None:
     net = causal(hears=False)
     x = blocks()[0]
-    out = net.velocity(net.memory(ROWS, COLUMNS), x, 500.0, text(0), block=0)
+    out = net.velocity(net.memory(ROWS, COLUMNS), x, text(0), BlockInputs(0, 500.0))
     assert apart(out, transformer()(x, torch.full((1,), 500.0), text(0), return_dict=False)[0]) < 1e-5
 
 
@@ -135,7 +135,7 @@ def test_one_transformer_serves_several_memories() -> None:
     outs: list[list[Tensor]] = [[], []]
     for i, x in enumerate(blocks()):
         for memory, out, level in zip(memories, outs, (500.0, 100.0), strict=True):
-            out.append(net.velocity(memory, x, level, text(0), block=i, audio=BlockAudio(sound(i))))
+            out.append(net.velocity(memory, x, text(0), BlockInputs(i, level, BlockAudio(sound(i)))))
     assert torch.equal(torch.cat(outs[0], 2), alone)
     assert not torch.equal(torch.cat(outs[1], 2), alone)
 
@@ -148,7 +148,7 @@ def test_memory_is_taken_once() -> None:
     assert size == 4 * 2 * 24 * (2 * (tokens + 3 * FRAMES * tokens) + tokens)
     places = {memory.visible(0)[0].untyped_storage().data_ptr()}
     for i, x in enumerate(blocks()):
-        net.velocity(memory, x, 500.0, text(0), block=i)
+        net.velocity(memory, x, text(0), BlockInputs(i, 500.0))
         places.add(memory.visible(0)[0].untyped_storage().data_ptr())
     assert (memory.num_bytes, len(places), memory.visible_blocks) == (size, 1, 3)
 

@@ -15,6 +15,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
+from patchpar.stream.causal.causal_wan import BlockInputs
 from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
@@ -135,7 +136,7 @@ def sent(transport: Transport, window: int) -> dict[str, int]:
     memory, traffic = net.memory(ROWS, COLUMNS), inner._comm.traffic
     for block in range(4):
         traffic.clear()
-        net.velocity(memory, noise(1, 16, FRAMES, ROWS, COLUMNS), 500.0, text(0), block=block)
+        net.velocity(memory, noise(1, 16, FRAMES, ROWS, COLUMNS), text(0), BlockInputs(block, 500.0))
     return dict(traffic.bytes_sent)
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from patchpar.stream.audio.conditioner import audio_levels
-from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
+from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
@@ -166,7 +166,7 @@ def clip_and_stream(networks, stream_options):
         part = slice(block * OPTIONS.frames, (block + 1) * OPTIONS.frames)
         timestep, words = 1000 * batch.level[0, block].item(), text[batch.moods[:, block]]
         audio = BlockAudio(batch.audio[:, part])
-        streamed.append(causal.velocity(memory, noisy[:, :, part], timestep, words, block=block, audio=audio))
+        streamed.append(causal.velocity(memory, noisy[:, :, part], words, BlockInputs(block, timestep, audio)))
     causal.restore()
     training = ClipTraining(networks)
     trained = training.velocity(noisy, batch)

@@ -13,6 +13,7 @@ from patchpar.errors import PlanError
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.stream.config import StreamConfig
     from patchpar.stream.plan import StreamPlan
 
 COSTS = ("step", "decode", "link")
@@ -24,7 +25,7 @@ def forecast(request: StreamFlags) -> None:
     from patchpar.stream.plan import StreamPlan
 
     folder = StreamFolder.read(request.weights)
-    plan = StreamPlan.even(folder.config.steps, number_of(request.devices))
+    plan = StreamPlan.even(folder.config.pipeline_steps, number_of(request.devices))
     found = _figures(plan, folder, request.costs)
     if request.json:
         print_json(found)
@@ -66,9 +67,15 @@ def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[
         "seconds_per_block": due,
     }
     if costs is not None:
-        outcome = simulate(plan, StreamCosts(frames=folder.frames, **parse_costs(costs)))
+        outcome = simulate(plan, StreamCosts(frames=folder.frames, **_of_stages(parse_costs(costs), folder.config)))
         found["forecast"] = {**asdict(outcome), "text": str(outcome), "keeps_up": outcome.fps >= folder.config.fps}
     return found
+
+
+def _of_stages(costs: dict[str, float], config: StreamConfig) -> dict[str, float]:
+    """The costs of the plan's steps: with a clean history one is all denoising steps of a block and a last pass."""
+    passes = config.steps + 1 if config.blocks.history == "clean" else 1
+    return {**costs, "step": costs["step"] * passes}
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -35,6 +35,18 @@ class BlockAudio(NamedTuple):
     scale: float = 1.0
 
 
+class BlockInputs(NamedTuple):
+    """Number of a block, its timestep, 0 to 1000, and its audio.
+
+    `advances`: its keys and values take the oldest slot of the window; False replaces those of the newest block.
+    """
+
+    block: int
+    timestep: float
+    audio: BlockAudio | None = None
+    advances: bool = True
+
+
 class CausalWan:
     """A `WanTransformer3DModel` called with one block of a stream at a time. Raises UnsupportedModel.
 
@@ -90,25 +102,17 @@ class CausalWan:
         with self._during(SinkPass(memory, self._at(latents_BCFHW)), frames=self._shared(latents_BCFHW)):
             self._forward(latents_BCFHW, latents_BCFHW.new_zeros(1, dtype=torch.float32), text_BTD)
 
-    def velocity(
-        self,
-        memory: KVWindow,
-        x_BCFHW: Tensor,
-        timestep: float,
-        text_BTD: Tensor,
-        *,
-        block: int,
-        audio: BlockAudio | None = None,
-    ) -> Tensor:
-        """Return the transformer's prediction for block number `block`, [1, C, F, H, W].
+    def velocity(self, memory: KVWindow, x_BCFHW: Tensor, text_BTD: Tensor, inputs: BlockInputs) -> Tensor:
+        """Return the transformer's prediction for one block, [1, C, F, H, W].
 
-        Stores the block's keys and values in `memory`; blocks have to be called in order. `timestep`: 0 to 1000.
-        `audio`: the block's audio. Raises PlanError.
+        Stores the block's keys and values in `memory`; blocks have to be called in order. Raises PlanError.
         """
-        memory.advance()
-        now = BlockPass(memory, self._at(x_BCFHW), self.options, block)
-        with self._during(now, audio, frames=self._shared(x_BCFHW)):
-            return self._forward(x_BCFHW, torch.full((1,), timestep, device=x_BCFHW.device), text_BTD)
+        if inputs.advances:
+            memory.advance()
+        now = BlockPass(memory, self._at(x_BCFHW), self.options, inputs.block)
+        with self._during(now, inputs.audio, frames=self._shared(x_BCFHW)):
+            timestep = torch.full((1,), inputs.timestep, device=x_BCFHW.device)
+            return self._forward(x_BCFHW, timestep, text_BTD)
 
     def _forward(self, x_BCFHW: Tensor, timestep: Tensor, text_BTD: Tensor) -> Tensor:
         return self.transformer(x_BCFHW, timestep, text_BTD, return_dict=False)[0]

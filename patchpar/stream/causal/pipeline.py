@@ -58,7 +58,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         )
         config = known.config
         found = resolve_devices(devices)
-        plan = plan or StreamPlan.even(config.steps, min(len(found.names), config.steps + 1))
+        plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
         _check(plan, config, found)
         loading = ModelLoading(
             folder=known.path, config=config, options=known.options, devices=found.names, deadline=deadline
@@ -180,12 +180,18 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
-    if plan.steps != config.steps:
-        raise PlanError(f"the plan has {plan.steps} steps, but the model has {config.steps}")
+    if plan.steps != config.pipeline_steps:
+        raise PlanError(f"the plan has {plan.steps} steps, but {_steps_of(config)}")
     if plan.ranks > len(devices.names):
         raise PlanError(
             f"the plan needs {plan.ranks} ranks, but there are {len(devices.names)} devices ({devices.note})"
         )
+
+
+def _steps_of(config: StreamConfig) -> str:
+    if config.blocks.history == "clean":
+        return "a block of this model is one step, since each attends to the finished one before it (history='clean')"
+    return f"the model has {config.steps}"
 
 
 def _plain(option: Any) -> Any:

@@ -12,6 +12,7 @@ from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
+from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
@@ -90,7 +91,8 @@ class StreamRunner(StageRunner):
             adapt_sink=run.adapt_sink,
         )
         low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
-        return WanStream(network, self._config.schedule, self._decoder, options, low_noise)
+        kind = CleanHistoryStream if self._config.blocks.history == "clean" else WanStream
+        return kind(network, self._config.schedule, self._decoder, options, low_noise)
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:

@@ -16,7 +16,7 @@ from torch import Tensor
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
-from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
+from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
@@ -167,7 +167,7 @@ class WanStream(CausalModel):
         if change.transition == "cut":
             state.recent.clear()
         for block, payload in state.recent:
-            self._velocity(state, block, payload)
+            self._recompute(state, block, payload)
 
     def _set(self, state: StepState, change: Parameter) -> None:
         assert change.name in PARAMETERS
@@ -175,23 +175,36 @@ class WanStream(CausalModel):
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
+        self._blend(state)
+        velocity = self._predicted(state, block, payload, self._schedule.timestep(state.step))
+        state.recent.append((block, payload))
+        return self._schedule.advance(state.step, payload[0], velocity, self._noise(block, state.step)), *payload[1:]
+
+    def _blend(self, state: StepState) -> None:
+        """Advance from one prompt to the next, where the text is being blended."""
         if state.blending is not None:
             state.text = state.blending.advance()
             state.blending = None if state.blending.done == state.blending.over else state.blending
-        velocity = self._velocity(state, block, payload)
-        state.recent.append((block, payload))
-        noise = None
-        if self._schedule.needs_noise(state.step):
-            generated = keyed_noise(self._options.seed, block, state.step + 1, self._latents.shape)
-            noise = to_device(generated, self._device)
-        return self._schedule.advance(state.step, payload[0], velocity, noise), *payload[1:]
 
-    def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
-        timestep = self._schedule.timestep(state.step)
+    def _noise(self, block: int, step: int) -> Tensor | None:
+        """The noise that is added at the end of a denoising step, if any."""
+        if not self._schedule.needs_noise(step):
+            return None
+        return to_device(keyed_noise(self._options.seed, block, step + 1, self._latents.shape), self._device)
+
+    def _recompute(self, state: StepState, block: int, payload: Payload) -> None:
+        """Store the keys and values of a block in `state.recent` again."""
+        self._predicted(state, block, payload, self._schedule.timestep(state.step))
+
+    def _predicted(
+        self, state: StepState, block: int, payload: Payload, timestep: float, *, advances: bool = True
+    ) -> Tensor:
+        """The velocity at a timestep. `advances`: see CausalWan.velocity."""
         audio = BlockAudio(payload[1], state.audio_scale) if len(payload) > 1 else None
         network = self._of(state.step)
         x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
-        return network.velocity(state.memory, x_BCFHW, timestep, state.text, block=block, audio=audio)
+        now = BlockInputs(block=block, timestep=timestep, audio=audio, advances=advances)
+        return network.velocity(state.memory, x_BCFHW, state.text, now)
 
     def _fill_sink(self, state: StepState) -> None:
         if state.sink is not None:

@@ -1,0 +1,138 @@
+"""Blocks that attend to finished blocks: the published forward under a mask, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.causal.clean_history import CleanHistoryStream
+from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
+from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import StreamConfig
+from patchpar.stream.events import Prompt
+from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.stream.plan import StreamPlan
+from tests.breadth import first_of
+from tests.stream.running import BLOCKS, Script, differing, pipelined, serial
+from tests.stream.test_inner import apart, shared
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, causal, sound, text, vae, write_folder
+
+SEED, SHAPE = 7, (1, 16, FRAMES, ROWS, COLUMNS)
+SCHEDULE = FlowSchedule.shifted(3, shift=5.0, sampler="renoise")
+CHANGES = {2: (Prompt(text=text(1), transition="recache"),), 4: (Prompt(text=text(0), transition="blend", over=2),)}
+
+
+def clean(kind: type[WanStream] = CleanHistoryStream, **options: Any) -> WanStream:
+    first = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text(0), adapt_sink=False)
+    return kind(causal(**options), SCHEDULE, WanDecoder(vae()), first)
+
+
+@torch.no_grad()
+def published(window: int, schedule: FlowSchedule = SCHEDULE, blocks: int = BLOCKS) -> list[Tensor]:
+    """Self-Forcing (arXiv:2506.08009, algorithm 2): earlier blocks at timestep 0 beside the block that is denoised.
+
+    One forward over all frames under a block-causal mask, with a timestep for each block and no cache.
+    """
+    net, done = causal(window=window), list[Tensor]()
+    heard = torch.cat([sound(block) for block in range(blocks)], 1)
+    for block in range(blocks):
+        x = keyed_noise(SEED, block, 0, SHAPE)
+        for step in range(schedule.steps):
+            levels = torch.tensor([[0.0] * block + [schedule.timestep(step)]])
+            audio = heard[:, : (block + 1) * FRAMES]
+            velocity = net.banded(torch.cat([*done, x], 2), levels, text(0), audio_BFnC=audio)[:, :, -FRAMES:]
+            noise = keyed_noise(SEED, block, step + 1, SHAPE) if schedule.needs_noise(step) else None
+            x = schedule.advance(step, x, velocity, noise)
+        done.append(x)
+    return done
+
+
+def furthest(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("positions", ["abs", "relative"])
+@pytest.mark.parametrize("window", first_of([1, 2, 8], 2))
+def test_it_is_the_published_forward(window: int, positions: Any) -> None:
+    """Also in windows shorter than the stream, whose blocks were computed with those before them."""
+    wanted = published(window)
+    found = [latents for latents, _ in serial(clean(window=window, positions=positions), {})]
+    assert furthest(found, wanted) < 1e-5
+    if window > 1:
+        others = [latents for latents, _ in serial(clean(WanStream, window=window, positions=positions), {})]
+        assert furthest(others[:1], wanted[:1]) < 1e-5, "the first block has no history"
+        assert furthest(others, wanted) > 1e-3, "the control: keys and values of each noise level"
+
+
+def test_without_the_last_pass_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = CleanHistoryStream._predicted
+
+    def noisy(stream: Any, state: Any, block: int, payload: Any, timestep: float, **options: Any) -> Tensor:
+        if timestep == 0:
+            return payload[0]
+        return predicted(stream, state, block, payload, timestep, **options)
+
+    monkeypatch.setattr(CleanHistoryStream, "_predicted", noisy)
+    assert furthest([latents for latents, _ in serial(clean(), {})], published(3)) > 1e-3
+
+
+@pytest.mark.parametrize("decode", ["last", "own"])
+def test_on_ranks_it_is_the_stream_of_one_process(decode: Any) -> None:
+    outcome, _ = pipelined(clean, StreamPlan(sizes=(1,), decode=decode), Script(CHANGES))
+    assert differing(outcome, serial(clean(), CHANGES)) == []
+
+
+def test_ranks_share_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to the last bit: a matrix product of fewer rows may round otherwise."""
+    monkeypatch.setattr("tests.stream.test_inner.stream", lambda steps, **options: clean(**options))
+    outcome = shared(StreamPlan(sizes=(1,), inner=2, decode="own"), Script(CHANGES), heads=4)
+    assert apart(outcome, serial(clean(heads=4), CHANGES)) < 1e-5
+
+
+def test_a_change_of_the_prompt_computes_the_window_again_from_finished_blocks() -> None:
+    """With the same text that changes nothing but rounding: the window holds the same blocks."""
+    again = {3: (Prompt(text=text(0), transition="recache"),)}
+    found, wanted = serial(clean(window=8), again), serial(clean(window=8), {})
+    assert furthest([latents for latents, _ in found], [latents for latents, _ in wanted]) < 1e-5
+
+
+def test_all_steps_of_a_block_are_one_step_of_the_plan() -> None:
+    config = StreamConfig.of({**STREAM, "blocks": {**STREAM["blocks"], "history": "clean"}})
+    assert (config.steps, config.pipeline_steps) == (2, 1)
+    assert StreamConfig.of(STREAM).pipeline_steps == 2
+
+
+def test_bad_histories() -> None:
+    with pytest.raises(PlanError, match="history='recent': use 'noisy' or 'clean'"):
+        CausalOptions(history="recent")  # type: ignore[arg-type]
+    network, options = causal(), WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text(0))
+    low = LowNoiseTransformer(network=network, start=1)
+    with pytest.raises(UnsupportedModel, match=r"this model has two transformers: use history='noisy'"):
+        CleanHistoryStream(network, SCHEDULE, None, options, low)
+
+
+def test_a_folder_is_streamed_so(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    facts = {**STREAM, "adapt_sink": False, "blocks": {**STREAM["blocks"], "history": "clean"}}
+    (folder / "stream.json").write_text(json.dumps(facts))
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
+        assert str(pipe.plan) == "1 steps on 1 ranks (rank 0: step 0, decode)"
+        with pipe.stream("a fox", seconds=0.5, seed=SEED) as stream:
+            clean_frames = torch.cat([chunk.frames for chunk in stream])
+    with StreamingPipeline.from_pretrained(folder, devices="cpu", config=StreamConfig.of(STREAM)) as pipe:
+        with pipe.stream("a fox", seconds=0.5, seed=SEED) as stream:
+            noisy_frames = torch.cat([chunk.frames for chunk in stream])
+    assert clean_frames.shape == noisy_frames.shape
+    assert not torch.equal(clean_frames, noisy_frames)
+    with pytest.raises(
+        PlanError, match=r"the plan has 2 steps, but a block of this model is one step.*history='clean'"
+    ):
+        StreamingPipeline.from_pretrained(folder, devices="cpu", plan=StreamPlan.even(2, 1))
