@@ -123,16 +123,18 @@ def test_a_folder_is_streamed_so(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     facts = {**STREAM, "adapt_sink": False, "blocks": {**STREAM["blocks"], "history": "clean"}}
     (folder / "stream.json").write_text(json.dumps(facts))
-    with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
-        assert str(pipe.plan) == "1 steps on 1 ranks (rank 0: step 0, decode)"
-        with pipe.stream("a fox", seconds=0.5, seed=SEED) as stream:
-            clean_frames = torch.cat([chunk.frames for chunk in stream])
-    with StreamingPipeline.from_pretrained(folder, devices="cpu", config=StreamConfig.of(STREAM)) as pipe:
-        with pipe.stream("a fox", seconds=0.5, seed=SEED) as stream:
-            noisy_frames = torch.cat([chunk.frames for chunk in stream])
+    clean_frames = frames_of(folder)
+    noisy_frames = frames_of(folder, config=StreamConfig.of(STREAM))
     assert clean_frames.shape == noisy_frames.shape
     assert not torch.equal(clean_frames, noisy_frames)
-    with pytest.raises(
-        PlanError, match=r"the plan has 2 steps, but a block of this model is one step.*history='clean'"
-    ):
+    message = r"the plan has 2 steps, but a block of this model is one step.*history='clean'"
+    with pytest.raises(PlanError, match=message):
         StreamingPipeline.from_pretrained(folder, devices="cpu", plan=StreamPlan.even(2, 1))
+
+
+def frames_of(folder: Path, **options: Any) -> Tensor:
+    with (
+        StreamingPipeline.from_pretrained(folder, devices="cpu", **options) as pipe,
+        pipe.stream("a fox", seconds=0.5, seed=SEED) as stream,
+    ):
+        return torch.cat([chunk.frames for chunk in stream])
