@@ -7,6 +7,7 @@ import typer
 
 from patchpar.cli.app import AppFlags, serve_app
 from patchpar.cli.compare import CompareFlags, compare
+from patchpar.cli.convert import ConvertFlags, convert
 from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import GenerateFlags, generate
@@ -36,6 +37,7 @@ app.command("upscale", epilog="Try: patchpar upscale house.png --scale 2 --devic
 app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(takes(VideoFlags, video))
 app.command(epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(takes(StreamFlags, run_stream))
 app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(ReplayFlags, replay))
+app.command(epilog="Try: patchpar convert self_forcing_dmd.pt --to self-forcing")(takes(ConvertFlags, convert))
 app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(CompareFlags, compare))
 app.command(epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")(
     takes(SimulateFlags, simulate)

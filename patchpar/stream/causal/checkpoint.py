@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.loading import dtype_of, load_pipeline, with_dtype
+from patchpar.stream.causal.original_names import are_original, as_diffusers
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
 
@@ -48,6 +52,9 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
     """Load a transformer from `folder / part`, from safetensors only. Raises PlanError, UnsupportedModel."""
     if not (folder / part / "config.json").is_file():
         raise PlanError(f"{folder} has no {part}/config.json: give the folder of a WanPipeline")
+    if (original := _original_weights(folder / part)) is not None:
+        weights = _cast(as_diffusers(original), dtype_of(options) or torch.float32)
+        return transformer_of(folder, part, weights).eval()
     loaded, info = WanTransformer3DModel.from_pretrained(
         str(folder), subfolder=part, use_safetensors=True, output_loading_info=True, **options
     )
@@ -55,9 +62,51 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
         if info[what]:
             raise UnsupportedModel(
                 f"{folder / part} does not match its config.json: {what.replace('_', ' ')} {_first(info[what])}. "
-                "Give weights in the naming of diffusers' WanTransformer3DModel"
+                "Give weights in the naming of diffusers' WanTransformer3DModel, or of Wan's own code"
             )
     return loaded.eval()
+
+
+def transformer_of(folder: Path, part: str, weights: Mapping[str, Tensor]) -> WanTransformer3DModel:
+    """Return the transformer that `folder / part / config.json` describes, with these weights of any shapes.
+
+    Raises UnsupportedModel for weights that do not fit.
+    """
+    with init_empty_weights(include_buffers=False):
+        transformer: Any = WanTransformer3DModel.from_config(
+            WanTransformer3DModel.load_config(str(folder), subfolder=part)
+        )
+    wanted = {name: tuple(x.shape) for name, x in transformer.state_dict().items()}
+    given = {name: tuple(x.shape) for name, x in weights.items()}
+    for what, names in (
+        ("missing", wanted.keys() - given.keys()),
+        ("unexpected", given.keys() - wanted.keys()),
+        ("of another shape", {name for name in wanted.keys() & given.keys() if wanted[name] != given[name]}),
+    ):
+        if names:
+            raise UnsupportedModel(
+                f"these weights do not fit {folder / part / 'config.json'}: {what}: {_first(names)}. Give the "
+                "configuration of the model that they were distilled from"
+            )
+    transformer.load_state_dict(dict(weights), assign=True)
+    loaded: WanTransformer3DModel = transformer
+    return loaded
+
+
+def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast weights of any shapes as diffusers' from_pretrained does, which keeps some modules in float32."""
+    kept = set(WanTransformer3DModel._keep_in_fp32_modules or ())
+    return {name: x.to(torch.float32 if kept.intersection(name.split(".")) else dtype) for name, x in weights.items()}
+
+
+def _original_weights(folder: Path) -> dict[str, Tensor] | None:
+    """The weights of a folder if they have the names of Wan's own code, else None."""
+    files = sorted(folder.glob("*.safetensors"))
+    names = list[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as stream:
+            names += stream.keys()
+    return {name: x for file in files for name, x in load_file(file).items()} if are_original(names) else None
 
 
 def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]) -> Any:

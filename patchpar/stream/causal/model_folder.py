@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchpar.errors import PlanError
-from patchpar.models.files import resolve_model
 from patchpar.plan.json_files import read_object
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.config import StreamConfig
+from patchpar.stream.hub import local_folder
 from patchpar.stream.json_fields import whole
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE
 
@@ -31,13 +30,13 @@ class StreamFolder:
     def read(
         cls, model: str | Path, *, config: StreamConfig | None = None, options: Mapping[str, Any] | None = None
     ) -> "StreamFolder":
-        """Read a folder, or an embedded model of the package. `config`: replaces stream.json. Raises PlanError."""
-        path, options, _ = resolve_model(model, options or {}, besides=LOADED_BY_US)
-        folder = Path(path)
-        if not (folder / "model_index.json").is_file():
-            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline")
+        """Read a folder, an embedded model of the package, or a model of the hub, which is downloaded.
+
+        `config`: replaces stream.json. Raises PlanError.
+        """
+        folder, options = local_folder(model, options or {}, besides=LOADED_BY_US)
         return cls(
-            path=path,
+            path=str(folder),
             options={name: value for name, value in options.items() if value is not None},
             config=config or StreamConfig.load(folder),
             rate=_fact(folder / "transformer" / AUDIO_FILE, "rate"),

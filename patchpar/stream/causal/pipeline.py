@@ -1,6 +1,7 @@
 """`StreamingPipeline`: streams of a block-causal model, with its denoising steps on different ranks."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
 from patchpar.stream.audio.audio_file import read_audio
@@ -26,6 +28,8 @@ from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
+BF16 = "bfloat16"
+"""That of the released models; a transformer of 14 billion weights in float32 takes 56 GB on each rank."""
 Audio = tuple[Tensor, int] | str | Path | None
 
 
@@ -47,11 +51,11 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         deadline: float = 60.0,
         **options: Any,
     ) -> "StreamingPipeline":
-        """Load a WanPipeline folder of a block-causal model.
+        """Load a WanPipeline of a block-causal model: a folder, or a name of the hub, which is downloaded.
 
         `devices`: see ParallelPipeline. `plan`: steps by rank; even by default. `config`: replaces the folder's
         stream.json. `deadline`: seconds that a rank may wait for another. Other options are those of diffusers'
-        from_pretrained. Raises PlanError, UnsupportedModel, LaunchError.
+        from_pretrained; the dtype is bfloat16 by default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
         """
         known = StreamFolder.read(
             folder, config=config, options={name: _plain(value) for name, value in options.items()}
@@ -61,7 +65,11 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
         _check(plan, config, found)
         loading = ModelLoading(
-            folder=known.path, config=config, options=known.options, devices=found.names, deadline=deadline
+            folder=known.path,
+            config=config,
+            options=with_default_dtype(known.options, found.names),
+            devices=found.names,
+            deadline=deadline,
         )
         ranks, facts = loading.start(plan, found.names)
         return cls(WorkerGroup(ranks, plan, loading), config, facts, loading)
@@ -177,6 +185,12 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"
+
+
+def with_default_dtype(options: Mapping[str, Any], devices: Sequence[str]) -> dict[str, Any]:
+    """Return options of from_pretrained with bfloat16 on accelerators, where they name no dtype."""
+    names_one = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
+    return dict(options) if names_one or not all(map(is_accelerator, devices)) else {**options, "torch_dtype": BF16}
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
-from patchpar.models.files import resolve_model
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
 from patchpar.stream.fifo.model import FifoRun
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.fifo.stage import fifo_plan
+from patchpar.stream.hub import local_folder
 from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
@@ -64,9 +64,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained.
         Raises PlanError, UnsupportedModel, LaunchError.
         """
-        path, options, _ = resolve_model(folder, options)
-        if not (Path(path) / "model_index.json").is_file():
-            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline or LTXPipeline")
+        path, options = local_folder(folder, options)
         config = config or FifoConfig()
         found, zones = resolve_devices(devices), config.queue.zones
         plan = plan or fifo_plan(zones, min(len(found.names), zones + 1))
@@ -76,7 +74,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
                 f"{zones} zones on {len(found.names)} devices ({found.note}), 1 rank for each"
             )
         loading = ModelLoading(
-            folder=path, config=config, options=options, devices=found.names, deadline=deadline, engine=ENGINE
+            folder=str(path), config=config, options=options, devices=found.names, deadline=deadline, engine=ENGINE
         )
         ranks, facts = loading.start(plan, found.names)
         return cls(WorkerGroup(ranks, plan, loading), config, facts)

@@ -1,0 +1,59 @@
+"""`patchpar convert`: make a released checkpoint of a block-causal model a folder that `stream` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.flags import Debug, Json
+
+if TYPE_CHECKING:
+    from patchpar.stream.convert import ConvertedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertFlags:
+    """The flags of `convert`."""
+
+    checkpoint: Annotated[Path, typer.Argument(help="Weights of the transformer: .safetensors or .pt.")]
+    to: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")]
+    base: Annotated[str | None, typer.Option(help="WanPipeline of the other parts; default: the family's.")] = None
+    family: Annotated[str | None, typer.Option(help="self-forcing or causvid; default: found from the file.")] = None
+    json: Json = False
+    debug: Debug = False
+
+
+def convert(request: ConvertFlags) -> None:
+    """Make a released checkpoint a folder that can be streamed."""
+    with friendly_errors(request.debug):
+        with stdout_kept_clean(request.json):
+            found = _converted(request)
+        if request.json:
+            print_json(_as_dict(found))
+            return
+        entry = f" ({found.entry})" if found.entry else ""
+        typer.echo(f"{found.family}{entry}: {found.num_weights / 1e6:.1f} million weights, other parts of {found.base}")
+        typer.echo(f"saved {found.folder}: patchpar stream PROMPT --model {found.folder} --output video.mp4")
+
+
+def _converted(request: ConvertFlags) -> ConvertedModel:
+    from patchpar.models.quiet_libraries import silence_libraries
+
+    silence_libraries()
+    from patchpar.stream.convert import convert_checkpoint
+
+    return convert_checkpoint(request.checkpoint, request.to, base=request.base, family=request.family)
+
+
+def _as_dict(found: ConvertedModel) -> dict[str, Any]:
+    return {
+        "folder": str(found.folder),
+        "family": found.family,
+        "entry": found.entry,
+        "base": str(found.base),
+        "num_weights": found.num_weights,
+    }

@@ -1,0 +1,46 @@
+"""The folder of a video model: one that is here, one that comes with the package, or a repository of the hub."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.files import resolve_model
+
+WANTED = ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*.png", "*.jpg")
+"""Configurations, weights in the components' folders, tokenizers and reference images: no pickles and no code."""
+FOR_HUB = ("cache_dir", "revision", "token", "proxies", "force_download", "local_files_only")
+"""Options of from_pretrained that say how to download."""
+
+
+def local_folder(
+    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = ()
+) -> tuple[Path, dict[str, Any]]:
+    """Return a checked folder with the model and the options to load it with.
+
+    A hub name is downloaded, without pickles and code, and then checked as a folder is. `besides`: see resolve_model.
+    Raises PlanError.
+    """
+    path, known, folder = resolve_model(model, options, besides=besides)
+    if folder is None:
+        rest = {name: value for name, value in known.items() if name not in FOR_HUB}
+        path, known, _ = resolve_model(_downloaded(path, known), rest, besides=besides)
+    return Path(path), known
+
+
+def _downloaded(name: str, options: Mapping[str, Any]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    passed = {option: options[option] for option in FOR_HUB if options.get(option) is not None}
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*WANTED], **passed))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{name!r} is no folder here, and as a name it could not be downloaded from the hub: {error}"
+        ) from error
+    if not (folder / "model_index.json").is_file():
+        raise PlanError(
+            f"{name} has no model_index.json, so it is no pipeline: if it has a checkpoint of the transformer alone, "
+            "download that and use `patchpar convert`"
+        )
+    return folder
