@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import Plan, PlanError, Run, StructureGuidance
+from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.report import readable_bytes
 from patchpar.pipeline.validate import check_call, check_plan_for
@@ -37,7 +38,7 @@ class PlannedCall:
 
     def arguments(self, known: Any) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call."""
-        prompts = ["an image"] * self.prompts
+        prompts = [ANY_PROMPT] * self.prompts
         arguments = {"prompt": prompts if self.prompts > 1 else prompts[0], "height": self.height, "width": self.width}
         guidance: dict[str, Any] = {"guidance_scale": 4.0 if self.guided else 1.0}
         if "true_cfg_scale" in known:
