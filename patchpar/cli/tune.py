@@ -24,7 +24,7 @@ class TuneFlags:
 
     devices: Devices = "auto"
     dtype: Annotated[
-        Dtype | None, typer.Option(metavar="<format>", help="Of kernels; default: bfloat16 on GPUs, else float32.")
+        Dtype | None, typer.Option(metavar="<format>", help="Dtype of kernels; default: bfloat16, on a CPU float32.")
     ] = None
     json: Json = False
     debug: Debug = False

@@ -32,7 +32,7 @@ class StreamFlags:
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
-    host: Annotated[str | None, typer.Option(help="Of these pages; default: this machine only.")] = None
+    host: Annotated[str | None, typer.Option(help="Address of these pages; default: this machine's.")] = None
     record: Annotated[Path | None, typer.Option(help="Record the stream for `patchpar replay`.")] = None
     steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None
