@@ -23,6 +23,7 @@ from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_machine import MeasuredMachine
+from patchpar.plan.scalars import is_whole
 
 PLANNED = ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale", "negative_prompt")
 """Arguments that a forecast depends on."""
@@ -172,7 +173,7 @@ def _key(call: Mapping[str, Any] | None) -> str:
 
 def _with_steps(found: Forecast, kwargs: Mapping[str, Any]) -> Forecast:
     steps = kwargs.get("num_inference_steps")
-    return replace(found, steps=steps) if isinstance(steps, int) and steps > 0 else found
+    return replace(found, steps=steps) if is_whole(steps) else found
 
 
 def _reason(found: PlanSearchResult) -> str:

@@ -55,7 +55,8 @@ def emptied_copy(pipe: Any) -> Any:
 def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.Module | None:
     """Return a network in eval mode without weights; None for a component that is no network.
 
-    Raises UnsupportedModel for a quantised one, whose weights are not those of its class.
+    Raises UnsupportedModel for a quantised one, whose weights are not those of its class, and PlanError for files that
+    cannot be read.
     """
     _refuse_quantized(folder)
     try:

@@ -40,7 +40,7 @@ def refuse_for_stages(denoiser: nn.Module) -> None:
 def refuse_kept_state(denoiser: nn.Module, output: Any, before: Sequence[tuple[Tensor, int]], call: Call) -> AnswerForm:
     """Return the form of the output. Raises UnsupportedModel for one with more than tensors, or state in arguments.
 
-    `before`: what `held_by` found in the arguments before the call.
+    `before`: what `held_by` found in the arguments before the call, tensors of any shape.
     """
     form = AnswerForm.of(output)
     if form is None or gives_back(output, call) or not are_as_before(before, held_by(call)):

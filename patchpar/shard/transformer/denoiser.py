@@ -70,7 +70,10 @@ class TokenDenoiser(SharedDenoiser):
         return output
 
     def prepare(self, forward: Forward, /, *args: Any, **kwargs: Any) -> None:
-        """Find the tokens of such a call, and verify that they can be split, unless it is known; as `denoise`."""
+        """Find the tokens of such a call, and verify that they can be split, unless it is known.
+
+        Raises UnsupportedModel, and what `denoise` raises.
+        """
         self._make_sure()
         before = self.watched.now() if self._shard is None else None
         with self._choice.set_aside() as kernel:

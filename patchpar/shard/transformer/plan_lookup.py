@@ -68,7 +68,7 @@ class PlanSearch:
     def find(self, forward: Forward, call: Call, *, known: TokenPlan | None = None) -> TokenPlan:
         """Return a plan for calls like this one; `known` is one for other calls, which does not cover this one.
 
-        Raises UnsupportedModel.
+        Raises UnsupportedModel where none is found, PlanError where no rank has the memory to find it.
         """
         plan = self._kept(call, otherwise=True)
         if plan is None and known is None:
@@ -81,7 +81,7 @@ class PlanSearch:
         return self._agreed(self._watched(forward, call, known is not None, known), second_hand=second_hand)
 
     def find_anew(self, forward: Forward, call: Call, why: Exception, known: TokenPlan | None = None) -> TokenPlan:
-        """Return a plan found by a search, since the known one does not fit. Raises UnsupportedModel.
+        """Return a plan found by a search, since the known one does not fit. Raises PlanError as `find`.
 
         `known`: a plan that fits other calls of this program; if it was found by a search, its blocks stay valid.
         """
