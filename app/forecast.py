@@ -21,7 +21,7 @@ WIDTH, LINE = 420, 18  # of the diagram, in pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCall:
+class CallToPlan:
     """A pipeline call to be planned. Sizes in pixels. Raises PlanError."""
 
     devices: int
@@ -72,7 +72,7 @@ class PlanForecast:
     offers: tuple[PlanOffer, ...]
 
 
-def forecast(model: Any, call: PlannedCall) -> PlanForecast:
+def forecast(model: Any, call: CallToPlan) -> PlanForecast:
     """Plan the call for a model's PipelineInfo. Raises PlanError for a call that no plan can run."""
     arguments = call.arguments(model.parameters)
     check_call(model, arguments)

@@ -12,7 +12,7 @@ computes the piece. So no stage waits for the last piece of a step.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from patchpar.shard.verification import (
     TOLERANCE,
     Call,
     Comparison,
+    Forward,
     call_signature,
     every_rank_has,
     is_alike,
@@ -47,7 +48,6 @@ from patchpar.shard.verification import (
     verify_once,
 )
 
-Forward = Callable[..., Any]
 CALLS_IN_FLIGHT = 4  # whose messages are waited for later; guidance makes two or three calls in a step
 LOOSE = 10  # times the tolerance of a verification: what is looked for is NaN, and rows of another piece
 

@@ -8,7 +8,7 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
     Comparison,
+    Forward,
     call_signature,
     facts_of,
     is_alike,
@@ -41,7 +42,6 @@ from patchpar.shard.verification import (
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.weights.sharded import ShardedWeights
 
-Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 

@@ -9,7 +9,7 @@ Within a stage patches exchange what their strategy says, in the stage's own blo
 values that are remembered, are divided by the stages, and activations by the patches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,14 +31,13 @@ from patchpar.shard.verification import (
     TOLERANCE,
     Call,
     Comparison,
+    Forward,
     call_signature,
     facts_of,
     is_alike,
     relative_error,
     verify_once,
 )
-
-Forward = Callable[..., Any]
 
 
 class StagedPatches:

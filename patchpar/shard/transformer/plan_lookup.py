@@ -8,7 +8,6 @@ A plan that is kept or shipped is second-hand: where it does not fit, the denois
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,10 +25,9 @@ from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.shard.unsupported_model import in_one_line
-from patchpar.shard.verification import Call, arguments_of, fingerprint_of
+from patchpar.shard.verification import Call, Forward, arguments_of, fingerprint_of
 from patchpar.shard.verification_cache import VerificationCache
 
-Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
