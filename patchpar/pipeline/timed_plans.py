@@ -103,7 +103,7 @@ class TimedPlans:
             known = (*PLANNED, *WITHOUT_EFFECT)
             names = [name for name, value in kwargs.items() if value is not None and name not in known]
             what = ", ".join(names) or "another prompt than one text"
-            raise PlanError(f"a call with {what} has no forecast: use one prompt, and of others {', '.join(PLANNED)}")
+            raise PlanError(f"a call with {what} has no forecast: use one prompt, and only {', '.join(PLANNED)}")
         found = self._searched(model, kwargs, machine)
         best = _with_steps(found.best, kwargs)
         return PlannedCall(

@@ -176,7 +176,7 @@ def test_what_is_found_by_values_is_refused(plan: str) -> None:
 
 def test_a_transformer_without_a_known_token_plan_is_refused() -> None:
     recording = Recording(tiny.build(UNKNOWN).pipe, Plan(patch=2), call_of(UNKNOWN))
-    with pytest.raises(UnsupportedModel, match=r"found by values.*use cfg=2 or data=N"):
+    with pytest.raises(UnsupportedModel, match=r"found by computing with values.*use cfg=2 or data=N"):
         recording.of_rank(0)
 
 

@@ -81,8 +81,8 @@ def _refuse_quantized(folder: Path) -> None:
     config = folder / "config.json"
     if config.is_file() and "quantization_config" in read_object(config):
         raise UnsupportedModel(
-            f"{folder} holds quantised weights, whose memory is not known before they are loaded: that of the same "
-            "model without quantization_config is"
+            f"{folder} holds quantised weights, whose memory is not known before they are loaded: use the folder of "
+            "the same model without quantization_config"
         )
 
 

@@ -178,8 +178,8 @@ def _refuse_what_needs_values(plan: Plan) -> None:
     for wanted, what in ((plan.tensor > 1, "axis tensor"), (plan.stage > 1, "axis stage")):
         if wanted:
             raise UnsupportedModel(
-                f"plan {plan} cannot be recorded: how {what} divides a model is found by values, which a recording has "
-                "not; use patch, cfg, data or weights=sharded"
+                f"plan {plan} cannot be recorded: how {what} divides a model is found by computing with values, and a "
+                "recording has none; use patch, cfg, data or weights=sharded"
             )
 
 

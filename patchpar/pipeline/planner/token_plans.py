@@ -22,7 +22,7 @@ class KnownTokens:
         plan = self._found.get(name) or (None if shipped is None else shipped.plan_for(denoiser))
         if plan is None:
             raise UnsupportedModel(
-                f"how the tokens of {name} are split is found by values, which a recording has not, and the package "
-                "has no plan of it: use cfg=2 or data=N, which do not split them"
+                f"how the tokens of {name} are split is found by computing with values, a recording has none, and the "
+                "package has no token plan of it: use cfg=2 or data=N, which do not split them"
             )
         return plan
