@@ -62,8 +62,8 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"size": "64x64", "height": 64}, "size", "invalid_size", "one of them"),
     ({"height": 100}, "size", "invalid_size", "nearest is 256x96"),
     ({"plan": "patch=0"}, "plan", "invalid_value", "patch"),
-    ({"plan": "weights=hosted"}, "plan", "invalid_value", "cfg and patch"),
-    ({"plan": "stage=1,encoders=one"}, "plan", "invalid_value", "cfg and patch"),
+    ({"plan": "weights=hosted"}, "plan", "invalid_value", "cfg, patch and a strategy"),
+    ({"plan": "stage=1,encoders=one"}, "plan", "invalid_value", "cfg, patch and a strategy"),
     ({"plan": "data=2"}, "plan", "invalid_value", "2 devices"),
     ({"strategy": "nothing"}, "strategy", "invalid_value", "nothing"),
 ]
