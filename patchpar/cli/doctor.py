@@ -37,7 +37,7 @@ class DoctorFlags:
 
 
 def doctor(request: DoctorFlags) -> None:
-    """Show devices, links and the model's memory, test communication, run one step."""
+    """Show devices, links and memory, test communication, run a step."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():

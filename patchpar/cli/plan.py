@@ -24,7 +24,7 @@ class PlanFlags(SimulatedCallFlags):
 
 
 def plan(request: PlanFlags) -> None:
-    """Find the plan with the shortest predicted step on a machine that is not there."""
+    """Find the plan with the shortest predicted step on a machine."""
     with friendly_errors(request.debug):
         request.check()
         with stdout_kept_clean(request.json):

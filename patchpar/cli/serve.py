@@ -37,7 +37,7 @@ class ServeFlags:
 
 
 def serve_images(request: ServeFlags) -> None:
-    """Serve images over HTTP until ctrl-C, to clients of OpenAI's interface."""
+    """Serve images over HTTP, to clients of OpenAI's interface."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         options = given(torch_dtype=request.dtype, variant=request.variant, deadline=request.deadline)

@@ -30,9 +30,9 @@ class SimulatedCallFlags:
     width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
     num_frames: Annotated[int | None, typer.Option(help="Frames of a video; default: the pipeline's own.")] = None
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="Guidance; default: the pipeline's own.")] = None
     dtype: Format = None
-    graphs: Annotated[bool, typer.Option("--graphs", help="A step is one launch, as of a CUDA graph.")] = False
+    graphs: Annotated[bool, typer.Option("--graphs", help="Count each step as one launch, as of a CUDA graph.")] = False
     json: Json = False
     debug: Debug = False
 
@@ -69,7 +69,7 @@ class SimulateFlags(SimulatedCallFlags):
 
 
 def simulate(request: SimulateFlags) -> None:
-    """Predict seconds, bytes and memory of a plan on a machine that is not there."""
+    """Predict a plan's step time, bytes and memory on a machine."""
     with friendly_errors(request.debug):
         request.check()
         if request.trace is not None:

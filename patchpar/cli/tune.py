@@ -31,7 +31,7 @@ class TuneFlags:
 
 
 def tune(request: TuneFlags) -> None:
-    """Measure this machine's devices and links, for plan, simulate and plan="auto"."""
+    """Measure this machine's devices and links, for predictions."""
     with friendly_errors(request.debug):
         start = time.perf_counter()
         with stdout_kept_clean(request.json), ended_at_once():

@@ -23,7 +23,7 @@ class StreamFlags:
     prompt: Annotated[str, typer.Argument(help="What to generate, for models with a text encoder.")] = ""
     model: Annotated[str | None, typer.Option(help="Default: embedded-face; with --input, embedded.")] = None
     devices: Devices = "auto"
-    audio: Annotated[Path | None, typer.Option(help="Audio to speak; it sets the length.")] = None
+    audio: Annotated[Path | None, typer.Option(help="Audio that the video follows; it sets the length.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
     input: Annotated[Path | None, typer.Option(help="Frames to generate anew: image folder or video.")] = None
