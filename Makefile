@@ -21,6 +21,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
+# Bytecode is kept: the hundreds of processes that the tests start would compile every module anew without it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo app browser test test-all gpu test-lowest test-quantised lint format types imports check docs diagrams figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
@@ -102,6 +105,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
 	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
 	$(BIN)/python -m benchmarks.stream.images --write docs/figures/stream-images.md
+	$(BIN)/python -m benchmarks.stream.live --write docs/figures/stream-live.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
 	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
 	  --steps 7 --no-rule --write docs/figures/hidden.md

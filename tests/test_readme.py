@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -60,11 +61,19 @@ QUICK = [REPOSITORY / "docs" / f"{page}.md" for page in PROSE]
 RUNNABLE = [page for page in PAGES if python_blocks(page, runnable=True)]
 
 
-@pytest.mark.parametrize("page", first_of(RUNNABLE, PAGES[0], *QUICK), ids=name)
+@pytest.mark.parametrize("page", first_of(RUNNABLE, *QUICK), ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page are one script, in order, run by a plain Python in an empty folder."""
     answer = run("\n".join(python_blocks(page, runnable=True)), tmp_path)
     assert answer.returncode == 0, answer.stderr
+
+
+def test_those_of_the_readme_run_with_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, whose workers start at once: a Python of their own would import everything anew."""
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(python_blocks(PAGES[0], runnable=True)))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

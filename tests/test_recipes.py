@@ -133,7 +133,7 @@ def test_the_scene_is_generated(tmp_path: Path) -> None:
     assert answer.stdout.startswith("plan cfg=2: 25 steps")
 
 
-@pytest.mark.parametrize("recipe", first_of(FAMILIES, "sdxl", "z_image"), indirect=True)
+@pytest.mark.parametrize("recipe", first_of(FAMILIES, "z_image"), indirect=True)
 def test_the_recipe_s_own_code_on_two_ranks(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under each axis of its plan; and where the plan leaves guidance whole, there is none to split."""
     loaded = recipe.ParallelPipeline

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.app.browser import installed, started
+from tests.breadth import first_of
 from tests.test_site import DOCS, MENU
 
 CHROMIUM = installed()
@@ -28,7 +29,7 @@ def test_it_is_there_for_pages_in_a_folder() -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
-@pytest.mark.parametrize("has_ours", [True, False])
+@pytest.mark.parametrize("has_ours", first_of([True, False], True))
 def test_its_worker_runs_from_a_folder(has_ours: bool, tmp_path: Path) -> None:
     """And without ours it would not: browsers start no worker from a file."""
     files = {"page.html": PAGE, "worker.js": WORKER, "more.js": "const more = text => text + ' found'"}

@@ -77,22 +77,26 @@ class StreamDelivery:
 
     `output`: for a slow consumer, "block" waits; "drop_oldest" and "skip_to_live" drop chunks. `pace`: chunks as soon
     as they are ready ("fast"), or at their timestamps ("realtime"). `lead`: chunks that may be ready beyond the blocks
-    in flight. `restarts`: how often the stream is resumed after a worker has died. `hold`: meanwhile the last frame is
-    repeated every so many seconds, as a chunk with `is_held`; None for no such chunks. `fps`: frames per second of the
-    timestamps, by default the model's. `record`: a file to record the stream in, see StreamingPipeline.replay.
+    in flight. `restarts`: how often within a minute the stream is resumed after a worker has died. `hold`: meanwhile
+    the last frame is repeated every so many seconds, as a chunk with `is_held`; None for no such chunks. `keep_alive`:
+    with audio="live", silence where no audio has been pushed in time, so that frames go on. `fps`: frames per second
+    of the timestamps, by default the model's. `record`: a file to record the stream in, see StreamingPipeline.replay.
     """
 
     output: Output = "block"
     pace: Pacing = "fast"
     lead: int = 2
-    restarts: int = 1
+    restarts: int = 3
     hold: float | None = None
+    keep_alive: bool = False
     fps: float | None = None
     record: str | Path | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
         check_output(self.output)
+        if not isinstance(self.keep_alive, bool):
+            raise PlanError(f"keep_alive={self.keep_alive!r}: use True or False")
         if self.pace not in get_args(Pacing):
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
         if not is_whole(self.lead) or not is_whole(self.restarts, 0):

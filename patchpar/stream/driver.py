@@ -6,6 +6,8 @@ A resumed stream continues at the first block that has not been delivered, in a 
 numbers, audio, conditions and sink; the content of the window is lost.
 """
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,11 +32,16 @@ from patchpar.stream.rank_driver import RankDriver
 from patchpar.stream.stage import StageStats
 
 Run = Callable[..., list[Any]]
+RENEWED = 60.0
+"""Seconds after which a restart is forgotten: what happens once an hour should not end a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """`credit`: blocks begun and not taken. `blocks`: length, None for no end. `restarts`: after a worker has died."""
+    """`credit`: blocks begun and not taken. `blocks`: length, None for no end.
+
+    `restarts`: how often within RENEWED seconds the stream is resumed after a worker has died.
+    """
 
     credit: int
     blocks: int | None = None
@@ -46,6 +53,9 @@ class AudioSource(Protocol):
 
     def is_here(self, block: int) -> bool:
         """Whether all audio that block `block` needs is available."""
+
+    def seconds_until_silence(self, block: int) -> float | None:
+        """How long a block waits for its audio until silence takes its place; None for ever."""
 
     def is_over(self, block: int) -> bool:
         """Whether the audio ends before this block begins."""
@@ -110,6 +120,8 @@ class StreamDriver(RankDriver):
         self._resume_state = ResumeState()
         self._ready: int | None = None
         self._next = 0
+        self._timer: threading.Timer | None = None
+        self._restarts: deque[float] = deque()  # when, within the last RENEWED seconds
         self.figures: tuple[StageStats, ...] = ()
 
     def update(self, update: Update, at: int | None) -> int:
@@ -175,7 +187,7 @@ class StreamDriver(RankDriver):
                 self._ready = None
                 self._send(0, EndStream())
                 return
-            if not (self._track is None or self._track.is_here(block)) or not self._take_credit():
+            if not self._has_audio(block) or not self._take_credit():
                 return
             self._sent[block] = self._next_order(block)
         self._ready = None
@@ -187,6 +199,17 @@ class StreamDriver(RankDriver):
         updates = tuple(self._updates.pop(block, ()))
         return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates), samples
 
+    def _has_audio(self, block: int) -> bool:
+        """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""
+        if self._track is None or self._track.is_here(block):
+            return True
+        seconds = self._track.seconds_until_silence(block)
+        if seconds is not None and (self._timer is None or not self._timer.is_alive()):
+            self._timer = threading.Timer(seconds, self.look)
+            self._timer.daemon = True
+            self._timer.start()
+        return False
+
     def _has_ended(self, block: int) -> bool:
         if self._is_stopping or block == self._limits.blocks:
             return True
@@ -197,8 +220,7 @@ class StreamDriver(RankDriver):
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""
         state = self._resume_state
-        is_lost = not isinstance(error, WorkerError) or state.epoch >= self._limits.restarts
-        if self.status == "cancelled" or is_lost:
+        if self.status == "cancelled" or not isinstance(error, WorkerError) or not self._may_restart():
             self._end(error)
             return None
         state.epoch += 1
@@ -212,3 +234,13 @@ class StreamDriver(RankDriver):
         adapts = self._current.adapt_sink and not state.has_sink
         self._current = replace(self._current, first_block=state.next_out, adapt_sink=adapts)
         return self._current
+
+    def _may_restart(self) -> bool:
+        """Take one of the restarts that are left; False if there is none."""
+        now = time.monotonic()
+        while self._restarts and self._restarts[0] < now - RENEWED:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._limits.restarts:
+            return False
+        self._restarts.append(now)
+        return True

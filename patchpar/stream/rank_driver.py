@@ -104,6 +104,11 @@ class RankDriver:
             self.in_flight -= 1
             self.look()
 
+    def upcoming(self) -> int:
+        """Return the number of the next block or image to begin."""
+        with self.changed:
+            return self._upcoming()
+
     def look(self) -> int:
         """Send orders that have become possible. Returns the number that was next before."""
         with self.changed:

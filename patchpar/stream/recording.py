@@ -115,6 +115,10 @@ class RecordedAudio(AudioSource):
         """True: all audio is recorded."""
         return True
 
+    def seconds_until_silence(self, block: int) -> float | None:
+        """None: no silence takes the place of recorded audio."""
+        return None
+
     def is_over(self, block: int) -> bool:
         return block >= len(self._blocks)
 

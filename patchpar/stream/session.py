@@ -7,6 +7,7 @@ The credit bounds the queue, so that a slow consumer slows the stream down and m
 output="drop_oldest" or "skip_to_live" chunks are dropped instead.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,8 +24,13 @@ from patchpar.stream.driver import AudioSource, OutputBlock, Run, StreamDriver, 
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
+
+NOTED_SECONDS = 0.5
+"""A chunk that is so late is worth a line in the log, once for each outage."""
+log = logging.getLogger(__name__)
 
 
 class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
@@ -44,7 +50,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         self._patience = delivery.hold
         self._journal: StreamJournal | None = None
         self._last: Chunk | None = None
-        self._clock: float | None = None
+        self._clock = RealtimeClock()
 
     def begin(
         self, *updates: Update, changes: Iterable[tuple[int, Update]] = (), journal: StreamJournal | None = None
@@ -91,11 +97,23 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         return replace(chunk, frames=chunk.frames[-1:].clone(), pts=pts, audio=None, is_held=True)
 
     def _wait_until_due(self, chunk: Chunk) -> None:
-        """Sleep until a chunk is due. A late chunk delays all later ones by as much."""
-        now = time.monotonic()
-        if self._clock is None or now > self._clock + chunk.pts:
-            self._clock = now - chunk.pts
-        time.sleep(max(0.0, self._clock + chunk.pts - now))
+        """Sleep until a chunk is due; warn at the beginning of an outage."""
+        now, before = time.monotonic(), self._clock.behind
+        due = self._clock.due(chunk.pts, now, self.dropped)
+        if self._delivery.output == "block" and self._clock.behind >= NOTED_SECONDS > before:
+            log.warning(
+                "block %d is %.1f s late; those after it follow at %g times their speed until that is made up: to go "
+                "on live at once, use output='skip_to_live'",
+                chunk.block,
+                self._clock.behind,
+                CATCH_UP,
+            )
+        time.sleep(due - now)
+
+    @property
+    def behind(self) -> float:
+        """Seconds that chunks come later than at the beginning of the stream, with pace="realtime"."""
+        return self._clock.behind
 
     # --- controls ---------------------------------------------------------------------------------------------------
 
@@ -105,6 +123,22 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         with self._changed:
             track.push(torch.as_tensor(samples), rate)
             return self._effect(self._driver.look())
+
+    def interrupt(self) -> Effect:
+        """Drop the audio of blocks that have not begun; what is pushed next is heard from there on. Raises PlanError.
+
+        Chunks that are ready stay: `flush` drops these.
+        """
+        track = self._live_audio("use stop()")
+        with self._changed:
+            block = self._driver.upcoming()
+            track.interrupt(block)
+            return self._effect(block)
+
+    def resume(self) -> Effect:
+        """Continue after `pause`; the next chunk is on time."""
+        self._clock.restart()
+        return super().resume()
 
     def end_audio(self) -> Effect:
         """End the audio; the stream ends with it. Raises PlanError."""

@@ -251,6 +251,7 @@ def test_a_wrong_request_is_reported_at_once(opened: Any) -> None:
     )
 
 
+@pytest.mark.breadth
 def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     expect(page.locator("#ready")).to_be_hidden()

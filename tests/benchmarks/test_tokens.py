@@ -18,6 +18,7 @@ from tests.breadth import first_of
 from tests.unit.threads import on_threads
 
 
+@pytest.mark.breadth
 def test_every_way_sends_what_its_formula_says() -> None:
     found = list(volumes())
     assert len(found) == sum(len(formula.ranks) for formula in FORMULAS)

@@ -33,7 +33,7 @@ from patchpar.models.files import embedded_model
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import StreamJournal
 from tests.breadth import first_of
-from tests.cli.test_real import assert_libraries_are_silent, patchpar
+from tests.cli.test_real import assert_libraries_are_silent
 from tests.live.test_pages import jpegs
 from tests.stream.test_audio_file import tone, write_wav
 from tests.stream.test_journal import came, origin
@@ -70,14 +70,14 @@ def run(*words: object) -> Any:
     return CliRunner().invoke(app, ["stream", *map(str, words)])
 
 
-def test_two_stages_and_a_decoder_make_a_video_with_audio(folder: Path, tmp_path: Path) -> None:
+def test_two_stages_and_a_decoder_make_a_video_with_audio(run: Any, folder: Path, tmp_path: Path) -> None:
     """Frames are those of one process, at their times; the sound is what was spoken, at its time."""
     loud_at = np.where(np.arange(8000) // 2000 % 2 == 1, tone(8000, 1.0), 0)  # silent, loud, silent, loud
     sound = write_wav(tmp_path / "speech.wav", loud_at, 8000)
     Image.new("RGB", (50, 40), "teal").save(tmp_path / "face.png")
     words = ("a fox", "--model", folder, "--audio", sound, "--reference", tmp_path / "face.png", "--seed", 3)
-    result = patchpar("stream", *words, "--dtype", "float32", "--devices", "cpu:3", "-o", tmp_path / "talk.mp4")
-    assert result.returncode == 0, result.stderr
+    result = run("stream", *words, "--dtype", "float32", "--devices", "cpu:3", "-o", tmp_path / "talk.mp4")
+    assert result.exit_code == 0, result.stderr
     plan, figures, saved = result.stdout.strip().splitlines()
     assert plan.startswith("2 steps on 3 ranks")
     assert figures.startswith("23 frames at ")
@@ -189,6 +189,8 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
         (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
+        (("--model", "m", "-o", "a.mp4", "--restarts", "-1"), "--restarts -1: it must be at least 0"),
+        (("--input", "a.mp4", "-o", "b.mp4", "--restarts", "1"), "--restarts is not for streams with --input"),
         (("--model", "m", "-o", "a.mp4", "--steps", "2"), "--steps is for streams with --input"),
         (
             ("--model", "m", "-o", "a.mp4", "--input", "f", "--audio", "a.wav"),

@@ -35,11 +35,11 @@ def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_workers_make_a_video(wan_folder: Path, tmp_path: Path) -> None:
+def test_two_workers_make_a_video(run: Any, wan_folder: Path, tmp_path: Path) -> None:
     target, pictures = tmp_path / "a.mp4", tmp_path / "frames"
     words = ("--model", wan_folder, "--devices", "cpu:2", "--plan", "cfg=2", "--steps", 2, "--num-frames", 5, *SIZE)
-    result = patchpar("video", "a boat", *words, "--fps", 8, "-o", target, "--frames", pictures)
-    assert result.returncode == 0, result.stderr
+    result = run("video", "a boat", *words, "--fps", 8, "-o", target, "--frames", pictures)
+    assert result.exit_code == 0, result.stderr
     line, saved, also = result.stdout.strip().splitlines()
     assert "cfg=2" in line
     assert saved == f"saved {target}: 5 frames, 0.6 s"

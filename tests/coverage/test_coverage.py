@@ -50,6 +50,7 @@ def sampled(name: str) -> Subject:
     return [each for each in subjects() if each.name == name][-1]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(SAMPLE, *QUICK))
 def test_what_the_page_says_is_found_again(page: Page, name: str) -> None:
     report = examine(sampled(name), RANKS)

@@ -166,7 +166,9 @@ def test_layers_take_turns_at_refreshing() -> None:
     assert renewed[1:] == [[k for k in range(layers) if (step + k) % 3 == 0] for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("policy", [t for t in STALE if t.context in ("fresh", "all", "partials")], ids=title)
+@pytest.mark.parametrize(
+    "policy", first_of([t for t in STALE if t.context in ("fresh", "all", "partials")], EVERYTHING), ids=title
+)
 def test_where_nothing_changes_stale_is_fresh(policy: EmulatedPolicy) -> None:
     got = emulated(policy, "sdxl", UNEVEN, (1, 1, 1))
     assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME

@@ -23,6 +23,7 @@ def test_lora_of_peft(ranks: Any, name: str) -> None:
         assert found["weight"] >= 1e-2, found
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(["sdxl", "asymmetric"], "asymmetric"))
 def test_lora_by_hand(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ADAPTERS}:by_hand", 2, name):

@@ -12,7 +12,7 @@ from patchpar.strategies.exact import ExactPatch
 from tests.breadth import first_of
 from tests.exact import denoisers
 
-QUICK = ("sdxl", "controlnet", "svd", "asymmetric")
+QUICK = ("sdxl", "controlnet", "asymmetric")
 ON_RANKS = "tests.exact.on_ranks"
 LIMIT, CONTROL = 1e-5, 1e-2
 

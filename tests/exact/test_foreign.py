@@ -18,7 +18,6 @@ LIMIT = 1e-5
     ("kind", "when"),
     first_of(
         [(kind, when) for kind in foreign.PLANTS for when in ("before", "after")],
-        ("forward at large sizes", "after"),
         ("filter", "before"),
     ),
 )

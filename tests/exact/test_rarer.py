@@ -15,6 +15,7 @@ QUICK = ("if_text",)
 """A denoiser in pixels; benchmarks/coverage/pipelines goes over more pipelines."""
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(tiny.RARER, *QUICK))
 def test_what_is_generated(ranks: Any, tmp_path: Path, name: str) -> None:
     plans = ["patch=2", "patch=3"] + ["cfg=2,patch=2"] * name.endswith("ip_masks")

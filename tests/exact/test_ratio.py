@@ -41,6 +41,7 @@ def test_bands_in_a_ratio_give_the_latents_of_one_process(ranks: Any, tmp_path: 
     assert found[0].control_error >= CONTROL, found
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(("flux", "sd3", "wan", "pixart", "qwen"), "flux"))
 def test_tokens_in_a_ratio_give_the_latents_of_one_process(ranks: Any, name: str, tmp_path: Path) -> None:
     plans = [UNEVEN]

@@ -38,6 +38,7 @@ def test_a_model_that_mixes_positions_in_an_unknown_way_is_refused_with_the_figu
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("world", first_of([2, 3], 3))
 def test_squeeze_and_excitation_is_exact(ranks: Any, tmp_path: Path, world: int) -> None:
     """A pooling of the whole map, by a module that is called with the embedding of the time step as well."""

@@ -42,6 +42,7 @@ def test_in_half_precision_moments_and_logsumexp_stay_whole(ranks: Any) -> None:
             assert figures["counted"] == figures["formula"], strategy
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(["wide", "asymmetric"], "wide"))
 def test_bytes_where_convolutions_read_two_rows_or_the_next_band_only(ranks: Any, name: str) -> None:
     for found in ranks.run(COUNTED, 2, ("exact", "displaced", PUBLISHED), name, (16, 16)):
@@ -82,6 +83,7 @@ def test_volumes_of_the_real_sdxl_at_1024(shapes: dict[int, Shapes]) -> None:
     assert sent["halo"] == pytest.approx(2 * 4.096e6, rel=0.03)  # down-sampling reads one side only
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_displaced_patches_of_the_paper_receive_what_it_states(shapes: dict[int, Shapes], pixels: int) -> None:
     assert f"{points(shapes, pixels, PUBLISHED):.0f}" == DISTRIFUSION[pixels]

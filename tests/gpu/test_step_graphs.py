@@ -40,7 +40,7 @@ STRATEGIES = (
     POOLED,
     PARTIALS,
 )
-ALWAYS = (("flux", "fresh-edges", 2), ("flux", PARTIALS, 2))
+ALWAYS = (("flux", PARTIALS, 2),)
 """The others take longer, UNets above all."""
 
 

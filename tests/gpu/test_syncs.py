@@ -22,6 +22,7 @@ def test_the_guidance_split_copies_nothing_from_the_host() -> None:
     assert not counts.copies
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("rule", first_of(["quality=40", "budget=5"], "budget=5"))
 def test_a_rule_for_exact_steps_reads_the_device_once_a_call(rule: str) -> None:
     for counts in steps_of(f"fresh-edges:{rule}").values():

@@ -89,6 +89,7 @@ def of_one_first_frame(name: str) -> tiny.Tiny:
     return tiny.Tiny(name=name, pipe=pipe, call_kwargs=call)
 
 
+@pytest.mark.breadth
 def test_frames_that_attend_to_the_first_of_their_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, steps = "TextToVideoZeroPipeline", {"num_inference_steps": 4}
     want = plain(name, build=of_one_first_frame, **steps)

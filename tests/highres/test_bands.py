@@ -66,6 +66,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("mode", first_of(MODES, "eighteen units"))
 def test_ranks_generate_the_image_of_one(mode: str) -> None:
     world, options = MODES[mode]
@@ -75,6 +76,7 @@ def test_ranks_generate_the_image_of_one(mode: str) -> None:
     assert any(each.bytes_sent.get("kv", 0) > 0 for each in generated)
 
 
+@pytest.mark.breadth
 def test_guidance_of_the_whole_and_a_team_of_all() -> None:
     """Sides that patches do not make exactly, guidance that all ranks need every branch for, and four bands a patch."""
     arguments = {"height": 264, "width": 192, "guidance_rescale": 0.7}

@@ -54,6 +54,7 @@ def test_context_travels() -> None:
     assert all(relative(generated.latents, want) < LIMIT for generated in found)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("world", first_of([3, 5, 11], 5))
 def test_many_ranks(world: int) -> None:
     """Eight units in the first stage, eighteen in the second: some ranks have none at first."""
@@ -96,6 +97,7 @@ def test_pipelines(pipeline: str) -> None:
     assert all(relative(generated.latents, want) < LIMIT for generated in together(case, 2))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(("height", "width"), first_of([(168, 96), (128, 64), (104, 128)], (168, 96)))
 def test_sizes(height: int, width: int) -> None:
     """Sides that are no whole number of native ones, or only one of them larger."""

@@ -79,6 +79,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(WHOLE, "somebody looks"))
 def test_latents_that_are_whole_in_every_step(name: str) -> None:
     case = with_windows(WHOLE[name])
@@ -119,6 +120,7 @@ class Blurring(diffusers.DDIMScheduler):  # type: ignore[misc]
         return blurred, *rest
 
 
+@pytest.mark.breadth
 def test_latents_that_depend_on_one_another() -> None:
     """They are refused by what they come to; where somebody looks they are drawn."""
     case = with_windows(Case(scheduler=Blurring))

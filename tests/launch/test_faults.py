@@ -318,6 +318,7 @@ def test_a_second_interrupt_leaves_no_descriptors(where, monkeypatch):
         assert descriptors() <= before
 
 
+@pytest.mark.breadth
 def test_five_restarts_leave_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 

@@ -177,7 +177,6 @@ UNDONE = {
     first_of(
         [(do, plan) for do in UNDONE for plan in ("cfg=2", "patch=2", "patch=2,strategy=fresh-edges")],
         (_filter, "patch=2"),
-        (_other_processors, "cfg=2"),
     ),
 )
 def test_a_callback_calls_methods(parallel: ParallelPipeline, plain: Any, do: Any, plan: str) -> None:

@@ -19,7 +19,6 @@ NAMES = ("sd_img2img", "sdxl_inpaint", "sdxl_controlnet", "svd")
     ("name", "plan"),
     first_of(
         [(name, plan) for name in NAMES for plan in ("cfg=2", "patch=2")],
-        ("sd_img2img", "patch=2"),
         ("sdxl_controlnet", "patch=2"),
     ),
 )

@@ -67,6 +67,7 @@ def test_one_device_is_the_pipeline_itself(plain: Any) -> None:
     assert torch.equal(tensor_of(plain(**CALL, generator=generator())), tensor_of(want))
 
 
+@pytest.mark.breadth
 def test_a_pipeline_in_memory_on_three_devices(hold: Hold, capfd: pytest.CaptureFixture[str]) -> None:
     """Workers have copies: the user's own object stays what it was, also when they are gone."""
     own = build("sdxl").pipe

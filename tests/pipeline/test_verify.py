@@ -44,6 +44,7 @@ def test_verifications_are_kept_where_one_says(parallel: ParallelPipeline) -> No
     assert 0 <= facts["relative_error"] < 1e-4
 
 
+@pytest.mark.breadth
 def test_a_kept_verification_is_believed_by_new_ranks(hold: Hold) -> None:
     """One that was made for this very model; no further one is written, and nothing is checked again."""
     with hold(build("sdxl").pipe) as parallel:

@@ -35,7 +35,7 @@ from tests.planner.on_ranks import call_of
             ("flux", "patch=6,strategy=fresh-edges", 192, 3),
             ("sd", "patch=6,strategy=fresh-edges", 192, 3),
         ],
-        ("sd", "patch=4", 128, 3),
+        ("sd", "cfg=2,patch=2", 64, 3),
     ),
 )
 def test_tapes_of_ranks_between_are_those_recorded_for_them(name: str, plan: str, side: int, number: int) -> None:

@@ -48,6 +48,7 @@ def test_calls_without_a_step_are_refused(ranks: Any) -> None:
         assert "use strategy 'exact'" in said
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("strategy", first_of([DISPLACED, PAPER, "fresh-edges:bits=8"], "fresh-edges:bits=8"))
 @pytest.mark.parametrize("layer", first_of(["mid_block.attentions.0", "conv_out"], "conv_out"))
 def test_a_call_that_fails_inside_the_denoiser(ranks: Any, strategy: str, layer: str) -> None:

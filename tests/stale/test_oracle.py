@@ -36,11 +36,10 @@ STRATEGIES = (
     "fresh-edges:context=partials,refresh=2,warmup_steps=2",
 )
 QUICK = (
-    "displaced:warmup_steps=1,group_norm=guarded",
     "fresh-edges:correction=linear,extrapolated=false,context=pooled,pool=2",
     "fresh-edges:context=partials,refresh=2,warmup_steps=2",
 )
-"""One of each kind of context; halos and moments of others are in the runs of several strategies below."""
+"""One of each reduced context; halos and moments of others are in the runs of several strategies below."""
 FEW = ("displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges")
 FAR = ("fresh-edges:context=pooled,pool=3", "fresh-edges:context=partials,refresh=3")
 STALE_HALO = "displaced:warmup_steps=2,group_norm=sync"
@@ -69,6 +68,7 @@ def test_every_option_on_three_uneven_bands(ranks: Any, strategy: str) -> None:
     check(ranks, 3, Run(strategy=strategy))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(denoisers.KINDS, "asymmetric"))
 def test_every_kind_of_denoiser_on_two_bands(ranks: Any, name: str) -> None:
     size = (9, 19) if denoisers.KINDS[name].odd else (12, 20)

@@ -57,6 +57,7 @@ def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
         assert (got.exact_calls, got.stale_calls) == (warmup * order, evaluations - warmup * order)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("pipeline", "strategy"),
     first_of(
@@ -72,6 +73,7 @@ def test_both_splits_together(ranks: Any, pipeline: str, strategy: str) -> None:
         assert relative(latents(got), plain(case, picture)) > 3 * SAME
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("plan", first_of(["patch=2", "cfg=2,patch=2"], "cfg=2,patch=2"))
 def test_as_many_exact_steps_as_steps_are_exact_bit_for_bit(ranks: Any, plan: str) -> None:
     strategies = {"displaced": 4, "pcpp": 9, "fresh-edges": 4, "fresh-edges:bits=8": 9}

@@ -121,6 +121,7 @@ def spread(pipe: LTXPipeline, ranks: int, blocks: int) -> Outcome:
     return found[plan.decoder]
 
 
+@pytest.mark.breadth
 @torch.no_grad()
 def test_images_are_those_of_the_whole_video_on_any_ranks(pipe: LTXPipeline) -> None:
     blocks = latents_late(pipe.vae) + 3

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied
+from patchpar.stream import driver as driver_module
 from patchpar.stream import session as session_module
+from patchpar.stream.audio.keep_alive import MARGIN, KeepAlive
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
@@ -352,8 +355,21 @@ def test_the_last_death_is_told_to_the_watcher() -> None:
         assert len(ranks.runs) == restarts + 1
 
 
+def test_restarts_are_counted_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(driver_module.time, "monotonic", lambda: now[0])
+    ranks = Ranks((0, 1), (1, 2), (2, 3))
+    with session(ranks, blocks=6, credit=1, restarts=1).begin() as stream:
+        for block in range(3):
+            assert next(stream).block == block
+            while len(ranks.runs) < block + 2:  # the worker dies in the block that begins now
+                time.sleep(0.01)
+            now[0] += driver_module.RENEWED + 1
+        assert [chunk.block for chunk in stream] == [3, 4, 5]
+    assert len(ranks.runs) == 4
+
+
 def test_the_clock_paces_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late chunk is shown at once, and those after it at their distance from it."""
     now, slept = [100.0], []
 
     class Clock:
@@ -371,7 +387,8 @@ def test_the_clock_paces_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         next(stream), next(stream)
         now[0] += 1.0
         next(stream), next(stream)
-    assert slept == [0.0, 3 / 20, 0.0, 4 / 20]
+    # A chunk that is a second late is shown at once, and the one after it follows at 1.1 times its speed.
+    assert slept == [0.0, 3 / 20, 0.0, round(4 / 20 / 1.1, 6)]
 
 
 # --- sound ---------------------------------------------------------------------------------------------------------
@@ -430,7 +447,77 @@ def test_no_block_begins_before_its_audio() -> None:
 
 def seconds_ahead(track: AudioTrack) -> float:
     """Audio that the track holds."""
-    return len(track._samples) / AUDIO.rate
+    return (track._samples.end - track._samples.start) / AUDIO.rate
+
+
+def test_a_push_costs_the_same_with_much_audio_waiting() -> None:
+    """Pieces stay as they came: none is copied, however many there are."""
+    track = AudioTrack(AUDIO, FRAMES)
+    pieces = noise(50_000).split(40)
+    for piece in pieces:
+        track.push(piece, AUDIO.rate)
+    assert [kept.data_ptr() for kept in track._samples._pieces] == [piece.data_ptr() for piece in pieces]
+
+
+def test_an_interruption_drops_what_nobody_has_begun_to_say() -> None:
+    """The next block speaks what is pushed then, with the frames before it that it needs."""
+    first, second = noise(4000) * 0.3, noise(1000, seed=1) * 0.3
+    ranks = Ranks()
+    with session(ranks, blocks=None, credit=1, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        stream.push_audio(first, AUDIO.rate)
+        played = [next(stream)]
+        effect = stream.interrupt()
+        stream.push_audio(second, AUDIO.rate)
+        stream.end_audio()
+        played += list(stream)
+    begin = round(effect.seconds * AUDIO.rate)
+    assert 0 < begin < 2000, "most of it was not said"
+    wanted = torch.cat([first[:begin], second])
+    assert torch.equal(torch.cat([chunk.audio for chunk in played if chunk.audio is not None])[: len(wanted)], wanted)
+    again = Ranks()
+    with session(again, blocks=None, track=whole(wanted)).begin() as stream:
+        list(stream)
+    assert torch.equal(heard(ranks), heard(again))
+
+
+def test_without_audio_a_stream_is_kept_alive_by_silence() -> None:
+    """A block waits for its audio as long as the audio may still come in time, and no longer."""
+    now = [50.0]
+    track = AudioTrack(AUDIO, FRAMES, KeepAlive(lambda: now[0]))
+    assert not track.is_here(0)
+    assert track.seconds_until_silence(0) == pytest.approx(3 / 20 + MARGIN)
+    now[0] += 3 / 20 + MARGIN
+    assert track.is_here(0)
+    assert not track.take(0)[1].any()
+    assert not track.is_here(1), "the next one is expected a block later"
+    track.push(torch.ones(2000), AUDIO.rate)
+    assert track.is_here(1)
+    assert track.take(1)[1].all(), "speech begins with the next block"
+    assert AudioTrack(AUDIO, FRAMES).seconds_until_silence(0) is None
+
+
+def test_a_stream_that_is_kept_alive_goes_on_by_itself() -> None:
+    track = AudioTrack(AUDIO, FRAMES, KeepAlive())
+    with session(Ranks(), blocks=3, track=track).begin() as stream:
+        chunks = list(stream)
+    assert [chunk.block for chunk in chunks] == [0, 1, 2]
+    assert not any(chunk.audio.any() for chunk in chunks if chunk.audio is not None)
+
+
+def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
+    with session(Ranks(), blocks=9, pace="realtime").begin() as stream:
+        next(stream)
+        stream.pause()
+        time.sleep(0.8)
+        stream.resume()
+        next(stream)
+        assert stream.behind == 0.0
+        assert not caplog.records
+        time.sleep(0.8)
+        next(stream), next(stream)
+        assert stream.behind > 0.5
+        (record,) = caplog.records
+    assert "s late; those after it follow at 1.1 times their speed" in record.getMessage()
 
 
 def test_audio_does_not_pile_up() -> None:

@@ -44,6 +44,7 @@ def compiled(name: str, counter: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("name", "strategy"),
     first_of(

@@ -82,8 +82,9 @@ def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_pa
         assert relative(found[0][1], found[1][1]) > 10 * LIMIT
 
 
-@pytest.mark.parametrize("what", first_of(CHANGES, "group offload"))
-@pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
+@pytest.mark.breadth
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_before_it_is(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """The pipeline comes with its hooks from the process where they were set."""
     found, change = tiny.build(name), CHANGES[what]

@@ -186,6 +186,7 @@ def animated() -> nn.Module:
     return model
 
 
+@pytest.mark.breadth
 def test_keys_of_a_reference_and_flex_attention() -> None:
     """The second pass of Wan-Animate-2, which attends to keys that the first has kept."""
     first = TRANSFORMERS[NAME].call(1)

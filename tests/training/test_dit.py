@@ -192,6 +192,7 @@ def test_cutting_tokens_matters_only_where_there_is_more_than_one_strip_and_afte
     assert torch.equal(images(pipe, Settings(**options, strips=1, warmup=0)), exact)
 
 
+@pytest.mark.breadth
 def test_the_packaged_transformer_is_what_the_code_builds():
     source, options, folder = resolve_model("embedded-dit", {})
     assert folder.pipeline == "StableDiffusion3Pipeline"

@@ -66,6 +66,7 @@ def test_it_draws_by_caption_and_seed(pipe):
     assert one.mean() > night.mean() + 0.1
 
 
+@pytest.mark.breadth
 def test_half_precision_generates_the_same_image(pipe):
     """As users of GPUs load it: diffusers upcasts no autoencoder without `post_quant_conv`."""
     half = DiffusionPipeline.from_pretrained(MODEL, variant="fp16", local_files_only=True, torch_dtype=torch.float16)

@@ -27,6 +27,7 @@ def fresh_run():
     return new_run(torch.device("cpu"))
 
 
+@pytest.mark.breadth
 def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
     straight, stopped = fresh_run(), fresh_run()
     steps(straight, "ab")

@@ -73,6 +73,7 @@ def test_adapters_that_read_the_weights_beside_them(ranks: Any, tmp_path: Path, 
     assert first["held"] == second["held"] == 3, "a transformer and two text encoders are divided again"
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("is_called", first_of([True, False], True))
 def test_adapters_whose_weights_do_not_fit_are_refused_by_name(ranks: Any, tmp_path: Path, is_called: bool) -> None:
     of_ranks = ranks.run("tests.weights.pipelines:refused_adapter", 4, str(tmp_path), is_called)[:2]

@@ -12,7 +12,7 @@ from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.stream.web.server import check_port
 
-OF_VIDEO = ("audio", "reference", "seconds", "record")
+OF_VIDEO = ("audio", "reference", "seconds", "record", "restarts")
 OF_IMAGES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
 
 
@@ -46,6 +46,7 @@ class StreamFlags:
     costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
         None
     )
+    restarts: Annotated[int | None, typer.Option(help="Of dead workers within a minute; default: 3.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
@@ -57,6 +58,8 @@ class StreamFlags:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise PlanError(f"--{name} {value}: it must be above 0")
+        if self.restarts is not None and self.restarts < 0:
+            raise PlanError(f"--restarts {self.restarts}: it must be at least 0")
         check_deadline(self.deadline)
         if (self.height is None) != (self.width is None):
             raise PlanError("--height and --width: give both or none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -63,6 +64,8 @@ def _run(
     pipe = ranks.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
     pace: Pacing = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
+    if request.restarts is not None:
+        delivery = replace(delivery, restarts=request.restarts)
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     session = pipe.stream(request.prompt, **arguments)

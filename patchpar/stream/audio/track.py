@@ -4,11 +4,12 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, last_image_frame, latent_tokens
+from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.resample import Resampler
+from patchpar.stream.audio.sample_buffer import SampleBuffer
 
 
 def first_frame_number(latent: int, per_latent: int) -> int:
@@ -17,12 +18,14 @@ def first_frame_number(latent: int, per_latent: int) -> int:
 
 
 class AudioTrack:
-    """Mono audio for blocks of `frames` latent frames. Samples that no later block needs are dropped."""
+    """Mono audio for blocks of `frames` latent frames. Samples that no later block needs are dropped.
 
-    def __init__(self, config: AudioConfig, frames: int) -> None:
-        self._config, self._frames = config, frames
-        self._samples = torch.zeros(0)
-        self._start = 0  # index of the first buffered sample
+    `keep_alive`: when silence takes the place of audio that has not been pushed; None waits for the audio.
+    """
+
+    def __init__(self, config: AudioConfig, frames: int, keep_alive: KeepAlive | None = None) -> None:
+        self._config, self._frames, self._keep_alive = config, frames, keep_alive
+        self._samples = SampleBuffer()
         self._resampler = Resampler(config.rate, config.rate)
         self._has_ended = self._is_silent = False
 
@@ -35,15 +38,20 @@ class AudioTrack:
         if self._has_ended:
             raise PlanError("the audio of this stream has ended: begin another stream, or do not end it")
         if rate != self._resampler.rate:
-            self._add(self._resampler.end())
+            self._samples.push(self._resampler.end())
             self._resampler = Resampler(rate, self._config.rate)
-        self._add(self._resampler.push(mono))
+        self._samples.push(self._resampler.push(mono))
 
     def end(self) -> None:
         """End the audio. The last block is padded with silence."""
         if not self._has_ended:
-            self._add(self._resampler.end())
+            self._samples.push(self._resampler.end())
         self._has_ended = True
+
+    def interrupt(self, block: int) -> None:
+        """Drop the audio that has been pushed for `block` and later ones; the next push is heard from there on."""
+        self._samples.drop_from(self._sample(self._images(block)[0]))
+        self._resampler = Resampler(self._config.rate, self._config.rate)
 
     def be_silent(self) -> None:
         """Use silence without end."""
@@ -51,27 +59,36 @@ class AudioTrack:
 
     def is_over(self, block: int) -> bool:
         """Whether the audio ends before this block begins."""
-        return self._has_ended and self._start + len(self._samples) <= self._sample(self._images(block)[0])
+        return self._has_ended and self._samples.end <= self._sample(self._images(block)[0])
 
     def is_here(self, block: int) -> bool:
-        """Whether all audio that block `block` needs has been pushed."""
+        """Whether all audio that block `block` needs has been pushed, or silence takes its place."""
         return (
             self._has_ended
             or self._is_silent
-            or self._start + len(self._samples) >= self._last_sample(self._images(block)[1])
+            or self._samples.end >= self._last_sample(self._images(block)[1])
+            or self.seconds_until_silence(block) == 0
         )
+
+    def seconds_until_silence(self, block: int) -> float | None:
+        """Return how long a block waits for its audio, until silence takes its place; None for ever."""
+        if self._keep_alive is None:
+            return None
+        first, end = (image / self._config.fps for image in self._images(block))
+        return self._keep_alive.seconds_left(first, end)
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
         """Return (audio tokens [1, F, n, C], samples [N]) of a block. Missing samples are silence."""
         first, end = self._images(block)
         first_needed = max(0, first - self._config.tokens + 1)
-        missing = self._last_sample(end) - self._start - len(self._samples)
-        self._samples = functional.pad(self._samples, (0, max(0, missing)))
-        levels = audio_levels(self._between(self._sample(first_needed), self._last_sample(end)), self._config)
+        self._samples.push(torch.zeros(max(0, self._last_sample(end) - self._samples.end)))
+        if self._keep_alive is not None:
+            self._keep_alive.used(end / self._config.fps)
+        levels = audio_levels(self._samples.read(self._sample(first_needed), self._last_sample(end)), self._config)
         latents = range(block * self._frames, (block + 1) * self._frames)
         tokens = latent_tokens(levels[: end - first_needed], latents, self._config, first=first_needed)
-        samples = self._between(self._sample(first), self._sample(end)).clone()
-        self._drop(self._sample(max(0, end - self._config.tokens + 1)))
+        samples = self._samples.read(self._sample(first), self._sample(end))
+        self._samples.drop_before(self._sample(max(0, end - self._config.tokens + 1)))
         return tokens[None], samples
 
     def _images(self, block: int) -> tuple[int, int]:
@@ -86,15 +103,6 @@ class AudioTrack:
     def _last_sample(self, image: int) -> int:
         """The end of the samples that image frames before `image` need."""
         return math.ceil(image * self._config.rate / self._config.fps)
-
-    def _add(self, samples: Tensor) -> None:
-        self._samples = torch.cat([self._samples, samples])
-
-    def _between(self, start: int, end: int) -> Tensor:
-        return self._samples[start - self._start : end - self._start]
-
-    def _drop(self, start: int) -> None:
-        self._samples, self._start = self._samples[start - self._start :], start
 
 
 def _checked(samples: Tensor, rate: int) -> Tensor:

@@ -12,6 +12,7 @@ from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
 from patchpar.stream.audio.audio_file import read_audio
+from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
@@ -91,7 +92,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         delivery = delivery or StreamDelivery()
         form = self._format_at(delivery.fps or self.config.fps)
         limits = self._limits(form, delivery, seconds)
-        source, updates = self._track(audio), self._updates(prompt, reference)
+        source, updates = self._track(audio, delivery.keep_alive), self._updates(prompt, reference)
         record = delivery.record
         journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
         self._session = StreamSession(workers.run, (run,), limits, form, delivery, source)
@@ -151,14 +152,16 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             versions={name: version(name) for name in ("patchpar", "torch", "diffusers")},
         )
 
-    def _track(self, audio: Audio) -> AudioTrack | None:
-        """The audio of a stream; silence for a model that takes audio where there is none."""
-        config = self._facts.audio
+    def _track(self, audio: Audio, keep_alive: bool) -> AudioTrack | None:
+        """The audio of a stream; silence for a model that takes audio where there is none. Raises PlanError."""
+        config, is_live = self._facts.audio, isinstance(audio, str) and audio == "live"
+        if keep_alive and not is_live:
+            raise PlanError("keep_alive=True fills gaps between pushes of audio: pass audio='live', or leave it out")
         if config is None:
             if audio is not None:
                 raise PlanError("this model takes no audio: its folder has no transformer/audio.json; leave audio=None")
             return None
-        track = AudioTrack(config, self.config.blocks.frames)
+        track = AudioTrack(config, self.config.blocks.frames, KeepAlive() if keep_alive else None)
         if audio is None:
             track.be_silent()
         elif isinstance(audio, tuple):

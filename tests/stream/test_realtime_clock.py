@@ -1,0 +1,56 @@
+"""Chunks by the clock: after an outage a stream is live again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
+
+CHUNK = 0.2
+"""Seconds of a chunk."""
+
+
+def shown(ready: list[float], dropped: list[int] | None = None) -> list[float]:
+    """Times at which chunks are shown that are ready at these times."""
+    clock, now, times = RealtimeClock(), 0.0, []
+    for number, at in enumerate(ready):
+        now = max(now, at)
+        now = clock.due(CHUNK * number, now, 0 if dropped is None else dropped[number])
+        times.append(now)
+    return times
+
+
+def test_chunks_that_are_ready_early_are_shown_at_their_times() -> None:
+    assert shown([5.0] * 4) == pytest.approx([5.0, 5.2, 5.4, 5.6])
+
+
+def test_after_an_outage_chunks_follow_a_little_faster_until_it_is_made_up() -> None:
+    live = [CHUNK * number for number in range(400)]
+    late = shown([at if number < 20 else max(at, 8.0) for number, at in enumerate(live)])
+    assert late[20] == 8.0, "the first after the outage, 4 s late"
+    distances = [after - before for before, after in pairwise(late[20:])]
+    assert min(distances) == pytest.approx(CHUNK / CATCH_UP)
+    behind = [at - pts for at, pts in zip(late, live, strict=True)]
+    assert behind == sorted(behind[:20]) + sorted(behind[20:], reverse=True)
+    assert behind[300] == pytest.approx(0.0), "and not earlier than live"
+
+
+def test_after_an_outage_a_stream_that_drops_is_live_at_once() -> None:
+    clock = RealtimeClock()
+    assert clock.due(0.0, 10.0, 0) == 10.0
+    assert clock.due(0.2, 14.2, 0) == 14.2, "an outage of 4 s"
+    assert clock.behind == pytest.approx(4.0)
+    assert clock.due(4.2, 14.3, 19) == pytest.approx(14.3), "those between were dropped"
+    assert clock.behind == pytest.approx(0.1)
+    assert clock.due(4.6, 14.3, 20) == pytest.approx(14.6), "never earlier than the first chunk's clock"
+    assert clock.behind == 0.0
+
+
+def test_after_a_pause_the_next_chunk_sets_the_clock() -> None:
+    clock = RealtimeClock()
+    clock.due(0.0, 10.0, 0)
+    clock.restart()
+    assert clock.due(0.2, 60.0, 0) == 60.0
+    assert clock.behind == 0.0
