@@ -28,8 +28,8 @@ from patchpar.shard.piped.denoiser import PipedDenoiser
 from patchpar.shard.piped.latent_bands import LatentBands, bands_of
 from patchpar.shard.piped.piece_split import PieceSplit, TextRanges
 from patchpar.shard.piped.prediction_bands import PredictionBands
-from patchpar.shard.stages.answers import AnswerForm
 from patchpar.shard.stages.block_hooks import Recorder
+from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.transformer.attention_backend import BackendKernel
@@ -61,7 +61,7 @@ class PieceLayouts:
 
     signature: Any
     whole: StageLayout
-    output: AnswerForm
+    output: OutputStructure
     of_pieces: tuple[StageLayout, ...] = ()
     bands: LatentBands | None = None
 
