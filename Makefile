@@ -1,7 +1,7 @@
 # make demo     an image by two workers on this machine, from a fresh clone
 # make app      the demo, a page in the browser
 # make test     the whole test suite
-# make test-all the same for every model, scheduler and option that a promise names, and every tab of the page
+# make test-all the same for every model, scheduler and option that a guarantee names, and every tab of the page
 # make gpu      tests and measurements on the NVIDIA GPUs of this machine, in .venv-gpu; writes docs/figures/gpu.md
 # make test-lowest  a part of it with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make test-quantised  weights that torchao, GGUF and bitsandbytes have quantised, in .venv-quantised

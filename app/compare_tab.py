@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 
 from . import html
-from .comparison import HEAD, Comparison, compare
+from .comparison import HEAD, ComparedImages, compare
 from .fields import Fields, Forms, clears_error, image_fields, result, result_pair
 from .handler_errors import reports_errors
 from .image_tab import buttons
@@ -35,7 +35,7 @@ class CompareTab:
         state, request = self._state, Fields.request(*fields)
         first, second = (preset_named(label, state.workers.count) for label in labels)
 
-        def work(job: Job) -> tuple[Comparison, tuple[Preset, Preset]]:
+        def work(job: Job) -> tuple[ComparedImages, tuple[Preset, Preset]]:
             return compare(state.image_runner, job, request, (first, second)), (first, second)
 
         return state.job_queue.submit(owner, KIND, work)
@@ -58,7 +58,7 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     """Pair, difference, status, table, both buttons."""
     if view is None or view.state != "done":
         return gr.skip(), gr.skip(), html.status(view, HINT), gr.skip(), *buttons(view)
-    found: Comparison
+    found: ComparedImages
     found, presets = view.result
     pair = (found.one.image, found.other.image)
     table = html.table(HEAD, found.rows((presets[0].label, presets[1].label)))
@@ -66,7 +66,7 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     return pair, difference, html.notice(found.summary), table, *buttons(view)
 
 
-def _label(found: Comparison) -> str:
+def _label(found: ComparedImages) -> str:
     return f"Difference, {found.gain:,.0f} times as bright" if found.largest else "Difference: none"
 
 

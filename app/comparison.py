@@ -16,7 +16,7 @@ WARM_UP_STEPS = 2  # the first steps with a preset allocate and verify, and are 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparedImages:
     """Two images and their difference, a PIL image with its brightness multiplied by `gain`."""
 
     one: JobImage
@@ -28,7 +28,7 @@ class Comparison:
     largest: float
 
     @classmethod
-    def of(cls, one: JobImage, other: JobImage) -> "Comparison":
+    def of(cls, one: JobImage, other: JobImage) -> "ComparedImages":
         """Compare two images on their exact values."""
         found = difference_map(one.values, other.values)
         return cls(
@@ -72,11 +72,13 @@ def _row(name: str, run: Run) -> tuple[str, ...]:
     )
 
 
-def compare(runner: ImageJobRunner, job: Job, request: GenerateRequest, presets: tuple[Preset, Preset]) -> Comparison:
+def compare(
+    runner: ImageJobRunner, job: Job, request: GenerateRequest, presets: tuple[Preset, Preset]
+) -> ComparedImages:
     """Generate with both presets, one after the other on the same devices. Raises what `generate` raises."""
     first, second = (_generated(runner, job, request, preset, number) for number, preset in enumerate(presets, 1))
     job.show(note="measuring the difference")
-    return Comparison.of(first, second)
+    return ComparedImages.of(first, second)
 
 
 def _generated(runner: ImageJobRunner, job: Job, request: GenerateRequest, preset: Preset, number: int) -> JobImage:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import Plan, PlanError, Run, StructureGuidance
+from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.report import readable_bytes
 from patchpar.pipeline.validate import check_call, check_plan_for
@@ -20,7 +21,7 @@ WIDTH, LINE = 420, 18  # of the diagram, in pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCall:
+class CallToPlan:
     """A pipeline call to be planned. Sizes in pixels. Raises PlanError."""
 
     devices: int
@@ -37,7 +38,7 @@ class PlannedCall:
 
     def arguments(self, known: Any) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call."""
-        prompts = ["an image"] * self.prompts
+        prompts = [ANY_PROMPT] * self.prompts
         arguments = {"prompt": prompts if self.prompts > 1 else prompts[0], "height": self.height, "width": self.width}
         guidance: dict[str, Any] = {"guidance_scale": 4.0 if self.guided else 1.0}
         if "true_cfg_scale" in known:
@@ -71,7 +72,7 @@ class PlanForecast:
     offers: tuple[PlanOffer, ...]
 
 
-def forecast(model: Any, call: PlannedCall) -> PlanForecast:
+def forecast(model: Any, call: CallToPlan) -> PlanForecast:
     """Plan the call for a model's PipelineInfo. Raises PlanError for a call that no plan can run."""
     arguments = call.arguments(model.parameters)
     check_call(model, arguments)

@@ -119,7 +119,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[LargeTab, lis
                 with gr.Tab("From a prompt"):
                     prompted = _PromptFields(forms)
                 with gr.Tab("From an image"):
-                    again = _ImageFields()
+                    again = _UpscaleFields()
             cancel = gr.Button("Cancel", interactive=False, elem_id="high-res-cancel")
         with gr.Column(scale=6, min_width=320):
             image = result("Large image", "high-res-result", height=480)
@@ -148,7 +148,7 @@ class _PromptFields:
         self.components = [options, baseline, *fields.components]
 
 
-class _ImageFields:
+class _UpscaleFields:
     """Fields of upscaling."""
 
     def __init__(self) -> None:

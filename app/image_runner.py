@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import ParallelPipeline, PlanError, Run, upscale
+from patchpar.models.task import ANY_PROMPT
 
 from .job_queue import Job
 from .presets import Preset
@@ -47,7 +48,7 @@ class ImageJobRunner:
         job.show(note="starting the workers and loading the model")
         pipe = self.workers.image_pipeline(self.workers.presets[0])
         job.show(note="verifying the split model against the plain one", steps=READY_STEPS)
-        arguments = {"prompt": "an image", "num_inference_steps": READY_STEPS}
+        arguments = {"prompt": ANY_PROMPT, "num_inference_steps": READY_STEPS}
         self._call(pipe, arguments, job, RunOptions(title="warming up", traced=False))
 
     def generate(

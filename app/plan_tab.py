@@ -9,7 +9,7 @@ from patchpar.plan.link_model import LinkModel
 
 from . import html
 from .fields import Forms
-from .forecast import MAX_DEVICES, MAX_PROMPTS, PlannedCall, forecast, link_estimate, plan_diagram
+from .forecast import MAX_DEVICES, MAX_PROMPTS, CallToPlan, forecast, link_estimate, plan_diagram
 from .handler_errors import reports_errors
 from .requests import as_whole
 from .state import AppState
@@ -35,7 +35,7 @@ class PlanTab:
         if model is None:
             return html.notice(NOT_YET), "", ""
         numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
-        call = PlannedCall(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
+        call = CallToPlan(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
         found = forecast(model, call)
         summary = html.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]

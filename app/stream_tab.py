@@ -172,7 +172,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[StreamTab, li
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320), gr.Tabs():
             with gr.Tab("Images"):
-                images = _ImageFields(forms)
+                images = _ImageStreamFields(forms)
             with gr.Tab("Talking face"):
                 face = _FaceFields(state)
         with gr.Column(scale=6, min_width=320):
@@ -201,7 +201,7 @@ def _static_path(folder: Path, name: str) -> str:
     return str(path)
 
 
-class _ImageFields:
+class _ImageStreamFields:
     """Fields of an image stream."""
 
     def __init__(self, forms: Forms) -> None:

@@ -1,4 +1,4 @@
-"""The rules that keep the package readable, as tests: who imports whom, one door to collectives, short files."""
+"""The rules that keep the package readable, as tests: who imports whom, who communicates, short files."""
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
-# A module may import modules of earlier lines, and of its own room. Each line is one room at the top of the package.
+# A module may import modules of earlier lines, and of its own. Each line is one entry at the top of the package.
 LINES = (
     ("errors",),
     ("plan",),
@@ -26,10 +26,9 @@ LINES = (
     ("__main__",),
 )
 LEVEL = {module: number for number, line in enumerate(LINES) for module in line}
-# Stricter than the order above, for a room or for one module of it: launch knows nothing of diffusion, layers nothing
-# of time or ranks, pure modules need little but the tree of errors, and the command line goes through the public names
-# like everybody else. One looks up: a plan reads the text of its strategy when it is made, and only strategies know
-# what theirs means.
+# Stricter than the order above, for a subpackage or for one module of it: launch does not depend on diffusion, layers
+# not on steps or ranks, pure modules on little but the tree of errors, and the command line uses the public names. One
+# import goes up: a plan parses the text of its strategy when it is made, and only strategies can parse theirs.
 ONLY = {
     "plan": {"errors"},
     "plan.plan": {"errors", "plan.scalars", "strategies"},
@@ -155,8 +154,8 @@ def wrong_imports(source: str, path: Path) -> list[str]:
         strictest = max(rules, key=len)
         allowed = ONLY[strictest] | {strictest}
     else:
-        room = name_of(path)
-        allowed = {module for module in LEVEL if LEVEL[module] < LEVEL[room]} | {room}
+        entry = name_of(path)
+        allowed = {module for module in LEVEL if LEVEL[module] < LEVEL[entry]} | {entry}
     return [name for name in imported(source, path) if not any(is_in(name, place) for place in allowed)]
 
 
@@ -393,7 +392,11 @@ def classes_in_several_modules(sources: Mapping[str, str]) -> dict[str, list[str
 
 def test_no_class_name_in_two_modules() -> None:
     """A name in a docstring or a traceback says which class is meant, without its module."""
-    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in FILES}
+    files = [*FILES, *sorted((REPOSITORY / "app").rglob("*.py"))]
+    sources = {
+        str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else REPOSITORY)): path.read_text()
+        for path in files
+    }
     assert not classes_in_several_modules(sources)
     again = sources | {"plan/second.py": "def f():\n    class Mesh: ..."}
     assert classes_in_several_modules(again) == {"Mesh": ["plan/mesh.py", "plan/second.py"]}

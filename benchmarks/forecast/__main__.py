@@ -30,7 +30,7 @@ def lines(names: Sequence[str], machines: Sequence[str]) -> Iterator[str]:
     """Yield the page of the catalogue."""
     yield "# Forecasts"
     yield ""
-    yield "By `python -m benchmarks.forecast`. How times are predicted is told in [the simulator](../simulator.md)."
+    yield "By `python -m benchmarks.forecast`. [The simulator](../simulator.md) says how times are predicted."
     yield ""
     yield "## Published times of one device"
     yield ""

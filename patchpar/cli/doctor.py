@@ -17,7 +17,7 @@ from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, 
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, links, will_use
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, UnsupportedModel
-from patchpar.models.task import RequestedTask, purpose_of
+from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 PARTS = ("weights", "activations")
@@ -37,7 +37,7 @@ class DoctorFlags:
 
 
 def doctor(request: DoctorFlags) -> None:
-    """Show devices, links and the model's memory, test communication, run one step."""
+    """Show devices, links and memory, test communication, run a step."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
@@ -124,7 +124,7 @@ def memory(
     try:
         pipe = empty_pipeline(folder, options)
         pipe.set_progress_bar_config(disable=True)
-        run = dry_run(pipe, prompt="a test image")
+        run = dry_run(pipe, prompt=ANY_PROMPT)
     except UnsupportedModel as error:
         return {"weights": None, "activations": None, "plans": None, "why": str(error)}
     plans = plans_for(devices, network_bytes(pipe), run.peak_bytes, cards)
@@ -160,7 +160,7 @@ def choice(request: DoctorFlags) -> dict[str, Any]:
     with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
         TASK.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
-        pipe("a test image", num_inference_steps=1)
+        pipe(ANY_PROMPT, num_inference_steps=1)
         return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
 
 

@@ -45,7 +45,7 @@ class ModelFlags:
     strategy: Annotated[str | None, typer.Option(help="How ranks exchange: name or name:key=value.")] = None
     vae: Annotated[str, typer.Option(help="Parallel VAE: auto, exact, tiled or rank0.")] = "auto"
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="Guidance; default: the pipeline's own.")] = None
     negative_prompt: Annotated[str | None, typer.Option(help="What the output should not show.")] = None
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None

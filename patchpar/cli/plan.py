@@ -24,7 +24,7 @@ class PlanFlags(SimulatedCallFlags):
 
 
 def plan(request: PlanFlags) -> None:
-    """Choose a plan for a machine, without it."""
+    """Find the plan with the shortest predicted step on a machine."""
     with friendly_errors(request.debug):
         request.check()
         with stdout_kept_clean(request.json):

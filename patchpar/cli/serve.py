@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from patchpar.cli.console import friendly_errors
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Format, check_deadline, given, plan_of
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
 from patchpar.errors import PlanError
 from patchpar.models.task import RequestedTask
 
@@ -21,23 +21,23 @@ class ServeFlags:
     """The flags of `serve`."""
 
     model: Annotated[str, typer.Argument(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
-    devices: Annotated[str, typer.Option(help="2, cpu:4, cuda, cuda:0,cuda:2.")] = "auto"
-    plan: Annotated[str, typer.Option(help="If a request has none.")] = "auto"
+    devices: Devices = "auto"
+    plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
     dtype: Format = None
-    variant: Annotated[str | None, typer.Option(help="Variant of the weight files: fp16.")] = None
-    host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: any free port.")] = 8000
-    api_key_file: Annotated[Path | None, typer.Option(help="Keys of clients, one a line.")] = None
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait.")] = 32
-    max_pixels: Annotated[int, typer.Option(help="Of an image.")] = 2048 * 2048
-    max_steps: Annotated[int, typer.Option(help="Of an image.")] = 150
-    grace: Annotated[float, typer.Option(help="Seconds to finish at the end.")] = 30.0
+    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
+    host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000
+    api_key_file: Annotated[Path | None, typer.Option(help="File with an API key on each line.")] = None
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
+    max_pixels: Annotated[int, typer.Option(help="Largest image, in pixels.")] = 2048 * 2048
+    max_steps: Annotated[int, typer.Option(help="Most denoising steps of an image.")] = 150
+    grace: Annotated[float, typer.Option(help="Seconds in which requests finish at the end.")] = 30.0
     deadline: Deadline = DEADLINE
     debug: Debug = False
 
 
 def serve_images(request: ServeFlags) -> None:
-    """Serve images over HTTP until ctrl-C, to clients of OpenAI's interface."""
+    """Serve images over HTTP, to clients of OpenAI's interface."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         options = given(torch_dtype=request.dtype, variant=request.variant, deadline=request.deadline)

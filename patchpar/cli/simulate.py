@@ -24,15 +24,15 @@ class SimulatedCallFlags:
     """Flags of a model, a machine and a call."""
 
     model: Annotated[str, typer.Argument(help="A folder, with or without weights; 'embedded'.")]
-    machine: Annotated[str, typer.Option(help="8xH100-nvlink, 2x(4xL40-pcie4)-eth100; local: as tune has measured.")]
-    strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
+    machine: Annotated[str, typer.Option(help="8xH100-nvlink, 2x(4xL40-pcie4)-eth100; local: measured by tune.")]
+    strategy: Annotated[str | None, typer.Option(help="How ranks of axis patch exchange; default: exact.")] = None
     height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
-    num_frames: Annotated[int | None, typer.Option(help="Of a video; default: the pipeline's own.")] = None
+    num_frames: Annotated[int | None, typer.Option(help="Frames of a video; default: the pipeline's own.")] = None
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="Guidance; default: the pipeline's own.")] = None
     dtype: Format = None
-    graphs: Annotated[bool, typer.Option("--graphs", help="A step is one launch, as of a CUDA graph.")] = False
+    graphs: Annotated[bool, typer.Option("--graphs", help="Count each step as one launch, as of a CUDA graph.")] = False
     json: Json = False
     debug: Debug = False
 
@@ -69,7 +69,7 @@ class SimulateFlags(SimulatedCallFlags):
 
 
 def simulate(request: SimulateFlags) -> None:
-    """Say what a plan would take on a machine, without it."""
+    """Predict a plan's step time, bytes and memory on a machine."""
     with friendly_errors(request.debug):
         request.check()
         if request.trace is not None:

@@ -24,14 +24,14 @@ class TuneFlags:
 
     devices: Devices = "auto"
     dtype: Annotated[
-        Dtype | None, typer.Option(metavar="<format>", help="Of kernels; default: bfloat16 on GPUs, else float32.")
+        Dtype | None, typer.Option(metavar="<format>", help="Dtype of kernels; default: bfloat16, on a CPU float32.")
     ] = None
     json: Json = False
     debug: Debug = False
 
 
 def tune(request: TuneFlags) -> None:
-    """Measure this machine's devices and links, for plan, simulate and plan="auto"."""
+    """Measure this machine's devices and links, for predictions."""
     with friendly_errors(request.debug):
         start = time.perf_counter()
         with stdout_kept_clean(request.json), ended_at_once():

@@ -85,7 +85,7 @@ def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
 
 
 class StreamVideoFile:
-    """One video file, with the size of the first frames."""
+    """One video file, with the size of the first frames. `rate`: samples per second of its audio; None for no audio."""
 
     def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
         self._path, self._suffix, self._fps, self._rate = path, suffix, fps, rate
@@ -122,7 +122,10 @@ class StreamVideoFile:
 
 @contextmanager
 def video_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
-    """Write a video that is moved to `path` when the `with` block ends without an error."""
+    """Write a video that is moved to `path` when the `with` block ends without an error.
+
+    `rate`: samples per second of its audio; None for no audio.
+    """
     with written_whole(path) as beside:
         video = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
         yield video

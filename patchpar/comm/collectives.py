@@ -48,13 +48,27 @@ from patchpar.plan.mesh import Axis
 T = TypeVar("T")
 
 
+class _KnownCollectives(dict[tuple[int, ...], Collectives | None]):
+    """The operations of sets of ranks, found once: what is known costs no call of Python. None while there are none."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    def __missing__(self, ranks: tuple[int, ...]) -> Collectives | None:
+        found = collectives_of(self._transport, ranks)
+        if found is not None:
+            self[ranks] = found
+        return found
+
+
 class Communicator:
     """Sends and receives the messages of this rank through one transport and counts them."""
 
     def __init__(self, transport: Transport, beat: Callable[[str], object] | None = None) -> None:
         self.transport, self.traffic = transport, CommStats()
         self._beat = beat
-        self._known: dict[tuple[int, ...], Collectives] = {}  # by the ranks of an axis
+        self._collectives = _KnownCollectives(transport)
 
     def send_recv(
         self,
@@ -93,9 +107,9 @@ class Communicator:
             return Arrived(own.unsqueeze(0), where)
         if own.requires_grad or not own.is_contiguous():
             own = own.detach().contiguous()
-        collectives = self._known.get(axis.ranks) or self._collectives(axis)
+        collectives = self._collectives[axis.ranks]
         if collectives is None:
-            return self._gather_messages(axis, kind, where, own, into)
+            return self._gather_by_messages(axis, kind, where, own, into)
         layout = gather_layout(axis, own.shape, own.dtype)
         rows = own.new_empty(layout.joined) if into is None else into
         self.traffic.book(kind, layout.num_bytes, layout.num_bytes)
@@ -103,7 +117,7 @@ class Communicator:
         pending = self._start(kind, where, begin)
         return pending if into is not None else pending.then(layout.as_stacked)
 
-    def _gather_messages(self, axis: Axis, kind: str, where: str, own: Tensor, into: Tensor | None) -> Work[Tensor]:
+    def _gather_by_messages(self, axis: Axis, kind: str, where: str, own: Tensor, into: Tensor | None) -> Work[Tensor]:
         out = own.new_empty((axis.size, *own.shape)) if into is None else into.view(axis.size, *own.shape)
         if into is None:
             out[axis.rank] = own
@@ -118,7 +132,7 @@ class Communicator:
         One operation where the transport has it. The result of the Work: the buffer of `into` [elements] with
         its own part. It raises ExchangeError.
         """
-        collectives = collectives_of(self.transport, axis)
+        collectives = self._collectives[axis.ranks]
         if collectives is None:
             return self._exchange_parts(axis, kind, where, own, into)
         layout = all_to_all_layout(axis, tuple(own.sizes), tuple(into.sizes), own.buffer.dtype)
@@ -165,7 +179,7 @@ class Communicator:
         One message to each. `edges` comes from `edges_part`. The result of the Work: the other ranks' `shared` by group
         rank, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
         """
-        collectives = self._known.get(axis.ranks) or self._collectives(axis)
+        collectives = self._collectives[axis.ranks]
         if collectives is not None and edges is not None and edges.axis is not None:
             return self._rounds_with_edges(collectives, axis, where, shared, edges)
         parts = [moments_part(axis, shared)] if shared else []
@@ -204,13 +218,6 @@ class Communicator:
             traffic.note("send", kind, where, start)
         pending.on_wait = partial(traffic.waited, kind, where)
         return pending
-
-    def _collectives(self, axis: Axis) -> Collectives | None:
-        """Return the operations of all ranks of an axis, which stay once they are there."""
-        found = collectives_of(self.transport, axis)
-        if found is not None:
-            self._known[axis.ranks] = found
-        return found
 
     def beat(self, where: str) -> None:
         """Report that this rank has reached `where`, without an exchange."""

@@ -86,7 +86,8 @@ def start_messages(
     scope: ExchangeScope,
 ) -> Work[Messages]:
     """Start an exchange: by one operation of all ranks of the axis where the transport has it."""
-    axis, collectives = scope.axis, collectives_of(transport, scope.axis)
+    axis = scope.axis
+    collectives = None if axis is None else collectives_of(transport, axis.ranks)
     if collectives is None or axis is None:
         return transport.send_recv(outgoing, incoming, where)
     if not scope.to_all:
@@ -113,11 +114,11 @@ def _rows_of_one_buffer(axis: Axis, own: Tensors, incoming: Sequence[Incoming]) 
     return None if rows is None else (own[0].detach().view(-1), rows)
 
 
-def collectives_of(transport: Transport, axis: Axis | None) -> Collectives | None:
-    """Return the operations of all ranks of `axis` at once, if there are any."""
-    if axis is None or axis.size == 1 or transport.collectives is None:
+def collectives_of(transport: Transport, ranks: tuple[int, ...]) -> Collectives | None:
+    """Return the operations of all of several `ranks` at once, if there are any."""
+    if len(ranks) == 1 or transport.collectives is None:
         return None
-    return transport.collectives if transport.collectives.covers(axis.ranks) else None
+    return transport.collectives if transport.collectives.covers(ranks) else None
 
 
 def outgoing_of(parts: Sequence[ExchangePart]) -> list[Outgoing]:

@@ -186,7 +186,10 @@ class EdgeLayout:
         return FlatParts(torch.empty(self._size_received, dtype=self._dtype, device=device), self._sizes_received)
 
     def unpack(self, received: Tensor) -> tuple[Received, Halo]:
-        """Return the other ranks' shared tensors by group rank, and the neighbours' rows, as views of `received`."""
+        """Return the other ranks' shared tensors by group rank, and the neighbours' rows.
+
+        Views of `received` [elements].
+        """
         typed = {self._dtype: received}
         for dtype in self._others:
             typed[dtype] = received.view(dtype)

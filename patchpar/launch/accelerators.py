@@ -224,7 +224,7 @@ def nccl_version() -> str | None:
 
 
 def random_width(device: str) -> int:
-    """Return how many values this GPU samples side by side; 0 for the CPU, and where torch does not say.
+    """Return how many elements this GPU samples side by side; 0 for the CPU, and where torch does not say.
 
     torch's kernel gives each of so many threads a sequence of its own, at most one thread for each value (ATen's
     `calc_execution_policy`). So of tensors with more values, GPUs of another width sample other values from one seed.

@@ -42,7 +42,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end of a socket pair."""
+    """One end of a socket pair. `send_timeout`: seconds; None waits without a limit."""
 
     def __init__(self, sock: socket.socket, *, send_timeout: float | None = None) -> None:
         self._sock = sock

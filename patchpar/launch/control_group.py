@@ -41,10 +41,16 @@ class Control(Protocol):
     """One rank's end. All ranks make the same calls in the same order."""
 
     def broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's data on all ranks. Raises WorkerDied, WorkerHung; CallAborted if rank 0 ended the call."""
+        """Return rank 0's data on all ranks. Raises WorkerDied, WorkerHung; CallAborted if rank 0 ended the call.
+
+        Raises LaunchError once it is left.
+        """
 
     def gather(self, data: bytes, patience: float) -> list[bytes]:
-        """Return the data of all ranks in order. Raises WorkerDied, and WorkerHung after `patience` seconds."""
+        """Return the data of all ranks in order. Raises WorkerDied, and WorkerHung after `patience` seconds.
+
+        Raises LaunchError once it is left.
+        """
 
     def leave(self) -> None:
         """Release the connections. Idempotent."""

@@ -63,7 +63,10 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
 
 
 def form_group_between_hosts(own: GroupRank, deadline: float) -> None:
-    """Make the default group of ranks that know each other by torchrun's store only. Collective. Raises LaunchError."""
+    """Make the default group of ranks that know each other by torchrun's store only. Collective. Raises LaunchError.
+
+    `deadline`: seconds until all ranks have to be there.
+    """
     store = _store_of_torchrun(own, deadline)
     try:
         store.set(f"patchpar/{own.rank}", card_id(own.device))
@@ -76,7 +79,8 @@ def form_group_between_hosts(own: GroupRank, deadline: float) -> None:
 def form_group_of_host(own: GroupRank, cards: Sequence[str], deadline: float) -> None:
     """Make the default group of ranks of one host if they have a GPU each. Collective. Raises LaunchError.
 
-    `cards`: each rank's `card_id`. The ranks connect over the loopback interface, unless the environment names another.
+    `cards`: each rank's `card_id`. `deadline` in seconds. The ranks connect over the loopback interface, unless the
+    environment names another.
     """
     backend = backend_for(cards)
     if backend:

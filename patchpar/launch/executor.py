@@ -65,13 +65,16 @@ class RankContext(Protocol):
         """
 
     def emit(self, event: object) -> None:
-        """Send a picklable event to the caller's `on_event`; does not wait until it is read."""
+        """Send a picklable event to the caller's `on_event`; does not wait until it is read.
+
+        Raises TypeError for one that cannot be pickled, as `ask` does.
+        """
 
     def ask(self, question: object) -> Any:
         """Send a question to the caller and return its reply. Collective: all ranks get the reply to rank 0's question.
 
         Raises CallAborted on all ranks if the caller's `on_ask` raised or is missing; in the caller's own process the
-        exception itself is raised.
+        exception itself is raised. Raises TypeError for a question that cannot be pickled.
         """
 
     def beat(self, where: str) -> None:

@@ -81,7 +81,7 @@ class InlineContext(OwnProcessContext):
 class InlineExecutor(OwnProcessExecutor):
     """An Executor of one rank on `device`, in this process. Nothing is replayed, since this rank is never restarted.
 
-    `deadline` is passed to the engine only: hangs of this process are not detected. Raises LaunchError.
+    `deadline`, in seconds, is passed to the engine only: hangs of this process are not detected. Raises LaunchError.
     """
 
     kind: Literal["inline"] = "inline"

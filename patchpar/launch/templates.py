@@ -1,6 +1,6 @@
 """All template processes of this process.
 
-A template lives as long as workers of it do, and for IDLE_SECONDS without any; it ends with this process, whatever
+A template runs as long as workers of it do, and for IDLE_SECONDS without any; it ends with this process, whatever
 ends that. If it is killed, its workers go on, and the next worker is forked from a new one.
 """
 

@@ -76,7 +76,8 @@ class TorchrunExecutor(OwnProcessExecutor):
 
     Ranks of one host connect through sockets (see `rendezvous`). Between hosts, and where every rank has its own GPU,
     the default group of torch.distributed is used. If there is none, it is created for the rest of this process (see
-    `default_group`). `device` overrides this rank's device, such as "cpu" on a GPU machine.
+    `default_group`). `deadline`: seconds that ranks may wait for one another. `device` overrides this rank's
+    device, such as "cpu" on a GPU machine.
     Raises LaunchError outside torchrun, or if ranks do not connect, or differ in versions or engine.
     """
 

@@ -40,7 +40,10 @@ class ModelFolder:
 
 
 def embedded_model(name: str = "embedded") -> Path:
-    """Return the folder of an embedded model: inside the wheel, or beside the package in a clone."""
+    """Return the folder of an embedded model: inside the wheel, or beside the package in a clone.
+
+    Raises PlanError if it is in neither.
+    """
     package = Path(__file__).parent.parent
     for folder in (package / "assets" / EMBEDDED[name], package.parent / "assets" / EMBEDDED[name]):
         if (folder / "model_index.json").is_file():

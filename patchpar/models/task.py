@@ -24,6 +24,8 @@ NEEDS_ONE = re.compile(
 )
 """Classes whose call has a default of None for an image that it requires."""
 VERBS: Mapping[str, str] = {"images": "generate", "video": "video"}
+ANY_PROMPT = "a photo"
+"""For calls whose image nobody looks at: trials, warm-up calls, and calls that are recorded without values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ def choose_for_upscale(
 ) -> PlanChoice:
     """Return the plan that keeps a large image close to the one it starts from: structure guidance where possible.
 
-    `weights`, errors: see `choose`.
+    `weights`: see `choose`. Raises what `choose` raises.
     """
     large = LargeImage.of(model, devices, kwargs)
     if large is None or large.why_not or weights.plan is not None:

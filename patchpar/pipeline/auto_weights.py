@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.launch.host_memory import FreeMemory
+from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 USED = 0.95  # of what is free: allocators keep some of it
 SMALL = 0.5  # of what is free: weights that take less leave enough for activations
 GIB = 2**30
-PROMPT = "a test image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ModelForecast:
         empty.set_progress_bar_config(disable=True)
         networks = network_bytes(empty)
         try:
-            peak = dry_run(empty, prompt=PROMPT).peak_bytes
+            peak = dry_run(empty, prompt=ANY_PROMPT).peak_bytes
         except (PatchparError, TypeError, ValueError, LookupError, AttributeError, RuntimeError):
             peak = 0  # it needs more than a prompt, or values
         return cls(networks, peak)

@@ -77,7 +77,10 @@ def ssim(one: Any, other: Any) -> float:
 
 
 def difference_map(one: Any, other: Any) -> DifferenceMap:
-    """Return the largest difference over the channels of each pixel, brightened until the maximum is white."""
+    """Return the largest difference over the channels of each pixel, brightened until the maximum is white.
+
+    Raises ValueError for images of different shape.
+    """
     a, b = _pair(one, other)
     difference = np.abs(a - b).max(axis=2)
     gain = 1.0 / max(float(difference.max()), 1e-12)

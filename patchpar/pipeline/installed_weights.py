@@ -102,7 +102,7 @@ class InstalledWeights:
     """Denoisers and text encoders, in shards over all ranks of an image.
 
     `guidance`: what splits the calls of the denoisers. `held`: networks that are in shards already; None for one that
-    stays whole.
+    stays whole. Raises PlanError for stages whose ranks cannot map each other's memory, and ExchangeError.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class InstalledWeights:
     ) -> ShardedWeights | None:
         """Shard a denoiser before its first call, and return its weights; `plain` is its own forward.
 
-        Raises UnsupportedModel.
+        Raises UnsupportedModel, ExchangeError.
         """
         if network not in self._sharded:
             self._catch_up()

@@ -107,6 +107,7 @@ class PipelineRunner:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
         The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
+        Raises UnsupportedModel for a network, which cannot be returned, and what the method raises.
         """
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)

@@ -23,6 +23,7 @@ from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_machine import MeasuredMachine
+from patchpar.plan.scalars import is_whole
 
 PLANNED = ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale", "negative_prompt")
 """Arguments that a forecast depends on."""
@@ -102,7 +103,7 @@ class TimedPlans:
             known = (*PLANNED, *WITHOUT_EFFECT)
             names = [name for name, value in kwargs.items() if value is not None and name not in known]
             what = ", ".join(names) or "another prompt than one text"
-            raise PlanError(f"a call with {what} has no forecast: use one prompt, and of others {', '.join(PLANNED)}")
+            raise PlanError(f"a call with {what} has no forecast: use one prompt, and only {', '.join(PLANNED)}")
         found = self._searched(model, kwargs, machine)
         best = _with_steps(found.best, kwargs)
         return PlannedCall(
@@ -172,7 +173,7 @@ def _key(call: Mapping[str, Any] | None) -> str:
 
 def _with_steps(found: Forecast, kwargs: Mapping[str, Any]) -> Forecast:
     steps = kwargs.get("num_inference_steps")
-    return replace(found, steps=steps) if isinstance(steps, int) and steps > 0 else found
+    return replace(found, steps=steps) if is_whole(steps) else found
 
 
 def _reason(found: PlanSearchResult) -> str:

@@ -31,7 +31,10 @@ class Bands:
         return len(self.starts) - 1
 
     def at_level(self, group_rank: int, own_rows: int, whole: int) -> "Bands":
-        """Return the bands on a map, halved (rounding up) or enlarged, with `own_rows` of `whole` rows here."""
+        """Return the bands on a map, halved (rounding up) or enlarged, with `own_rows` of `whole` rows here.
+
+        Raises ValueError for a map that is neither.
+        """
         found = _at_level(self.starts, group_rank, own_rows)
         if found is None:
             own = self.size(group_rank)

@@ -8,6 +8,8 @@ every frame, or whole frames. The pieces:
     near band         the two neighbours          the rows nearest to the receiver; nothing from farther ranks
     band and pooled   the two neighbours          the nearest rows unchanged, their other rows averaged
                       farther ranks               all rows averaged
+
+The near band is PCPP's (arXiv:2412.02962); averages are ours: docs/partial-context.md, docs/decisions/0012.
 """
 
 import math

@@ -18,6 +18,8 @@ and where every message is awaited before the next is sent, with c_i = n_i - s_i
 
 which for rounds without computation in between is C + rounds * L + bytes / R. A stale strategy has one such message,
 the prediction at the end of the step; a strategy with fresh edges has one for each round of edges.
+
+Latency and rate of a link as in Hockney (1994); the recursion is ours: docs/stale-patch.md.
 """
 
 import math

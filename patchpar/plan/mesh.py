@@ -54,7 +54,10 @@ def _nearest_first(rank: int, size: int) -> tuple[int, ...]:
 
 
 class Mesh:
-    """Named axes over `ranks`, seen from global rank `me`, e.g. `Mesh(me=3, ranks=range(8), cfg=2, patch=4)`."""
+    """Named axes over `ranks`, seen from global rank `me`, e.g. `Mesh(me=3, ranks=range(8), cfg=2, patch=4)`.
+
+    Raises ValueError for an unknown axis, and for degrees whose product is not the number of ranks.
+    """
 
     def __init__(self, me: int, ranks: Sequence[int], **degrees: int) -> None:
         self.ranks, self._me = tuple(ranks), me

@@ -46,6 +46,7 @@ class Plan:
     from which a stage takes its own blocks. With the last two `resident` blocks of each network stay whole. `encoders`:
     which ranks of an image hold and run its text and image encoders, "all" or "one"; "auto" is "all". `ratio`: the rows
     or tokens of each rank of axis patch in proportion, for devices of different speed; of equal ones nothing remains.
+    Raises PlanError for fields that are invalid or exclude each other.
     """
 
     data: int = 1

@@ -2,6 +2,8 @@
 
 Each rank knows without extra cost how far its own keys and values have changed since the previous step. The sums are
 sent with the prediction, so that every rank has the same numbers and takes the same decision for the next step.
+
+Ours: docs/stale-patch.md. Error-driven refreshes are known from caches of steps, as in TeaCache (arXiv:2411.19108).
 """
 
 import math

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.models.info import PipelineInfo
-from patchpar.models.task import RequestedTask, purpose_of
+from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.pipeline.report import Run
 from patchpar.serving.image_call import ImageCall
@@ -19,7 +19,7 @@ from patchpar.serving.settings import ServedModel
 
 PoolState = Literal["loading", "ready", "lost"]
 TASK = RequestedTask(verb="serve")
-WARM_UP: Mapping[str, Any] = {"prompt": "an image", "num_inference_steps": 2}
+WARM_UP: Mapping[str, Any] = {"prompt": ANY_PROMPT, "num_inference_steps": 2}
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
 
@@ -72,7 +72,7 @@ class ImageGenerator:
         pipe.set_progress_bar_config(disable=True)
         self._tokenizer = getattr(pipe, "tokenizer", None)
         try:
-            self._tokens(str(WARM_UP["prompt"]))
+            self._tokens(ANY_PROMPT)
         except (AttributeError, KeyError, TypeError, ValueError):
             self._tokenizer = None  # one that does not take a plain text
 

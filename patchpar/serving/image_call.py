@@ -134,7 +134,9 @@ class CallRules:
         except PlanError as error:
             raise RequestError(str(error), param=name) from None
         if plan.data > 1 or _moves_weights(plan):
-            raise RequestError(f"plan {plan}: a request chooses degrees of cfg and patch, and a strategy", param=name)
+            raise RequestError(
+                f"plan {plan}: a request may choose cfg, patch and a strategy only: leave the rest out", param=name
+            )
         if isinstance(self.plan, Plan) and _moves_weights(self.plan):
             raise RequestError(
                 f"{name}: the server's plan, {self.plan}, divides weights, so that requests cannot have another",

@@ -15,7 +15,7 @@ UNSUPPORTED = ("complexity", "frame_count", "input_fidelity", "mask", "image")
 
 
 class GenerationRequest(BaseModel):
-    """The fields of POST /v1/images/generations. None is a field that was left out."""
+    """The fields of POST /v1/images/generations. None is a field that was left out. `height` and `width` in pixels."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

@@ -160,12 +160,6 @@ class SerialQueue:
         with self._changed:
             return sum(not job.view.is_over for job in self._waiting)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job runs."""
-        with self._changed:
-            return self._running is not None
-
     def append(self, work: Callable[[Job], Any]) -> Job:
         """Append a job. Raises QueueClosed, and QueueFull if too many jobs wait."""
         with self._changed:

@@ -33,7 +33,7 @@ class ImageService:
         self._rules: CallRules | None = None
         self._is_draining = False
         self._seconds = float(FULL_SECONDS)  # of the last request
-        self.metrics.watch(queue_length=lambda: self._queue.waiting, state=lambda: self.state)
+        self.metrics.watch(queue_length=lambda: self.waiting, state=lambda: self.state)
 
     @property
     def name(self) -> str:
@@ -49,11 +49,6 @@ class ImageService:
     def waiting(self) -> int:
         """Number of requests that wait."""
         return self._queue.waiting
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request runs."""
-        return self._queue.is_busy
 
     def load(self) -> None:
         """Load the model and warm it up. Raises what these raise."""

@@ -12,7 +12,10 @@ from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model: a folder or name, names of devices, a plan, and `options` of ParallelPipeline.from_pretrained."""
+    """The model: a folder or name, names of devices, a plan, and `options` of ParallelPipeline.from_pretrained.
+
+    Raises PlanError for a plan with axis data.
+    """
 
     model: str
     devices: tuple[str, ...]
@@ -35,7 +38,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Most pixels of an image, denoising steps, images of a request, characters of a prompt, bytes of a body."""
+    """Most pixels of an image, denoising steps, images of a request, characters of a prompt, bytes of a body.
+
+    Raises PlanError for a limit below 1.
+    """
 
     pixels: int = 2048 * 2048
     steps: int = 150

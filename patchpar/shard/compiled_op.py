@@ -27,7 +27,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Te
 
 @contextmanager
 def attention_traced(attend: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
-    """Context around a compiled block: attention is one operator in its graph, answered by `attend`."""
+    """Context around a compiled block: attention is one operator in its graph, answered by `attend`, [B, N, q, E]."""
     with torchs_attention(), answered_by(attend), _Tracing():
         yield
 

@@ -43,7 +43,7 @@ class HostCopy:
         self._done.record()
 
     def wait(self) -> Tensor:
-        """Return the copy."""
+        """Return the copy, of the same shape."""
         if self._done is not None:
             self._done.synchronize()
         return self._copy

@@ -185,7 +185,7 @@ def torchs_attention() -> Iterator[None]:
 
 
 class SdpaMode(TorchFunctionMode):
-    """Mode in which `attend` replaces calls of attention in this thread.
+    """Mode in which `attend`, which returns [B, N, q, E], replaces calls of attention in this thread.
 
     `others(func, args, kwargs)` replaces every other torch function; without it they run unchanged.
     """

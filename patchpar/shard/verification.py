@@ -26,6 +26,9 @@ from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification_cache import VerificationCache
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a network."""
+Forward = Callable[..., Any]
+"""A network's own forward, or one in its place."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
 TIME = "timestep"  # a plain number that differs in every step, or a tensor, with a timestep for each token
 

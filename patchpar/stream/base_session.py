@@ -72,12 +72,15 @@ class BaseSession(Closing, Generic[D, T, E]):
             yield item
 
     def pause(self) -> E:
-        """Begin nothing further until `resume`; what is in flight is still delivered."""
+        """Begin nothing further until `resume`; what is in flight is still delivered.
+
+        Raises PlanError once it has ended.
+        """
         self._check_running()
         return self._effect(self._driver.pause(True))
 
     def resume(self) -> E:
-        """Continue after `pause`."""
+        """Continue after `pause`. Raises PlanError once it has ended."""
         self._check_running()
         return self._effect(self._driver.pause(False))
 

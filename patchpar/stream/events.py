@@ -58,7 +58,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Another value of one of PARAMETERS. "audio_scale": factor of the audio attention, 1 in training."""
+    """Another value of one of PARAMETERS. "audio_scale": factor of the audio attention, 1 in training.
+
+    Raises PlanError for an unknown name.
+    """
 
     name: str
     value: float

@@ -13,7 +13,10 @@ from patchpar.models.image_file import read_image_file
 
 
 def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
-    """Return [height, width, 3] in uint8: images upright, cropped and scaled, arrays as they are. Raises PlanError."""
+    """Return [height, width, 3] in uint8, in pixels: images upright, cropped and scaled, arrays as they are.
+
+    Raises PlanError.
+    """
     if isinstance(reference, (str, Path)):
         path = Path(reference).expanduser()
         reference = read_image_file(path, f"the reference {path}")

@@ -118,7 +118,7 @@ def order_patience(comm: Communicator | None) -> float:
 
 
 class OrderInlet:
-    """The inlet of the first stage: makes a block per order."""
+    """The inlet of the first stage: makes a block per order, for which it waits `patience` seconds."""
 
     def __init__(self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int) -> None:
         self._model, self._stage_io, self._patience = model, stage_io, patience

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoading:
-    """What the ranks load, with which runner class (`engine`), and on which devices."""
+    """What the ranks load, with which runner class (`engine`), and on which devices. `deadline` in seconds."""
 
     folder: str
     config: StreamConfig | FifoConfig
@@ -50,7 +50,10 @@ class ModelLoading:
 
 
 def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Any]:
-    """Start ranks and `load` `asked`: them and rank 0's result. Raises LaunchError, PlanError, UnsupportedModel."""
+    """Start ranks and `load` `asked`: them and rank 0's result. `deadline`: seconds that a rank may stall.
+
+    Raises LaunchError, PlanError, UnsupportedModel.
+    """
     executor: Ranks = InlineExecutor(names[0], engine, deadline=deadline)
     if len(names) > 1:
         executor = LocalExecutor(names, engine, deadline=deadline, preload=[engine.partition(":")[0]])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.forecast import PlannedCall, PlanOffer, forecast, link_estimate, plan_diagram, plans, rank_regions
+from app.forecast import CallToPlan, PlanOffer, forecast, link_estimate, plan_diagram, plans, rank_regions
 from patchpar import Plan, PlanError, StructureGuidance
 from patchpar.comm.trace import RankTrace, TraceEvent
 from patchpar.models.info import PipelineInfo
@@ -32,7 +32,7 @@ MODEL = PipelineInfo(
     methods=frozenset(),
     networks={},
 )
-CALL = PlannedCall(devices=8, height=1024, width=1024, guided=True)
+CALL = CallToPlan(devices=8, height=1024, width=1024, guided=True)
 
 
 def test_what_is_chosen_is_what_auto_chooses() -> None:

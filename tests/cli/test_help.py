@@ -35,6 +35,8 @@ def test_it_fits_a_screen(run: Any, verb: str) -> None:
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= COLUMNS
     assert not [line for line in lines if "…" in line]  # nothing is cut off
+    about = lines[lines.index("Commands:") :] if "Commands:" in lines else []
+    assert not [line for line in about if line.endswith("...")]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -183,7 +183,7 @@ def test_auto_changes_nothing_where_no_device_has_graphs(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ("patch=2", "a device of type 'cpu' has no graphs"),
+        ("patch=2", "devices of type 'cpu' cannot capture steps as graphs"),
         ("cfg=2", "only denoisers that axis 'patch' splits are captured, and plan cfg=2 has none"),
         ("patch=2,weights=sharded", "weights=sharded brings weights of blocks into other memory in each step"),
     ],

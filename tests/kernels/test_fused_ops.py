@@ -130,8 +130,8 @@ class Calls(TorchDispatchMode):
 
 
 def test_every_operator_has_a_case() -> None:
-    registered = {name.partition("::")[2] for name in fused_op.registered()}
-    assert registered == set(NAMES)
+    ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{fused_op.NAMESPACE}::")}
+    assert {name.partition("::")[2] for name in ours} - {"attend"} == set(NAMES)  # `attend` is of compiled blocks
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)

@@ -24,7 +24,7 @@ def killed(this: PoolRank) -> None:
 
     def pass_on_or_end(stage: StagePass, *args: Any) -> None:
         if this.rank == 0 and stage._suffix == ", piece 1":
-            stage._comm.beat("answer of a block, piece 1")
+            stage._comm.beat("output of a block, piece 1")
             os.kill(os.getpid(), signal.SIGKILL)
         pass_on(stage, *args)
 

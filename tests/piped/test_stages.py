@@ -145,7 +145,7 @@ def test_the_first_stage_does_not_wait_for_the_last(kept: Path) -> None:
 
 @pytest.mark.breadth
 def test_a_stage_that_is_killed(ranks: Any) -> None:
-    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'answer of a block, piece 1'"):
+    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'output of a block, piece 1'"):
         ranks.run("tests.piped.pipelines:killed", 4)
     found = ranks.run("tests.piped.pipelines:latents", 4)  # on other workers
     assert found[0] is not None

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
 from patchpar.pipeline.planner.image_ranks import unequal_pairs
 from patchpar.pipeline.planner.record import Recording, RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
-from patchpar.pipeline.planner.token_plans import KnownTokens, tokens_by_values
+from patchpar.pipeline.planner.token_plans import KnownTokens
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
+from patchpar.shard.hooks import HookSet
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json
 from tests import tiny
 from tests.breadth import first_of
@@ -172,15 +176,33 @@ def test_what_is_found_by_values_is_refused(plan: str) -> None:
 
 def test_a_transformer_without_a_known_token_plan_is_refused() -> None:
     recording = Recording(tiny.build(UNKNOWN).pipe, Plan(patch=2), call_of(UNKNOWN))
-    with pytest.raises(UnsupportedModel, match=r"found by values.*use cfg=2 or data=N"):
+    with pytest.raises(UnsupportedModel, match=r"found by computing with values.*use cfg=2 or data=N"):
         recording.of_rank(0)
+
+
+class FirstCall(Exception):
+    """The denoiser is called."""
+
+
+def tokens_by_values(model: tiny.Tiny) -> TokenPlan:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+        raise FirstCall
+
+    with HookSet() as hooks:
+        hooks.before(model.denoiser, first, with_kwargs=True)
+        with pytest.raises(FirstCall):
+            model.pipe(**call_of("flux"))
+    return discover_tokens(model.denoiser, model.denoiser.forward, *calls[0])
 
 
 @pytest.mark.breadth
 def test_tokens_of_a_model_with_values_are_found_by_its_first_call() -> None:
     """The split is that of the plan in the package."""
     found = tiny.build("flux")
-    plan = tokens_by_values(found.denoiser, lambda: found.pipe(**call_of("flux")))
+    plan = tokens_by_values(found)
     tokens = KnownTokens({type(found.denoiser).__name__: plan})
     assert tokens.of(found.denoiser) is plan
     (own,), (shipped,) = (recorded("flux", "patch=2", 1, 1, tokens=each) for each in (tokens, KnownTokens()))

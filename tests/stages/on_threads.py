@@ -88,5 +88,5 @@ def layouts_of(denoiser: Any) -> list[StageLayout]:
 
 
 def carried_by(layout: StageLayout, stage: int) -> int:
-    """Bytes of the answers that a stage hands over to the next."""
+    """Bytes of the outputs that a stage hands over to the next."""
     return sum(spec.num_bytes for number in layout.carried_out(stage) for spec in layout.calls[number].form.specs)

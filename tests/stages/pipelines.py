@@ -64,7 +64,7 @@ def killed(this: PoolRank, plan: str = "stage=2") -> None:
     def pass_on_or_end(stage: StagePass, *args: Any) -> None:
         passed.append(args)
         if this.rank == 0 and len(passed) == 4:
-            stage._comm.beat("answer of a block")
+            stage._comm.beat("output of a block")
             os.kill(os.getpid(), signal.SIGKILL)
         pass_on(stage, *args)
 

@@ -82,7 +82,7 @@ def test_exact_steps_that_changes_in_all_blocks_decide_upon_are_refused() -> Non
 
 @pytest.mark.breadth
 def test_a_rank_of_a_stage_that_is_killed(ranks: Any) -> None:
-    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'answer of a block'"):
+    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'output of a block'"):
         ranks.run("tests.stages.pipelines:killed", 4, "stage=2,patch=2")
     for found in ranks.run("tests.stages.on_ranks:two_forms", 2):  # on other workers
         assert found == [True] * 5

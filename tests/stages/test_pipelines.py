@@ -37,7 +37,7 @@ def test_more_stages_than_blocks_are_refused(ranks: Any) -> None:
 
 @pytest.mark.breadth
 def test_a_stage_that_is_killed(ranks: Any, tmp_path: Path) -> None:
-    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'answer of a block'"):
+    with pytest.raises(WorkerDied, match=r"rank 0 .*SIGKILL.*last exchange point 'output of a block'"):
         ranks.run("tests.stages.pipelines:killed", 4)
     for found in ranks.run("tests.stages.on_ranks:two_forms", 2):  # on other workers
         assert found == [True] * 5

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -33,9 +34,25 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, field.name, None))  # of one that is being made
 
 
-def handed_on(transport: Any) -> list[str]:
+class Relay:
+    """One object more between a communicator and its transport."""
+
+    __module__ = "patchpar.relay"
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send_recv(self, outgoing: Any, incoming: Any, where: str) -> Any:
+        return self._transport.send_recv(outgoing, incoming, where)
+
+
+def handed_on(transport: Any, *, relayed: bool = False) -> list[str]:
     """Classes of this package whose methods have the row in hand, from the hook to the transport, both included."""
-    part = LocalPatch(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), bands=Bands((0, 4, 8)))
+    comm = Communicator(Relay(transport) if relayed else transport)  # type: ignore[arg-type]
+    part = LocalPatch(comm, Axis("patch", transport.rank, 2, (0, 1)), bands=Bands((0, 4, 8)))
     conv, x, seen = nn.Conv2d(1, 1, 3, padding=1), torch.ones(1, 1, 4, 4), dict[str, None]()
     memory, send_recv = x.untyped_storage().data_ptr(), type(transport).send_recv
 
@@ -65,3 +82,9 @@ def test_an_edge_row_passes_through_few_objects() -> None:
         assert found[-1] == "SharedMemoryTransport"
         assert "Communicator" in found
         assert len(found) <= MOST, found
+
+
+def test_an_object_more_is_counted() -> None:
+    plain, relayed = (on_threads(2, partial(handed_on, relayed=each))[0] for each in (False, True))
+    assert isinstance(plain, list)
+    assert relayed == [*plain[:-1], "Relay", plain[-1]]

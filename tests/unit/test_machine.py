@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine, device_named
-from patchpar.plan.replay.price import AS_GRAPH, COMPILED, busy_part, fused, kernel_seconds, priced
+from patchpar.plan.replay.price import AS_GRAPH, COMPILED, Prices, busy_part, fused, kernel_seconds
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
 
@@ -124,12 +124,12 @@ def test_heads_of_attention_are_computed_in_widths_that_kernels_know() -> None:
 def test_a_priced_tape_joins_kernels_between_messages() -> None:
     add = Operator("add", "float16", 0, 8)
     tape: Tape = (Boundary("block"), add, add, Send(0, (1,), "kv", 4, "a"), Send(0, (2,), "kv", 4, "a"), add, add)
-    found = priced(tape, device_named("A100"))
+    found = Prices(device_named("A100")).of(tape)
     assert [type(entry) for entry in found] == [Boundary, Kernel, Send, Send, Kernel]
     kernels = [entry for entry in found if isinstance(entry, Kernel)]
     assert sum(each.seconds for each in kernels) == pytest.approx(4 * 2e-6)
     assert sum(each.host for each in kernels) == pytest.approx(4 * 6e-6 + 15e-6)
-    assert not sum(each.host for each in priced(tape, device_named("A100"), AS_GRAPH) if isinstance(each, Kernel))
+    assert not sum(each.host for each in Prices(device_named("A100"), AS_GRAPH).of(tape) if isinstance(each, Kernel))
 
 
 def test_what_a_compiler_fuses_is_as_long_as_its_longest_part() -> None:
@@ -137,7 +137,7 @@ def test_what_a_compiler_fuses_is_as_long_as_its_longest_part() -> None:
     small, large = Operator("add", "float16", 0, 10**6), Operator("gelu", "float16", 0, 10**9)
     run = (small, large, small, product, small, small)
     assert list(fused(run)) == [large, product, small]
-    eager, compiled = (priced(run, device_named("A100"), each)[0] for each in (AS_GRAPH, COMPILED))
+    eager, compiled = (Prices(device_named("A100"), each).of(run)[0] for each in (AS_GRAPH, COMPILED))
     assert isinstance(eager, Kernel)
     assert isinstance(compiled, Kernel)
     assert compiled.seconds < eager.seconds

@@ -28,7 +28,7 @@ from patchpar.plan.replay.measured_machine import (
     classes_of,
     shared_rate,
 )
-from patchpar.plan.replay.price import AS_GRAPH, kernel_seconds, priced
+from patchpar.plan.replay.price import AS_GRAPH, Prices, kernel_seconds
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Kernel, Operator, Send, Tape, Wait
 
@@ -94,13 +94,13 @@ def test_beside_the_process_launches_and_kernels_run_at_the_same_time() -> None:
     device = replace(DEVICE, beside_host=True, scale=2.0, overhead=3.0)
     add = Operator("add", "float32", 0, 1000)
     assert kernel_seconds(add, device) == pytest.approx(2e-5)
-    (kernel,) = priced((add, add), device)
+    (kernel,) = Prices(device).of((add, add))
     assert isinstance(kernel, Kernel)
     assert kernel.host == 6.0
-    (graph,) = priced((add, add), device, AS_GRAPH)
+    (graph,) = Prices(device, AS_GRAPH).of((add, add))
     assert isinstance(graph, Kernel)
     assert graph.host == 0.0
-    (on_cpu,) = priced((add, add), replace(device, beside_host=False))
+    (on_cpu,) = Prices(replace(device, beside_host=False)).of((add, add))
     assert isinstance(on_cpu, Kernel)
     assert on_cpu.host == 0.0
     assert on_cpu.seconds == pytest.approx(2 * (2e-5 + 3.0))

@@ -23,7 +23,7 @@ class StreamFlags:
     prompt: Annotated[str, typer.Argument(help="What to generate, for models with a text encoder.")] = ""
     model: Annotated[str | None, typer.Option(help="Default: embedded-face; with --input, embedded.")] = None
     devices: Devices = "auto"
-    audio: Annotated[Path | None, typer.Option(help="Audio to speak; it sets the length.")] = None
+    audio: Annotated[Path | None, typer.Option(help="Audio that the video follows; it sets the length.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
     input: Annotated[Path | None, typer.Option(help="Frames to generate anew: image folder or video.")] = None
@@ -32,7 +32,7 @@ class StreamFlags:
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
-    host: Annotated[str | None, typer.Option(help="Of these pages; default: this machine only.")] = None
+    host: Annotated[str | None, typer.Option(help="Address of these pages; default: this machine's.")] = None
     record: Annotated[Path | None, typer.Option(help="Record the stream for `patchpar replay`.")] = None
     steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None

@@ -213,7 +213,10 @@ class FrameOutputs:
 
     @classmethod
     def opened(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
-        """Open the requested outputs until `stack` is closed. Raises PlanError for a port that is not free."""
+        """Open the requested outputs until `stack` is closed. Raises PlanError for a port that is not free.
+
+        `rate`: samples per second of the audio; None for no audio.
+        """
         live = _live(request, fps, rate, stack) if request.is_live else ()
         videos = () if request.output is None else (stack.enter_context(video_at(request.output, fps, rate)),)
         return cls(live=live, videos=videos)

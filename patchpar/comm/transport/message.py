@@ -175,11 +175,11 @@ class Arrived(Work[T]):
 
 
 class Transport(Protocol):
-    """Sends and receives messages of one rank."""
+    """Sends and receives messages of one rank. `deadline`: limit of one wait in seconds, raised for slow models."""
 
     rank: int
     device: torch.device
-    deadline: float  # limit of one wait in seconds, raised for slow models
+    deadline: float
     waiting: AbstractContextManager[None]  # entered while the process only waits for another rank
 
     @property

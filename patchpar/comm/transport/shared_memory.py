@@ -75,7 +75,7 @@ class _PeerSocket:
 
 
 class SharedMemoryTransport(Poisonable):
-    """Messages from one rank to the other ranks of its host."""
+    """Messages from one rank to the other ranks of its host. `deadline`: seconds of one wait."""
 
     collectives = None
 
@@ -87,7 +87,10 @@ class SharedMemoryTransport(Poisonable):
         self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
-        """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones."""
+        """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones.
+
+        Raises ExchangeError.
+        """
         self.check(where)
         for message in outgoing:
             self._send(message, where)

@@ -53,7 +53,7 @@ class Allocate(Protocol):
 
 
 def allocate(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> MappedMemory:
-    """Return torch's symmetric memory. See `Allocate`."""
+    """Return torch's symmetric memory, see `Allocate`. Raises RuntimeError where there is none."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()

@@ -16,7 +16,10 @@ NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of
 
 
 class ProcessGroups:
-    """The groups of `backend`. Collective: all ranks of the default group construct theirs and form groups together."""
+    """The groups of `backend`, which wait for `deadline` seconds.
+
+    Collective: all ranks of the default group construct theirs and form groups together.
+    """
 
     def __init__(self, backend: str, device: torch.device, deadline: float) -> None:
         self.backend, self._device = backend, device

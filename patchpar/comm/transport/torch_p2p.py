@@ -21,7 +21,8 @@ from patchpar.launch.accelerators import HOST_BACKENDS, current_index, group_bac
 class TorchTransport(Poisonable):
     """Messages in process groups of its own. Gloo carries CPU tensors only, so others are copied to the CPU.
 
-    With NCCL the GPU's stream waits: see `StreamWaits`. `collectives` are used with NCCL, or if `collective` says so.
+    A wait takes at most `deadline` seconds. With NCCL the GPU's stream waits: see `StreamWaits`. `collectives` are used
+    with NCCL, or if `collective` says so.
     Collective: all ranks of torch.distributed's default group construct theirs together.
     """
 

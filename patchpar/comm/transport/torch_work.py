@@ -17,7 +17,7 @@ from patchpar.errors import ExchangeError
 
 
 class Waiter(Protocol):
-    """The transport that a work belongs to."""
+    """The transport that a work belongs to. `deadline`: seconds of one wait."""
 
     rank: int
     device: torch.device

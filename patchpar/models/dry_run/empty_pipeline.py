@@ -55,7 +55,8 @@ def emptied_copy(pipe: Any) -> Any:
 def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.Module | None:
     """Return a network in eval mode without weights; None for a component that is no network.
 
-    Raises UnsupportedModel for a quantised one, whose weights are not those of its class.
+    Raises UnsupportedModel for a quantised one, whose weights are not those of its class, and PlanError for files that
+    cannot be read.
     """
     _refuse_quantized(folder)
     try:
@@ -80,8 +81,8 @@ def _refuse_quantized(folder: Path) -> None:
     config = folder / "config.json"
     if config.is_file() and "quantization_config" in read_object(config):
         raise UnsupportedModel(
-            f"{folder} holds quantised weights, whose memory is not known before they are loaded: that of the same "
-            "model without quantization_config is"
+            f"{folder} holds quantised weights, whose memory is not known before they are loaded: use the folder of "
+            "the same model without quantization_config"
         )
 
 

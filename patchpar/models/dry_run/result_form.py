@@ -17,7 +17,10 @@ class ResultForm:
 
     @classmethod
     def of(cls, found: Any, arguments: Sequence[Tensor]) -> "ResultForm | None":
-        """Return the form of a result; None unless it is new tensors on the meta device, none that an argument has."""
+        """Return the form of a result; None unless it is new tensors on the meta device, none that an argument has.
+
+        Tensors of any shape.
+        """
         given = {id(x.untyped_storage()) for x in arguments}
         several = found if isinstance(found, tuple) else (found,)
         for x in several:

@@ -7,12 +7,11 @@ from typing import Any
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.info import describe, parameters_of
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.kept_tapes import CallFacts
 from patchpar.pipeline.planner.record import Recording, RecordOptions
 from patchpar.plan.plan import Plan
-
-PROMPT = "a photo"
 
 
 class EmptyModel:
@@ -43,6 +42,6 @@ class EmptyModel:
 
         Raises PlanError, and UnsupportedModel where it cannot be recorded.
         """
-        kwargs = {"prompt": [PROMPT] * plan.data if plan.data > 1 else PROMPT} | self._kwargs
+        kwargs = {"prompt": [ANY_PROMPT] * plan.data if plan.data > 1 else ANY_PROMPT} | self._kwargs
         recording = Recording(self._pipe, plan, kwargs, self._learnt.with_steps(steps))
         return ranks_of_image(plan, recording.of_rank)

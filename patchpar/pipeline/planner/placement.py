@@ -1,4 +1,4 @@
-"""Which device each rank of a plan sits on, where links between devices differ.
+"""The device of each rank of a plan, where links between devices differ.
 
 Axes are in order: neighbours along axis patch, which send most, are neighbours among the devices. From there two
 devices are swapped as long as the step gets shorter, devices that are idle included; a descent as in Pipette (Yim et

@@ -5,8 +5,8 @@
     rank.tape                       kernels with FLOPs and bytes, messages, waits, blocks and steps
     rank.peaks                      bytes of tensors beside the weights, by phase
 
-What runs is the pipeline's own code on the meta device with the plan installed as on any rank, over a transport to
-nobody. So no strategy is described a second time: what it sends is on the tape.
+What runs is the pipeline's own code on the meta device with the plan installed as on any rank, over a transport
+without other ranks. So no strategy is described a second time: what it sends is on the tape.
 """
 
 from collections.abc import Callable, Mapping
@@ -178,8 +178,8 @@ def _refuse_what_needs_values(plan: Plan) -> None:
     for wanted, what in ((plan.tensor > 1, "axis tensor"), (plan.stage > 1, "axis stage")):
         if wanted:
             raise UnsupportedModel(
-                f"plan {plan} cannot be recorded: how {what} divides a model is found by values, which a recording has "
-                "not; use patch, cfg, data or weights=sharded"
+                f"plan {plan} cannot be recorded: how {what} divides a model is found by computing with values, and a "
+                "recording has none; use patch, cfg, data or weights=sharded"
             )
 
 
@@ -210,7 +210,7 @@ class RecordingContext:
 
 
 class _Runner(PipelineRunner):
-    """The engine of a rank over a transport to nobody."""
+    """What a rank runs, over a transport without other ranks."""
 
     def __init__(
         self,

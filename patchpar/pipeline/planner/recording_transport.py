@@ -1,4 +1,4 @@
-"""A transport to nobody: it notes what a rank sends and waits for, and gives it tensors without values at once.
+"""A transport without other ranks: it notes what a rank sends and waits for, and returns tensors without values.
 
 So the exchanges of every strategy are recorded by the strategy's own code, with no other rank there.
 """

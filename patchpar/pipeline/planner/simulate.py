@@ -42,8 +42,8 @@ class SimulatedSteps:
         """Return those of a plan, with one exact step. Raises UnsupportedModel for structure guidance."""
         if isinstance(plan.strategy, StructureGuidance):
             raise UnsupportedModel(
-                "strategy structure gives each rank other work in each step, so that no step is like all others: "
-                "simulate another strategy, such as exact"
+                "strategy structure gives each rank other work in each step, so that a recorded step does not stand "
+                "for the others: simulate another strategy, such as exact"
             )
         if not plan.strategy.policy.remembers or plan.patch == 1:
             return cls(plan=plan, recorded=EXACT_STEPS, warm_up_steps=0)

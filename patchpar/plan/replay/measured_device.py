@@ -42,7 +42,8 @@ class MovedBytes:
 class MeasuredDevice:
     """Rates of one device in `dtype`. `memory` in bytes. `beside_host`: it runs beside the process that launches.
 
-    `moving`: by COPY, FUNCTION and NORM, sorted by bytes.
+    `moving`: by COPY, FUNCTION and NORM, sorted by bytes. A call takes `scale` times the sum of its kernels, and
+    `overhead` seconds for each of them.
     """
 
     name: str

@@ -119,11 +119,6 @@ def _rounded_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def priced(tape: Iterable[TapeEntry], device: Device, assumed: CostAssumptions = ASSUMED) -> Tape:
-    """Return a tape with kernels instead of operators. All that run between two other entries are one kernel."""
-    return Prices(device, assumed).of(tape)
-
-
 class Prices:
     """Prices of tapes on one device. Most runs of operators come again in every block and on other ranks."""
 
@@ -137,7 +132,10 @@ class Prices:
         self._runs: dict[tuple[int, ...], tuple[Kernel, Sequence[Operator]]] = {}  # by ids of operators that are kept
 
     def of(self, tape: Iterable[TapeEntry]) -> Tape:
-        """Return a tape with kernels instead of operators. Raises PlanError, see `kernel_seconds`."""
+        """Return a tape with kernels instead of operators. All that run between two other entries are one kernel.
+
+        Raises PlanError, see `kernel_seconds`.
+        """
         return tuple(self._entries(tape))
 
     def _entries(self, tape: Iterable[TapeEntry]) -> Iterator[TapeEntry]:

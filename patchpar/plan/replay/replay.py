@@ -106,7 +106,7 @@ class _Replay:
         elif isinstance(entry, Wait):
             return self._wait(rank, entry)
         elif isinstance(entry, Operator):
-            raise PlanError(f"{entry.name} of rank {rank} has no price: replay what `priced` returns")
+            raise PlanError(f"{entry.name} of rank {rank} has no price: replay what `Prices.of` returns")
         elif isinstance(entry, Boundary) and entry.is_step:
             self._step(rank, entry.name)
         return True

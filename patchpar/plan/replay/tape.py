@@ -1,6 +1,6 @@
 """One rank's program: what it computes, sends and waits for, in order.
 
-A recorded tape has operators, whose time depends on the device. `price.priced` makes kernels of them.
+A recorded tape has operators, whose time depends on the device. `price.Prices` makes kernels of them.
 """
 
 from collections import Counter

@@ -8,7 +8,7 @@ RESTART_SECONDS = 10
 
 
 def request_error_of(error: Exception, request_id: str) -> RequestError:
-    """Return what the client is told."""
+    """Return the error of the response."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, PlanError):

@@ -15,7 +15,10 @@ from patchpar.shard.stale.workspace import Workspace
 
 
 class LateTokens(RemoteTokens):
-    """As RemoteTokens, of a layout that `is_late`. `index`: place of the exchange point in its window."""
+    """As RemoteTokens, of a layout that `is_late`. `index`: place of the exchange point in its window.
+
+    `like`: a tensor of any shape, with the dtype and the device of the tokens.
+    """
 
     def __init__(self, layout: StaleLayout, like: Tensor, workspace: Workspace) -> None:
         super().__init__(layout, like, workspace)
@@ -54,7 +57,10 @@ class LateTokens(RemoteTokens):
         return self._previous is not None and self._is_behind and continues and not next_is_exact
 
     def remember(self, fresh: Tensor, *, continues: bool, next_is_exact: bool = False) -> None:
-        """See RemoteTokens. The others' fresh tokens are stored where they are the older ones of the next step."""
+        """See RemoteTokens; `fresh` [tokens, 2, B, N, D].
+
+        The others' fresh tokens are stored where they are the older ones of the next step.
+        """
         self._past.remember(self.layout.fresh.of(fresh, self.axis.rank), continues=continues)
         if self._previous is None:
             return

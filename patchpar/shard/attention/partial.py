@@ -1,6 +1,8 @@
 """Attention over a part of the keys, and its merge over all parts.
 
 Shape letters: B batch, N heads, l queries, k keys of a part, D head width.
+
+Parts are merged by their log-sum-exp (Milakov & Gimelshein 2018, arXiv:1805.02867), as in ring attention.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +52,7 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
 
 
 def laid_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of any one shape in one memory layout: they have it where they are of one kernel."""
+    """Return tensors, all of the same shape, in one memory layout: they have it where they are of one kernel."""
     if len({x.stride() for x in tensors}) == 1:
         return list(tensors)
     layout = torch.empty_like(tensors[0])

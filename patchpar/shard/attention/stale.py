@@ -5,6 +5,8 @@
 
 For bands of images and for ranges of tokens alike. Tokens that every rank has (text, in joint attention) are always
 fresh.
+
+Stale keys are DistriFusion's (arXiv:2402.19481); near keys, averages and corrections: docs/decisions/0012 and 0017.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +186,7 @@ def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: Stale
         itemsize=here.k_BlND.element_size(),
         common=local - grid.num_tokens(patch.group_rank),
         joins=patch.policy.published or options.narrow_to is not None,  # as DistriFusion's code does
-        may_wait=collectives_of(patch.comm.transport, patch.axis) is not None and not patch.frozen,
+        may_wait=collectives_of(patch.comm.transport, patch.axis.ranks) is not None and not patch.frozen,
     )
 
 

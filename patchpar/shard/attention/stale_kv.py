@@ -36,7 +36,7 @@ from patchpar.shard.stale.workspace import Workspace
 class RemoteTokens:
     """The other ranks' selected stale tokens, and what attention reads of them.
 
-    `like`: a tensor of their dtype on their device. `workspace`: memory for `attended`.
+    `like`: a tensor of any shape, of their dtype and on their device. `workspace`: memory for `attended`.
     """
 
     def __init__(self, layout: StaleLayout, like: Tensor, workspace: Workspace) -> None:
@@ -160,7 +160,7 @@ class RemoteTokens:
         return self._newest_slots.are_equal and self.options.selection == AllRows() and self.options.bits == 16
 
     def part(self, attended: Tensor) -> ExchangePart:
-        """Return what this rank sends and receives for the next step. The tensors must not change until then."""
+        """Return what is sent of `attended` [tokens, 2, B, N, D], which must not change meanwhile, and received."""
         own, message = self._own(attended), self._message_of_own()
         if self.options.bits < 16:
             senders = [p for p in self.axis.others if self._slots.counts[p]]
@@ -240,7 +240,7 @@ class RemoteTokens:
                 previous.copy_(newest)
 
     def repeat(self, attended: Tensor, ratio: Tensor) -> None:
-        """Write the other ranks' tokens to what attention reads as they were received."""
+        """Write the other ranks' tokens to `attended` [tokens, 2, B, N, D] as received; `ratio` as in `fit`."""
         if self.derived and not self.layout.joins:
             correct_tokens(attended, self._newest, None, None, ratio, self._table, self._flat_runs)
 

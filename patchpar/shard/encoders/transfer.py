@@ -75,7 +75,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads what `_Pickler` has written, with `tensors` in their places."""
+    """Reads what `_Pickler` has written, with `tensors`, of any shape, in their places."""
 
     def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(stream)

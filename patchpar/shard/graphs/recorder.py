@@ -73,10 +73,10 @@ def recorder_for(transport: Transport) -> StepRecorder:
     """Return what captures the steps of a rank. Raises UnsupportedModel where its device or transport has no graphs."""
     kind = transport.device.type
     if not has_graphs(kind):
-        raise UnsupportedModel(f"a device of type {kind!r} has no graphs that steps could be captured as")
+        raise UnsupportedModel(f"devices of type {kind!r} cannot capture steps as graphs")
     if not isinstance(transport, TorchTransport) or transport.waits is None:
         raise UnsupportedModel(
-            "messages between these ranks pass through memory of the host, which no graph of a GPU can do: graphs need "
-            "NCCL, and so a GPU for each rank"
+            "messages between these ranks pass through memory of the host, which a graph of the GPU cannot repeat: "
+            "graphs need NCCL, and so a GPU for each rank"
         )
     return GraphRecorder(kind, transport.waits)

@@ -18,7 +18,6 @@ SHAPES_KEPT = 1024  # of arguments, whose launches are computed once: every laye
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NAMES: list[str] = []
 _ON_META: ContextVar[bool] = ContextVar("patchpar_fused_on_meta", default=False)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -52,11 +51,6 @@ def _is_recorded(x: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
         return True
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def registered() -> tuple[str, ...]:
-    """Return the names of all fused operators whose modules have been imported."""
-    return tuple(_NAMES)
 
 
 def nothing(*_: object) -> None:
@@ -94,5 +88,4 @@ def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake
     _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, launch, CUDA.upper())  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    _NAMES.append(f"{NAMESPACE}::{name}")
     return FusedOp(getattr(getattr(torch.ops, NAMESPACE), name).default, eager, launch)

@@ -45,16 +45,13 @@ def _layout_of(shape: tuple[int, ...], groups: int, *, channels_last: bool) -> G
     return GroupLayout(size * width, 1, 1, size * width)
 
 
-def parts_of_group(x: Tensor, groups: int) -> int:
-    """Return S, into how many parts each group of `x` [B, C, ...] is divided: 1 where one more launch costs more.
-
-    torch's kernel has one program for each group: 32 for a VAE's map of one image, on a GPU that runs hundreds.
-    """
-    return _parts_of(x.shape, groups)
-
-
 @lru_cache(maxsize=SHAPES_KEPT)
-def _parts_of(shape: tuple[int, ...], groups: int) -> int:
+def parts_of_group(shape: tuple[int, ...], groups: int) -> int:
+    """Return S, into how many parts each group of a map of `shape` [B, C, ...] is divided.
+
+    1 where one more launch costs more. torch's kernel has one program for each group: 32 for a VAE's map of one image,
+    on a GPU that runs hundreds.
+    """
     values = math.prod(shape[1:]) // groups
     if values < 2 * VALUES_PER_PART:
         return 1
@@ -169,6 +166,6 @@ def moments_of_band(x: Tensor, groups: int) -> Tensor:
     """
     if not is_fused(x):
         return group_moments_eager(x, groups).view(-1)
-    parts = _parts_of(x.shape, groups)
+    parts = parts_of_group(x.shape, groups)
     packed = group_moments.fused(dense(x), groups, parts)
     return packed.view(-1) if parts == 1 else merge_parts.fused(packed)

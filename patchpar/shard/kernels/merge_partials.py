@@ -43,7 +43,7 @@ def empty_merged(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequenc
 
 
 def launch_merge(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: programs for some queries of one head each. Shapes and strides as of `merge_eager`."""
+    """Launch the kernel: programs for some queries of one head each. See `merge_eager`: [B, N, l, D] and [B, N, l]."""
     from patchpar.shard.kernels.programs.merge_partials import merge_program
 
     assert {x.stride() for x in outs} <= {out.stride()}, "outputs of several memory layouts"

@@ -31,7 +31,10 @@ def write_tokens_eager(
 def launch_write_tokens(
     attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
 ) -> None:
-    """Launch the kernel: a program for every few tokens of each head of keys and of values. See the twin."""
+    """Launch the kernel: a program for every few tokens of each head of keys and of values.
+
+    See the twin: `key` and `value` [B, c + l, N, D], `attended` [T, 2, B, N, D], `message` [l, 2, B, N, D].
+    """
     from patchpar.shard.kernels.programs.write_tokens import write_tokens_program
 
     batch, tokens, heads, width = key.shape

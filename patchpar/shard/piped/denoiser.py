@@ -8,7 +8,7 @@ its own blocks: while one computes a piece, the next one computes the piece befo
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +25,8 @@ from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
-from patchpar.shard.verification import Call
+from patchpar.shard.verification import Call, Forward
 
-Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 

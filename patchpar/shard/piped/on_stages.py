@@ -12,7 +12,7 @@ computes the piece. So no stage waits for the last piece of a step.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,8 @@ from patchpar.shard.piped.denoiser import PipedDenoiser
 from patchpar.shard.piped.latent_bands import LatentBands, bands_of
 from patchpar.shard.piped.piece_split import PieceSplit, TextRanges
 from patchpar.shard.piped.prediction_bands import PredictionBands
-from patchpar.shard.stages.answers import AnswerForm
 from patchpar.shard.stages.block_hooks import Recorder
+from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.transformer.attention_backend import BackendKernel
@@ -40,6 +40,7 @@ from patchpar.shard.verification import (
     TOLERANCE,
     Call,
     Comparison,
+    Forward,
     call_signature,
     every_rank_has,
     is_alike,
@@ -47,7 +48,6 @@ from patchpar.shard.verification import (
     verify_once,
 )
 
-Forward = Callable[..., Any]
 CALLS_IN_FLIGHT = 4  # whose messages are waited for later; guidance makes two or three calls in a step
 LOOSE = 10  # times the tolerance of a verification: what is looked for is NaN, and rows of another piece
 
@@ -61,7 +61,7 @@ class PieceLayouts:
 
     signature: Any
     whole: StageLayout
-    output: AnswerForm
+    output: OutputStructure
     of_pieces: tuple[StageLayout, ...] = ()
     bands: LatentBands | None = None
 

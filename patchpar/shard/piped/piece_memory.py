@@ -95,7 +95,7 @@ class PieceMemory:
             yield from past.tensors()
 
     def arriving(self) -> Iterator[Tensor]:
-        """Yield nothing: no message brings what is stored here."""
+        """Yield no tensors, of any shape: no message brings what is stored here."""
         yield from ()
 
 
@@ -126,5 +126,5 @@ class RememberedParts:
             yield from parts
 
     def arriving(self) -> Iterator[Tensor]:
-        """Yield nothing: no message brings what is stored here."""
+        """Yield no tensors, of any shape: no message brings what is stored here."""
         yield from ()

@@ -65,7 +65,10 @@ class PieceSplit(TokenSplit):
     def attend_remembered(
         self, where: str, keys: SplitTokens, queries: SplitTokens, image: TokenRanges, call: AttentionCall
     ) -> Tensor | None:
-        """Return the attention output [B, N, q, E] to the tokens of all pieces; None in the negative control."""
+        """Return the attention output [B, N, q, E] to the tokens of all pieces; None in the negative control.
+
+        Raises UnsupportedModel.
+        """
         if self.mode is None:
             return None
         entry = self._cache.entry(where)
@@ -133,7 +136,7 @@ class PieceSplit(TokenSplit):
         return spread(tokens, piece, self.pieces, grid=ranges.grid, cut=self.cut)
 
     def gather_together(self, tensors: Sequence[Tensor], dim: int, placed: SplitTokens, where: str) -> list[Tensor]:
-        """Return each tensor with the tokens of all pieces along `dim`, as they were last known."""
+        """Return each tensor, of any shape, with the tokens of all pieces along `dim`, as they were last known."""
         if not placed.runs:
             return list(tensors)
         parts = self._parts(where)

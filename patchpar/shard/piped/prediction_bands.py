@@ -10,14 +10,14 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in, with_tensors
 from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.shard.piped.latent_bands import LatentBands
-from patchpar.shard.stages.answers import AnswerForm
+from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.stage_pass import OUTPUT
 
 
 class PredictionBands:
     """The prediction of one call, of that form. On all stages but the last its messages are received from now on."""
 
-    def __init__(self, mesh: AxisComm, bands: LatentBands, form: AnswerForm) -> None:
+    def __init__(self, mesh: AxisComm, bands: LatentBands, form: OutputStructure) -> None:
         (self._comm, self._axis), self._bands, self._form = mesh, bands, form
         self._last = self._axis.after is None
         self._parts: dict[int, Tensor] = {}

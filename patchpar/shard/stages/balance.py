@@ -1,4 +1,7 @@
-"""Which blocks each stage runs: the division whose busiest stage has the least work. Pure arithmetic."""
+"""Which blocks each stage runs: the division whose busiest stage has the least work. Pure arithmetic.
+
+A chain of tasks on a chain of processors (Bokhari 1988), by dynamic programming.
+"""
 
 import math
 from collections.abc import Collection, Sequence

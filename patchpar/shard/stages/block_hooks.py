@@ -1,4 +1,4 @@
-"""Hooks on the blocks of a network: a pass numbers their calls in order, and may answer a call without running it."""
+"""Hooks on the blocks of a network: a pass numbers their calls, and may return outputs without running blocks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.stages.answers import AnswerForm
+from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.layout import RecordedCall
 from patchpar.shard.weights.packed import blocks_of
 
@@ -39,17 +39,17 @@ class BlockHooks:
             self._on_call = None
 
     def called(self, path: str, run: Run) -> Any:
-        """Return what a block answers. A block that another one calls is part of that."""
+        """Return the output of a block. A block that another one calls is part of that."""
         on_call = self._on_call
         if on_call is None:
             return run()
         self._on_call = None
         try:
-            answer = on_call(self._number, path, run)
+            output = on_call(self._number, path, run)
         finally:
             self._on_call = on_call
         self._number += 1
-        return answer
+        return output
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -82,17 +82,17 @@ class Recorder:
         self._network = network
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
-        """Run a block. Raises UnsupportedModel for an answer that cannot be sent."""
+        """Run a block. Raises UnsupportedModel for an output that cannot be sent."""
         with _multiplications(self._network.get_submodule(path)) as counts:
-            answer = run()
-        form = AnswerForm.of(answer)
+            output = run()
+        form = OutputStructure.of(output)
         if form is None:
             raise UnsupportedModel(
-                f"{path} of {type(self._network).__name__} returns a {type(answer).__name__} with more than tensors "
+                f"{path} of {type(self._network).__name__} returns a {type(output).__name__} with more than tensors "
                 "and numbers, which cannot be sent to another stage: use stage=1"
             )
         self.calls.append(RecordedCall(path, form, sum(counts)))
-        return answer
+        return output
 
 
 @contextmanager

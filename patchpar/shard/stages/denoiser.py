@@ -1,6 +1,6 @@
 """A denoiser whose blocks run on several ranks, one after the other: each stage runs a part of them.
 
-    stage 0    blocks 0 to 9         answers placeholders for 10 to 19, whose results it does not need
+    stage 0    blocks 0 to 9         returns placeholders for 10 to 19, whose results it does not need
     stage 1    placeholders for 0 to 8, what stage 0 sent for block 9, blocks 10 to 19
 
 The network's own code runs on every stage, from its first line to its last. What the last stage returns is sent to all.
@@ -8,7 +8,7 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import WatchedNetwork
-from patchpar.shard.stages.answers import AnswerForm, Placeholders
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
+from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch
@@ -32,6 +32,7 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
     Comparison,
+    Forward,
     call_signature,
     facts_of,
     is_alike,
@@ -41,7 +42,6 @@ from patchpar.shard.verification import (
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.weights.sharded import ShardedWeights
 
-Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +61,9 @@ class StagedDenoiser:
         self.mesh, (self.comm, self.axis) = mesh, mesh
         self.exchange, self.unsure = "on", False
         self.error: float | None = None
-        self._layouts: list[tuple[Any, StageLayout, AnswerForm]] = []  # with the signature of calls, and their output
+        self._layouts: list[
+            tuple[Any, StageLayout, OutputStructure]
+        ] = []  # with the signature of calls, and their output
         self._hooks: BlockHooks | None = None
         self.hosted: ShardedWeights | None = None
         """The weights, if blocks are in host memory; set it before the first call."""
@@ -77,7 +79,7 @@ class StagedDenoiser:
         layout, output = self.layout_for(forward, (args, kwargs))
         return self._run(layout, output, forward, (args, kwargs))
 
-    def layout_for(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+    def layout_for(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
         """Return how such calls are divided, and the form of their output: found and verified at the first of them.
 
         After the first all weights are here, or come from host memory; from the second on those of own blocks are
@@ -109,7 +111,7 @@ class StagedDenoiser:
             yield
 
     def new_pass(self, layout: StageLayout, name: str = "") -> StagePass:
-        """Return what answers the block calls of one pass, in errors called by `name`."""
+        """Return what is called for the block calls of one pass, in errors called by `name`."""
         return StagePass(self.mesh, layout, self._placeholders, name, alone=self.exchange == "off")
 
     def through(self, on_call: OnCall, forward: Forward) -> Forward:
@@ -125,7 +127,7 @@ class StagedDenoiser:
 
         return run
 
-    def _run(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call) -> Any:
+    def _run(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call) -> Any:
         stage, (args, kwargs) = self.new_pass(layout), call
         return stage.finish(self.through(stage, forward)(*args, **kwargs), output)
 
@@ -138,7 +140,7 @@ class StagedDenoiser:
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
         """Find how to divide such calls, and verify it. Afterwards all weights are here."""
         refuse_for_stages(self.denoiser)
         before = self._watched.now()
@@ -159,7 +161,7 @@ class StagedDenoiser:
             return HostedStageWeights(self.hosted, self.axis)
         return StageWeights(self.denoiser, self.comm, self.axis)
 
-    def _found(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+    def _found(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
         assert self._weights is not None
         before = held_by(call)
         recorder = Recorder(self.denoiser)
@@ -194,7 +196,7 @@ class StagedDenoiser:
                 "the same model, and devices of the same kind"
             )
 
-    def _compared(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call, wanted: Any) -> Any:
+    def _compared(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any) -> Any:
         """Run in stages, with NaN in what this stage does not have, and compare with the whole run bit for bit."""
         own = CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad(), self.as_released(layout):

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from patchpar.shard.stages.answers import AnswerForm
+from patchpar.shard.stages.block_outputs import OutputStructure
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call of the block at `path`: the form of its answer, and its work in any unit."""
+    """A call of the block at `path`: the form of its output, and its work in any unit."""
 
     path: str
-    form: AnswerForm
+    form: OutputStructure
     cost: float
 
 
@@ -18,7 +18,7 @@ class RecordedCall:
 class StageLayout:
     """Block calls 0 to `first` - 1 run on every stage, the others on one, cut into runs at `cuts`.
 
-    `carried`: for each cut the numbers of earlier calls whose answers are needed after it, ascending.
+    `carried`: for each cut the numbers of earlier calls whose outputs are needed after it, ascending.
     """
 
     calls: tuple[RecordedCall, ...]
@@ -32,11 +32,11 @@ class StageLayout:
         return range(ends[stage], ends[stage + 1])
 
     def carried_into(self, stage: int) -> tuple[int, ...]:
-        """Return the calls whose answers a stage receives."""
+        """Return the calls whose outputs a stage receives."""
         return self.carried[stage - 1] if stage else ()
 
     def carried_out(self, stage: int) -> tuple[int, ...]:
-        """Return the calls whose answers a stage sends to the next one."""
+        """Return the calls whose outputs a stage sends to the next one."""
         return self.carried[stage] if stage < len(self.carried) else ()
 
     def holders(self) -> dict[str, frozenset[int]]:

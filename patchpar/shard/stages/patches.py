@@ -9,7 +9,7 @@ Within a stage patches exchange what their strategy says, in the stage's own blo
 values that are remembered, are divided by the stages, and activations by the patches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.stages.answers import AnswerForm
 from patchpar.shard.stages.block_hooks import Recorder
+from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stale.state import StaleState
@@ -31,14 +31,13 @@ from patchpar.shard.verification import (
     TOLERANCE,
     Call,
     Comparison,
+    Forward,
     call_signature,
     facts_of,
     is_alike,
     relative_error,
     verify_once,
 )
-
-Forward = Callable[..., Any]
 
 
 class StagedPatches:
@@ -50,7 +49,7 @@ class StagedPatches:
 
     def __init__(self, patched: SharedDenoiser, stages: StagedDenoiser, together: AxisComm) -> None:
         self.patched, self.stages, self._together = patched, stages, together
-        self._known: list[tuple[Any, StageLayout, AnswerForm]] = []  # by the signature of calls
+        self._known: list[tuple[Any, StageLayout, OutputStructure]] = []  # by the signature of calls
 
     @property
     def denoiser(self) -> nn.Module:
@@ -96,7 +95,9 @@ class StagedPatches:
         self.stages.release(layout)
         return self._in_stages(layout, output, self.patched.denoise, forward, (args, kwargs))
 
-    def _in_stages(self, layout: StageLayout, output: AnswerForm, run: Forward, forward: Forward, call: Call) -> Any:
+    def _in_stages(
+        self, layout: StageLayout, output: OutputStructure, run: Forward, forward: Forward, call: Call
+    ) -> Any:
         """Return the output of `run`, which calls a forward once, with the blocks of this stage only."""
         stage, (args, kwargs) = self.stages.new_pass(layout), call
         once = _Once(self.stages.through(stage, forward), type(self.denoiser).__name__)
@@ -104,7 +105,7 @@ class StagedPatches:
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, AnswerForm]:
+    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
         """Find how such calls are divided, and verify it. Afterwards all weights are here."""
         whole, output = self.stages.layout_for(forward, call)
         self.stages.gather()  # it may know such calls from a comparison
@@ -123,7 +124,7 @@ class StagedPatches:
         self._verify(layout, output, forward, call, wanted)
         return layout, output
 
-    def _verify(self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call, wanted: Any) -> None:
+    def _verify(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any) -> None:
         """Compare patches in stages with the same patches without. Raises VerificationError."""
         verifications = self.stages.verifications
         if verifications is None:
@@ -137,7 +138,7 @@ class StagedPatches:
         verify_once(verifications, facts, self._together, compare, what, ": use stage=1")
 
     def _compared(
-        self, layout: StageLayout, output: AnswerForm, forward: Forward, call: Call, wanted: Any
+        self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any
     ) -> Iterator[list[Comparison]]:
         """Run with NaN in what this stage does not have."""
         own = CallArguments.of(self.denoiser, *call).cloned()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.hooks import hooks_of
-from patchpar.shard.stages.answers import AnswerForm
+from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by
 from patchpar.shard.transformer.group_offload import HOOK as GROUP_OFFLOAD
 from patchpar.shard.verification import Call
@@ -37,12 +37,14 @@ def refuse_for_stages(denoiser: nn.Module) -> None:
         )
 
 
-def refuse_kept_state(denoiser: nn.Module, output: Any, before: Sequence[tuple[Tensor, int]], call: Call) -> AnswerForm:
+def refuse_kept_state(
+    denoiser: nn.Module, output: Any, before: Sequence[tuple[Tensor, int]], call: Call
+) -> OutputStructure:
     """Return the form of the output. Raises UnsupportedModel for one with more than tensors, or state in arguments.
 
-    `before`: what `held_by` found in the arguments before the call.
+    `before`: what `held_by` found in the arguments before the call, tensors of any shape.
     """
-    form = AnswerForm.of(output)
+    form = OutputStructure.of(output)
     if form is None or gives_back(output, call) or not are_as_before(before, held_by(call)):
         raise UnsupportedModel(
             f"{type(denoiser).__name__} writes to a cache among its arguments, or returns more than tensors and "

@@ -1,6 +1,6 @@
 """Find where a network can be cut into stages, by running it whole on one rank.
 
-    a cut      blocks before it answer NaN, but for some whose answers are carried over: recorded ones of a whole run
+    a cut      blocks before it return NaN, but for some whose outputs are carried over: recorded ones of a whole run
     right      the output is that of the whole run, bit for bit
     carried    the last block before the cut; if that is not enough, each block whose NaN alone changes the output
                (the skip connections of UNets, hints of control blocks)
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from patchpar.comm.pytree import map_leaves, tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.shard.stages.answers import Placeholders
 from patchpar.shard.stages.balance import balanced
 from patchpar.shard.stages.block_hooks import Run
+from patchpar.shard.stages.block_outputs import Placeholders
 from patchpar.shard.stages.layout import RecordedCall, StageLayout
 from patchpar.shard.unsupported_model import is_of_the_split
 
@@ -36,7 +36,7 @@ class CutSearch:
         self.network, self.calls, self.first = network, tuple(calls), first_of_large(network, calls)
         self._plain, self._wanted = plain, tensors_in(wanted)
         self._known: dict[int, tuple[int, ...] | None] = {}
-        self._answers: dict[int, Any] = {}  # on the host: all blocks' answers may not fit a device
+        self._outputs: dict[int, Any] = {}  # on the host: all blocks' outputs may not fit a device
 
     def layout(self, stages: int) -> StageLayout:
         """Return the best division into so many stages. Raises PlanError for too many, UnsupportedModel."""
@@ -64,7 +64,7 @@ class CutSearch:
                 return StageLayout(self.calls, self.first, cuts, tuple(each for each in carried if each is not None))
 
     def carried(self, cut: int) -> tuple[int, ...] | None:
-        """Return the calls before a cut whose answers are needed after it; None where these are not enough."""
+        """Return the calls before a cut whose outputs are needed after it; None where these are not enough."""
         if cut not in self._known:
             self._known[cut] = self._carried(cut)
         return self._known[cut]
@@ -79,7 +79,7 @@ class CutSearch:
         return tuple(needed) if self._is_right(cut, needed) else None
 
     def _needed(self, cut: int, group: list[int]) -> list[int]:
-        """Return those of the calls in `group` whose answer changes the output."""
+        """Return those of the calls in `group` whose output changes that of the network."""
         others = [number for number in range(self.first, cut) if number not in group]
         if self._is_right(cut, others):
             return []
@@ -89,17 +89,17 @@ class CutSearch:
         return self._needed(cut, group[:half]) + self._needed(cut, group[half:])
 
     def _is_right(self, cut: int, carried: Collection[int]) -> bool:
-        """Whether the output is that of the whole run if blocks before the cut answer NaN, but for `carried`."""
-        answers = {number: self._answer(number) for number in carried}
+        """Whether the output is that of the whole run if blocks before the cut return NaN, but for `carried`."""
+        outputs = {number: self._output_of(number) for number in carried}
         device = self._wanted[0].device
         placeholders = Placeholders(device)
 
         def on_call(number: int, path: str, run: Run) -> Any:
             if not self.first <= number < cut:
                 return run()
-            if number in answers:
-                return map_leaves(partial(_copy_on, device), answers[number])
-            return placeholders.answer(self.calls[number].form)
+            if number in outputs:
+                return map_leaves(partial(_copy_on, device), outputs[number])
+            return placeholders.output(self.calls[number].form)
 
         try:
             found = tensors_in(self._plain(on_call))
@@ -109,17 +109,17 @@ class CutSearch:
             return False
         return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
 
-    def _answer(self, number: int) -> Any:
-        """Return what a block call answers in the whole run."""
-        if number not in self._answers:
-            self._record_answers()
-        return self._answers[number]
+    def _output_of(self, number: int) -> Any:
+        """Return the output of a block call in the whole run."""
+        if number not in self._outputs:
+            self._record_outputs()
+        return self._outputs[number]
 
-    def _record_answers(self) -> None:
+    def _record_outputs(self) -> None:
         def on_call(number: int, path: str, run: Run) -> Any:
-            form, answer = self.calls[number].form, run()
-            self._answers[number] = form.received([x.cpu() for x in form.sent(answer)])
-            return answer
+            form, output = self.calls[number].form, run()
+            self._outputs[number] = form.received([x.cpu() for x in form.sent(output)])
+            return output
 
         self._plain(on_call)
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.stages.answers import AnswerForm, Placeholders
 from patchpar.shard.stages.block_hooks import Run
+from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
 from patchpar.shard.stages.layout import StageLayout
 
 KIND, OUTPUT = "stage", "prediction"  # in statistics: what goes to the next stage, and from the last one to all
@@ -27,25 +27,25 @@ class StagePass:
         self._suffix = f", {name}" if name else ""
         self._arriving: Work[Messages] | None = None
         self._placeholders, self._own = placeholders, layout.own_calls(self._axis.rank)
-        self._answers: dict[int, tuple[Tensor, ...]] = {}  # by call, as they are sent
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}  # by call, as they are sent
         self.sent: list[Work[Messages]] = []
         """Messages to other stages."""
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
-        """Return what a block answers. Raises UnsupportedModel, ExchangeError."""
+        """Return the output of a block. Raises UnsupportedModel, ExchangeError."""
         layout = self._layout
         if number >= len(layout.calls) or layout.calls[number].path != path:
             raise self._otherwise(f"calls {path} as block {number}")
         form = layout.calls[number].form
         if number < layout.first or number in self._own:
-            answer = run()
-            if not form.fits(answer):
-                raise self._otherwise(f"gets an answer of another shape from {path}")
-            self._pass_on(number, form, answer)
-            return answer
+            output = run()
+            if not form.fits(output):
+                raise self._otherwise(f"gets an output of another shape from {path}")
+            self._pass_on(number, form, output)
+            return output
         if number in layout.carried_into(self._axis.rank):
             return form.received(self._received(number))
-        return self._placeholders.answer(form)
+        return self._placeholders.output(form)
 
     def _otherwise(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(
@@ -59,13 +59,13 @@ class StagePass:
         if before is None or self._arriving is not None:
             return
         forms = [self._layout.calls[each].form for each in self._layout.carried_into(self._axis.rank)]
-        where = f"answer of {self._layout.calls[self._own.start - 1].path}{self._suffix}"
+        where = f"output of {self._layout.calls[self._own.start - 1].path}{self._suffix}"
         specs = [spec for form in forms for spec in form.specs]
         self._arriving = self._comm.receive(KIND, where, before, specs)
 
     def _received(self, number: int) -> tuple[Tensor, ...]:
         """Return what the stage before has sent for a call; its message is waited for at the first one."""
-        if number not in self._answers:
+        if number not in self._outputs:
             self.receive()
             assert self._arriving is not None
             ((*tensors,),) = self._arriving.wait()
@@ -74,21 +74,21 @@ class StagePass:
             arrived = iter(tensors)
             for each, form in zip(calls, forms, strict=True):
                 of_call = tuple(next(arrived) for _ in form.specs)
-                self._answers[each] = tuple(x.zero_() for x in of_call) if self._alone else of_call
-        return self._answers[number]
+                self._outputs[each] = tuple(x.zero_() for x in of_call) if self._alone else of_call
+        return self._outputs[number]
 
-    def _pass_on(self, number: int, form: AnswerForm, answer: Any) -> None:
+    def _pass_on(self, number: int, form: OutputStructure, output: Any) -> None:
         """Keep what the next stage needs, and send it after the last own block."""
         calls = self._layout.carried_out(self._axis.rank)
         if number in calls:
-            self._answers[number] = form.sent(answer)
+            self._outputs[number] = form.sent(output)
         after = self._axis.after
         if after is None or number != self._own.stop - 1:
             return
         for each in calls:
             self._received(each)
-        tensors = [x for each in calls for x in self._answers[each]]
-        where = f"answer of {self._layout.calls[number].path}{self._suffix}"
+        tensors = [x for each in calls for x in self._outputs[each]]
+        where = f"output of {self._layout.calls[number].path}{self._suffix}"
         self.sent.append(self._comm.send(KIND, where, [after], tensors))
 
     def check(self, count: int) -> None:
@@ -96,7 +96,7 @@ class StagePass:
         if count != len(self._layout.calls):
             raise self._otherwise(f"calls {count} blocks")
 
-    def finish(self, output: Any, form: AnswerForm) -> Any:
+    def finish(self, output: Any, form: OutputStructure) -> Any:
         """Return the last stage's output, of that form. Raises ExchangeError."""
         axis, last = self._axis, self._axis.ranks[-1]
         if axis.after is None:

@@ -1,4 +1,7 @@
-"""Length of this step in units of the previous one, as linear extrapolation from two values needs it."""
+"""Length of this step in units of the previous one, as linear extrapolation from two values needs it.
+
+Ours: docs/decisions/0012. Forecasts of features by Taylor series are known from TaylorSeer (arXiv:2503.06923).
+"""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """A transformer divided by features over the ranks of an axis: find the plan, cut, verify."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,8 @@ from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
 from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks
 from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error, verify_once
+from patchpar.shard.verification import TOLERANCE, Call, Comparison, Forward, relative_error, verify_once
 from patchpar.shard.verification_cache import VerificationCache
-
-Forward = Callable[..., Any]
 
 
 class TensorDenoiser:

@@ -70,7 +70,7 @@ class TokenSplit:
         return self.gather_together([x], dim, placed, where)[0]
 
     def gather_together(self, tensors: Sequence[Tensor], dim: int, placed: SplitTokens, where: str) -> list[Tensor]:
-        """Return each tensor as `gather` does, all of them in one message."""
+        """Return each tensor, of any shape, as `gather` does, all of them in one message. Raises ExchangeError."""
         if self.axis.size == 1 or not placed.runs:
             return list(tensors)
         parted = [placed.parted(x, dim) for x in tensors]

@@ -4,7 +4,7 @@ The counterpart of `shard.unet` for transformers.
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -24,15 +24,8 @@ from patchpar.shard.transformer.plan_lookup import GivenPlan, PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.verify import compared, refusal
 from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import (
-    Call,
-    call_signature,
-    facts_of,
-    verify_once,
-    with_noise_for_zeros,
-)
+from patchpar.shard.verification import Call, Forward, call_signature, facts_of, verify_once, with_noise_for_zeros
 
-Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +63,10 @@ class TokenDenoiser(SharedDenoiser):
         return output
 
     def prepare(self, forward: Forward, /, *args: Any, **kwargs: Any) -> None:
-        """Find the tokens of such a call, and verify that they can be split, unless it is known; as `denoise`."""
+        """Find the tokens of such a call, and verify that they can be split, unless it is known.
+
+        Raises UnsupportedModel, and what `denoise` raises.
+        """
         self._make_sure()
         before = self.watched.now() if self._shard is None else None
         with self._choice.set_aside() as kernel:

@@ -46,13 +46,19 @@ class LocalTokens(Tensor):
     gathered: Tensor | None
 
     def whole(self) -> Tensor:
-        """Return the tensor with the tokens of all ranks, gathered once. Raises UnsupportedModel, ExchangeError."""
+        """Return the tensor, of any shape, with the tokens of all ranks, gathered once.
+
+        Raises UnsupportedModel, ExchangeError.
+        """
         if self.gathered is None:
             self.gathered = self.source.gather(self.own, self.source)
         return self.gathered
 
     def with_own(self, own: Tensor) -> Tensor:
-        """Return `own`, computed from each of our tokens alone and with as many dims, as local tokens like these."""
+        """Return `own`, of any shape with as many dims, as local tokens like these.
+
+        It was computed from each of our tokens alone.
+        """
         return self if own is self.own else local_tokens(own, self.source)
 
     @classmethod

@@ -8,7 +8,6 @@ A plan that is kept or shipped is second-hand: where it does not fit, the denois
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,10 +25,9 @@ from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.shard.unsupported_model import in_one_line
-from patchpar.shard.verification import Call, arguments_of, fingerprint_of
+from patchpar.shard.verification import Call, Forward, arguments_of, fingerprint_of
 from patchpar.shard.verification_cache import VerificationCache
 
-Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +66,7 @@ class PlanSearch:
     def find(self, forward: Forward, call: Call, *, known: TokenPlan | None = None) -> TokenPlan:
         """Return a plan for calls like this one; `known` is one for other calls, which does not cover this one.
 
-        Raises UnsupportedModel.
+        Raises UnsupportedModel where none is found, PlanError where no rank has the memory to find it.
         """
         plan = self._kept(call, otherwise=True)
         if plan is None and known is None:
@@ -81,7 +79,7 @@ class PlanSearch:
         return self._agreed(self._watched(forward, call, known is not None, known), second_hand=second_hand)
 
     def find_anew(self, forward: Forward, call: Call, why: Exception, known: TokenPlan | None = None) -> TokenPlan:
-        """Return a plan found by a search, since the known one does not fit. Raises UnsupportedModel.
+        """Return a plan found by a search, since the known one does not fit. Raises PlanError as `find`.
 
         `known`: a plan that fits other calls of this program; if it was found by a search, its blocks stay valid.
         """

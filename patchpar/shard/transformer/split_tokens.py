@@ -80,7 +80,10 @@ class SplitTokens:
         return [start - end for start, end in zip([*(start for start, _ in self.runs), self.local], ends, strict=True)]
 
     def parted(self, x: Tensor, dim: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the common tokens around the runs and our own of each, of x with the local tokens along `dim`."""
+        """Return the common tokens around the runs, and our own of each, of x with the local tokens along `dim`.
+
+        Tensors of any shape.
+        """
         return self._parted(x, dim, [ranges.count for _, ranges in self.runs])
 
     def _parted(self, x: Tensor, dim: int, counts: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -46,7 +46,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self._elsewhere = elsewhere
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces Attention.forward."""
+        """Replaces Attention.forward. Raises UnsupportedModel for a processor that cannot be split."""
         if not self.patch.active:
             return self.fn_ref.original_forward(*args, **kwargs)
         if self.own_kernel:

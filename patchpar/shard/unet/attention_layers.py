@@ -64,7 +64,10 @@ class ObservedAttention:
         return call.run()
 
     def called_by_name(self, call: AttentionCall) -> Tensor:
-        """Note that the name in torch.nn.functional was called; torch's function is called next, see `attended`."""
+        """Note that the name in torch.nn.functional was called, and return the output [B, N, q, E].
+
+        torch's function is called next, see `attended`.
+        """
         self._by_name = True
         return call.run()
 

@@ -76,7 +76,7 @@ class CompiledBlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not ty
         self._number = 0
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the block's forward."""
+        """Replaces the block's forward. Raises UnsupportedModel for attention that cannot be split."""
         self._number = 0
         forward = partial(compiled_forward, module, self.compiled, self.fn_ref.original_forward)
         with attention_traced(self._attend):

@@ -53,7 +53,10 @@ class ConvolutionArguments:
         dilation: Sizes = 1,
         groups: int = 1,
     ) -> "ConvolutionArguments":
-        """Return those of a call of F.conv2d or F.conv3d after its input; `weight` is as above, `bias` too."""
+        """Return those of a call of F.conv2d or F.conv3d after its input. `bias` [out channels].
+
+        `weight` [out channels, in channels / groups, kernel rows, kernel columns].
+        """
         size = weight.shape[2:]
         dilations = _each(dilation, len(size))
         if padding == "same":

@@ -75,8 +75,8 @@ class BlockStore(ABC):
             have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
             raise PlanError(
                 f"the blocks of {kind} take {num_bytes / 2**30:.1f} GiB when they are whole, more than is free on a "
-                f"device ({self.device} has {have}), so that they stay as they are: do what needs whole weights before "
-                "the model is loaded here, load it in a smaller dtype, or close the pipeline"
+                f"device ({self.device} has {have}): call methods that need whole weights on diffusers' own pipeline "
+                "before it is made parallel, load the model in a smaller dtype, or close the pipeline"
             )
 
     def rows(self, block: PackedBlock) -> int:

@@ -166,7 +166,10 @@ class PredictionExchange:
             )
 
     def check(self, stamp: Tensor, expected: Tensor, when: PredictionTime, group_rank: int) -> None:
-        """Compare the stamp [3] of a message from `group_rank` with the `expected` one, on a GPU later in `audit`."""
+        """Compare the stamp [3] of a message from `group_rank` with the `expected` one, on a GPU later in `audit`.
+
+        Raises ExchangeError if they differ.
+        """
         if stamp.is_meta:  # no values, in a dry run
             return
         if stamp.device.type != "cpu":

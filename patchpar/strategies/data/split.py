@@ -218,7 +218,7 @@ def _divided(name: str, value: Any, part: PromptSlice, kwargs: Mapping[str, Any]
         if isinstance(value, list) and count == part.total:
             raise PlanError(
                 f"{name} is a list of {count} for {part.total} prompts: whether it holds one entry for each prompt "
-                "cannot be told, so it cannot be divided between data ranks. Use data=1 for this call"
+                "is unknown, so it cannot be divided between data ranks. Use data=1 for this call"
             )
         return value
     if count in (part.total, part.total * images):

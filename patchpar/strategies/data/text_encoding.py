@@ -78,9 +78,9 @@ class TextArguments:
             rows = self._rows_of(own, whole, images)
             if rows is None:
                 raise PlanError(
-                    f"how long a text is encoded depends on the other prompts of the call, and of which of the "
-                    f"{self.total} prompts each of its {whole.shape[self._batch_dim(own, whole) or 0]} rows is cannot "
-                    "be told, so that data ranks would give other images: use data=1"
+                    "the length of an encoded text depends on the other prompts of the call, and which of the "
+                    f"{whole.shape[self._batch_dim(own, whole) or 0]} rows belong to which of the {self.total} prompts "
+                    "is unknown, so that data ranks would give other images: use data=1"
                 )
             return rows
         found = [self._ours(*pair, images) for pair in zip(_items(own), self._items_of(own, whole), strict=True)]

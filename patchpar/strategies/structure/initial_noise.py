@@ -29,7 +29,10 @@ def alike(noise_BCHW: Tensor, interlace: Interlace, correlation: float) -> Tenso
 
 
 class SharedNoise:
-    """Correlates the patches of a pipeline's initial latent, until `close`."""
+    """Correlates the patches of a pipeline's initial latent [B, C, H, W], until `close`.
+
+    Raises UnsupportedModel for a pipeline that does not begin with noise alone.
+    """
 
     def __init__(self, pipe: Any, correlation: float, interlace_of: Callable[[Tensor], Interlace]) -> None:
         self._pipe, self._correlation, self._interlace_of = pipe, correlation, interlace_of

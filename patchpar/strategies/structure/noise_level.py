@@ -18,7 +18,7 @@ KINDS = ("epsilon", "v_prediction", "sample", "flow")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseLevel:
-    """`time` runs from 1 (noise) to 0 (image). `predicts`: one of KINDS."""
+    """`time` runs from 1 to 0: noise, image. `predicts`: one of KINDS."""
 
     time: float
     signal: float

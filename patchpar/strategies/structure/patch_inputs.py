@@ -17,8 +17,7 @@ from patchpar.comm.pytree import with_tensors
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.batch import SAMPLE_NAMES, sample_of
 from patchpar.shard.unet.denoiser import REFUSED, refuse_arguments
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from patchpar.shard.verification import Call
 
 
 @dataclass(frozen=True, slots=True)

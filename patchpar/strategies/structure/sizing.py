@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def scale_of(side: int, native: int) -> int:
-    """Return the number of patches along a side whose size is nearest to the native one, as a ratio.
+    """Return the number of patches along a side, in latents, whose size is nearest to the native one, as a ratio.
 
     A patch is then between 0.71 and 1.41 times as large as the denoiser was trained for.
     """
@@ -54,7 +54,7 @@ def is_large(size: tuple[int, int], native: tuple[int, int]) -> bool:
 def units_of(
     size: tuple[int, int], native: tuple[int, int], grid: int, *, overlap: float, margin: float | None
 ) -> tuple[int, int]:
-    """Return (patches, windows) of a size."""
+    """Return (patches, windows) of a size in latents. `overlap`, `margin`: fractions of a window."""
     sides = list(zip(size, native, strict=True))
     patches = math.prod(scale_of(side, own) for side, own in sides)
     if margin is not None:

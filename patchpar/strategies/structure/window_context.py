@@ -114,7 +114,10 @@ class WindowContext:
 
     @contextmanager
     def around(self, evaluation: Evaluation) -> Iterator[None]:
-        """Enter for a call of the denoiser: a window attends to its context, the anchor to itself only."""
+        """Enter for a call of the denoiser: a window attends to its context, the anchor to itself only.
+
+        Raises UnsupportedModel for a network whose attention cannot be extended.
+        """
         count = len(self._neighbours.windows) if self._neighbours is not None else 0
         if not self._layers or evaluation.patch >= count:
             yield
@@ -131,7 +134,10 @@ class WindowContext:
             )
 
     def with_neighbours(self, path: str, evaluation: Evaluation, own: KVPair) -> KVPair:
-        """Return keys and values of all branches of the evaluation, with those of the context; keep ours to send."""
+        """Return keys and values of all branches of the evaluation, with those of the context; keep ours to send.
+
+        Raises UnsupportedModel.
+        """
         number, branches = evaluation.patch, evaluation.branches
         self._forms[path] = KVPair(*(x.chunk(len(branches))[0] for x in own))
         for link in self._links:
@@ -159,7 +165,10 @@ class WindowContext:
         return self._tokens[index]
 
     def end(self, assignment: UnitAssignment, *, silent: bool) -> None:
-        """Call after the windows of a step: send bands to the ranks that have the neighbours of our windows."""
+        """Call after the windows of a step: send bands to the ranks that have the neighbours of our windows.
+
+        Raises UnsupportedModel.
+        """
         if not self._layers:
             return
         rank, size = self._mesh[1].rank, self._mesh[1].size

@@ -27,7 +27,10 @@ class AudioFile:
 
 
 def read_audio(path: Path, rate: int) -> AudioFile:
-    """Read the whole first audio track. Raises PlanError, which names the file's format, if unreadable or empty."""
+    """Read the whole first audio track, at `rate` samples per second.
+
+    Raises PlanError, which names the file's format, if unreadable or empty.
+    """
     if not path.is_file():
         raise PlanError(f"{path}: there is no such audio file")
     import av

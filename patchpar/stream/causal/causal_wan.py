@@ -78,7 +78,10 @@ class CausalWan:
         self._hooks.close()
 
     def memory(self, height: int, width: int) -> KVWindow:
-        """Return an empty KV window for one denoising step of a stream with latents of `height` x `width`."""
+        """Return an empty KV window for one denoising step of a stream with latents of `height` x `width`.
+
+        Raises PlanError for a size that patches do not divide.
+        """
         config = self.transformer.config
         tokens = self._grid(height, width).tokens
         size = WindowSize(

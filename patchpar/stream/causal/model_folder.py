@@ -18,7 +18,7 @@ LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFolder:
-    """`options`: of from_pretrained. `rate`: audio samples a second or None. `per_latent`: images a latent frame."""
+    """`options`: of from_pretrained. `rate`: audio samples per second or None. `per_latent`: images a latent frame."""
 
     path: str
     options: Mapping[str, Any]

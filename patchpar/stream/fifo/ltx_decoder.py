@@ -30,7 +30,7 @@ class StreamingLayer(Protocol):
 
 
 class PerFrameLayer(StreamingLayer):
-    """A function of each frame alone."""
+    """A function of each frame alone, of [B, C, F, H, W]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
@@ -60,7 +60,10 @@ class StreamingConvolution(StreamingLayer):
 
 
 class StreamingResidual(StreamingLayer):
-    """A residual connection around `layers`: `join(input, output)`; the input is buffered until the output is ready."""
+    """A residual connection around `layers`: `join(input, output)`, both [B, C, F, H, W].
+
+    The input is buffered until the output is ready.
+    """
 
     def __init__(self, layers: StreamingLayer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._layers, self._join = layers, join

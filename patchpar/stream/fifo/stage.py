@@ -34,7 +34,10 @@ from patchpar.stream.stage_link import (
 
 
 class FrameEntrance:
-    """Inlet of the first rank: a noise frame per order, then ticks until the last frame has left the queue."""
+    """Inlet of the first rank: a noise frame per order, then ticks until the last frame has left the queue.
+
+    `patience`: seconds that it waits for an order.
+    """
 
     def __init__(self, model: FifoModel, stage_io: StageIO, patience: float) -> None:
         self._model, self._stage_io, self._patience = model, stage_io, patience

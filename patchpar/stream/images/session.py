@@ -43,7 +43,10 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
         yield from self
 
     def set(self, **arguments: Any) -> int:
-        """Set arguments such as `prompt` for all further images; returns the number of the first of them."""
+        """Set arguments such as `prompt` for all further images; returns the number of the first of them.
+
+        Raises PlanError once the stream takes no more images.
+        """
         with self._changed:
             self._check_running()
             self._arguments.update(arguments)

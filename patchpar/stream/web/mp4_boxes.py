@@ -16,7 +16,10 @@ START = re.compile(b"\x00\x00\x00?\x01")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Sample:
-    """A video frame or an audio packet. `time`, `duration`: in units of its track. `is_key`: decodable on its own."""
+    """A video frame or an audio packet. `is_key`: decodable on its own.
+
+    `time`, `duration`: in units of its track, which are fractions of a second.
+    """
 
     track: int
     time: int

@@ -34,7 +34,10 @@ class Mp4Fragment:
 
 
 class FragmentEncoder:
-    """Encodes a stream block by block, in H.264 and AAC. Raises PlanError for odd sizes."""
+    """Encodes a stream of `height` x `width` pixels block by block, in H.264 and AAC. Raises PlanError for odd sizes.
+
+    `rate`: samples per second of its audio; None for no audio.
+    """
 
     def __init__(self, fps: float, height: int, width: int, rate: int | None) -> None:
         import av

@@ -25,7 +25,7 @@ TOLERANCE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoFormat:
-    """How a video is encoded. `rate`: samples per second of its audio, None for no audio. Raises PlanError.
+    """How a video is encoded; sizes in pixels. `rate`: samples per second of its audio or None. Raises PlanError.
 
     `container`, `video`, `audio`: FFmpeg's names. `options`: those of the video encoder. `is_live`: no timestamp is
     below 0, and blocks begin with a key frame, at most one per KEY_SECONDS.

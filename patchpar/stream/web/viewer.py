@@ -110,7 +110,10 @@ class VideoScreen:
 
 
 class FramePlayer:
-    """Calls `put` with each frame when it is due, at `fps`, in a thread. Drops the oldest frames if too many wait."""
+    """Calls `put` with each frame [H, W, 3] when it is due, at `fps`, in a thread.
+
+    Drops the oldest frames if too many wait.
+    """
 
     def __init__(self, put: Callable[[Tensor], object], fps: float) -> None:
         self._put, self._period = put, 1 / fps

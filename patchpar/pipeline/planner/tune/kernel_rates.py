@@ -21,7 +21,10 @@ MOVING: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def measured_device(timer: DeviceTimer, dtype: torch.dtype, name: str, memory: int) -> MeasuredDevice:
-    """Return the rates of a timer's device in `dtype`, without what calls of a network add; 2 to 4 s on a CPU."""
+    """Return the rates of a timer's device in `dtype`, without what calls of a network add; 2 to 4 s on a CPU.
+
+    `memory`: bytes of the device.
+    """
     small = timer.device.type == "cpu"
     sizes = ((64, 256, 1024), (128, 512, 1536)) if small else ((256, 1024, 4096, 16384), (320, 1536, 3072))
     maps = ((48, 64), (96, 32), (128, 16), (320, 8)) if small else ((128, 512), (320, 128), (640, 64), (1280, 32))

@@ -19,13 +19,13 @@ from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.planner.tape_recorder import ENCODE
 from patchpar.pipeline.planner.tune.timer import DeviceTimer
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import SdpaMode
 
-PROMPT = "a photo"
 SPREAD = 0.02
 """Of random weights: values stay finite."""
 
@@ -49,7 +49,7 @@ def denoiser_calls(timer: DeviceTimer, dtype: torch.dtype, folder: Path, sizes: 
     empty = next(iter(denoisers_of(pipe).values()))
     real = _with_random_weights(empty, timer.device)
     for size in sizes:
-        args, kwargs = _call_of(pipe, empty, {"prompt": PROMPT, "height": size, "width": size})
+        args, kwargs = _call_of(pipe, empty, {"prompt": ANY_PROMPT, "height": size, "width": size})
         operators = _operators(empty, args, kwargs)
         args, kwargs = tree_map(lambda x: _filled(x, timer.device), (args, kwargs))
         with torch.no_grad():

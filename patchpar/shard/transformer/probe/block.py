@@ -18,7 +18,10 @@ from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 
 
 class BlockProbe:
-    """Searches a kind of block. `moved`: its call with another latent. `severance`: where else its tokens are mixed."""
+    """Searches a kind of block. `moved`: its call with another latent. `severance`: where else its tokens are mixed.
+
+    Raises UnsupportedModel for a block whose arguments change their shape with the latent.
+    """
 
     def __init__(
         self, block: CapturedBlock, moved: CapturedBlock, latent_size: int, severance: Severance = WHOLE

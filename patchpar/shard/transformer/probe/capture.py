@@ -130,7 +130,7 @@ def severed(call: AttentionCall) -> Tensor:
 
 
 def resized(x: Tensor, width: int) -> Tensor:
-    """Return a copy [..., width] of x [..., D]: its last dim repeated or cut."""
+    """Return a copy [..., width] of x [..., D]: its last dim repeated or cut to `width` elements."""
     repeats = -(-width // x.shape[-1])
     return x.repeat(*[1] * (x.ndim - 1), repeats)[..., :width].contiguous()
 

@@ -26,7 +26,10 @@ class TokenArgument:
 
     @property
     def reaches_attention(self) -> bool:
-        """Whether each row of some call's queries or keys, or of a severed part's arguments, is one token."""
+        """Whether each row of some call's queries or keys, or of a severed part's arguments, is one token.
+
+        Raises UnsupportedModel.
+        """
         return any(
             self._has_rows(name, -2)
             for name in self.traced
@@ -34,12 +37,18 @@ class TokenArgument:
         )
 
     def is_joined(self, number: int) -> bool:
-        """Whether each row of the queries and of the keys of the attention call `number` is one token at most."""
+        """Whether each row of the queries and of the keys of the attention call `number` is one token at most.
+
+        Raises UnsupportedModel.
+        """
         return all(self._has_rows(f"attention {number} {what}", -2) for what in ("query", "key"))
 
     @property
     def reaches_output(self) -> bool:
-        """Whether an output of the block has these rows; the rows of positions do not reach it."""
+        """Whether an output of the block has these rows; the rows of positions do not reach it.
+
+        Raises UnsupportedModel.
+        """
         return any(self._has_rows(name, None) for name in self.traced if name.startswith("output"))
 
     def _has_rows(self, name: str, dim: int | None) -> bool:
