@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from patchpar.launch.authentication import Greeting, Greetings
 from patchpar.launch.control_group import LinkControl
 from patchpar.launch.message_seal import TAG_BYTES, MessageSeal
 from patchpar.launch.messages import unpack
+from patchpar.launch.remote_errors import RemoteError, take_down
 from patchpar.launch.sealed_control import SealedControl
 from patchpar.launch.shared_secret import NetworkTrust
 from patchpar.launch.torchrun import TorchrunContext
@@ -287,6 +289,18 @@ def test_a_forged_answer_is_not_unpickled(two_controls, trap, is_verified):
     else:
         context.ask("anything")
     assert trap.folder.exists() != is_verified
+
+
+def test_an_exception_of_another_rank_is_read_without_unpickling(trap):
+    try:
+        raise ValueError("too \ud800 large")
+    except ValueError as error:
+        own = take_down(error)
+    assert RemoteError.of_json(own.as_json()) == replace(own, exception=None)
+    for message in (pickle.dumps(trap), b"", b"[]", b'["ValueError"]', b"7", b"\xff"):
+        with pytest.raises(LaunchError, match="in a form that is not known here"):
+            RemoteError.of_json(message)
+    assert not trap.folder.exists()
 
 
 def test_the_trap_works(trap):
