@@ -26,7 +26,7 @@ from patchpar.launch.shared_secret import NetworkTrust
 
 NONCE_BYTES = 32
 PROOF, KEY = b"patchpar proof of a rank\0", b"patchpar key of a session\0"
-PLACE = struct.Struct("<II")  # a number and a count or length
+PAIR = struct.Struct("<II")  # a number and a count or length
 NO_GREETING = "rank {} does not greet as patchpar does: use the same version everywhere"
 HOWTO = "see 'Several machines' in the documentation"
 
@@ -125,7 +125,7 @@ class Greetings:
         return MessageSeal(hmac.digest(secret, KEY + self.digest, "sha256"), self._rank)
 
     def _proof(self, secret: bytes, rank: int) -> bytes:
-        return hmac.digest(secret, PROOF + PLACE.pack(rank, len(self.all)) + self.digest, "sha256")
+        return hmac.digest(secret, PROOF + PAIR.pack(rank, len(self.all)) + self.digest, "sha256")
 
     def _refuse_disagreement(self) -> None:
         """Raise LaunchError unless all have a secret, or all trust the network."""
@@ -153,5 +153,5 @@ class Greetings:
 def _digest_of(messages: Sequence[bytes]) -> bytes:
     code = hashlib.sha256()
     for rank, message in enumerate(messages):
-        code.update(PLACE.pack(rank, len(message)) + message)
+        code.update(PAIR.pack(rank, len(message)) + message)
     return code.digest()
