@@ -53,7 +53,7 @@ gpu:
 LOWEST := .venv-lowest
 LOWEST_TESTS := tests/safety tests/unit/test_model_folder.py tests/test_tiny.py tests/exact/test_pipelines.py \
   tests/guidance/test_guidance.py tests/pipeline/test_attributes.py tests/stream/test_journal.py \
-  tests/cli/test_help.py tests/cli/test_video.py
+  tests/cli/test_help.py tests/cli/test_video.py tests/training/test_text_encoder_names.py
 
 test-lowest: $(LOWEST)/installed-lowest
 	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LOWEST_TESTS)

@@ -5,6 +5,7 @@ PatchparError
 ├── UnsupportedModel (PlanError)  this pipeline or denoiser cannot be split in this way
 ├── ArgumentMismatch (PlanError)  under torchrun the processes do not make the same call
 ├── ExchangeError                 a message between ranks did not arrive, or is not the expected one
+├── AuthenticationError           a message between hosts is not from the rank that should have sent it
 ├── VerificationError             the split forward differs from the plain one; the message has the errors
 ├── LaunchError                   workers could not be started, or could not load the model
 └── WorkerError                   an exception in a worker
@@ -27,6 +28,10 @@ class UnsupportedModel(PlanError):
 
 class ExchangeError(PatchparError, RuntimeError):
     """A message between ranks was late, lost or of the wrong size; names rank, peer, exchange point and shapes."""
+
+
+class AuthenticationError(PatchparError, RuntimeError):
+    """A message between hosts is not from the rank that should have sent it, or not as it was sent; it was not read."""
 
 
 class ArgumentMismatch(PlanError):

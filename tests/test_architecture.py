@@ -33,7 +33,7 @@ ONLY = {
     "plan": {"errors"},
     "plan.plan": {"errors", "plan.scalars", "strategies"},
     "launch": {"errors", "plan.scalars"},
-    "comm": {"errors", "plan.mesh"},
+    "comm": {"errors", "plan.mesh", "launch.message_seal"},
     "comm.transport": {
         *("errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"),
         "launch.rendezvous.this_host",

@@ -28,6 +28,7 @@ PUBLIC = {
     "PatchparError",
     "PlanError",
     "ArgumentMismatch",
+    "AuthenticationError",
     "ExchangeError",
     "FreshEdges",
     "LaunchError",

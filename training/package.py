@@ -8,12 +8,14 @@ The folder is built beside its place and moved in file by file, so that whoever 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipeline
+from safetensors.torch import load_file, save_file
 
 from training.checkpoint import read
 from training.model import Networks, noise_scheduler
@@ -22,6 +24,7 @@ from training.vae import new_vae
 
 FOLDER = Path(__file__).parent.parent / "assets" / "scenes-unet"
 LIMIT_BYTES = 20_000_000
+PREFIX = "text_model."
 
 
 def averaged_networks(checkpoint: Path) -> Networks:
@@ -63,6 +66,8 @@ def write(pipe: DiffusionPipeline, folder: Path) -> int:
     built = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         pipe.to(torch.float16).save_pretrained(built, variant="fp16")
+        for encoder in built.glob("text_encoder*"):
+            name_as_on_the_hub(encoder)
         size = sum(path.stat().st_size for path in built.rglob("*") if path.is_file())
         if size > LIMIT_BYTES:
             raise ValueError(f"the pipeline takes {size} bytes, the limit is {LIMIT_BYTES}: make the networks narrower")
@@ -70,6 +75,18 @@ def write(pipe: DiffusionPipeline, folder: Path) -> int:
     finally:
         shutil.rmtree(built)
     return size
+
+
+def name_as_on_the_hub(encoder: Path) -> None:
+    """Name the weights of a CLIPTextModel "text_model.*", as in published models, which every transformers reads.
+
+    Since 5.6 it saves them without the prefix, and before it fills what has no prefix with random numbers.
+    """
+    if json.loads((encoder / "config.json").read_text())["architectures"] != ["CLIPTextModel"]:
+        return
+    for file in encoder.glob("*.safetensors"):
+        weights = {f"{PREFIX}{name.removeprefix(PREFIX)}": weight for name, weight in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
 
 
 def _move_in(built: Path, folder: Path) -> None:

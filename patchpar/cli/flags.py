@@ -77,6 +77,19 @@ class ModelFlags:
         return {} if self.trace is None else {"trace": str(self.trace)}
 
 
+@dataclass(frozen=True, kw_only=True)  # no slots, so that it can stand beside another class of flags
+class HostFlags(ModelFlags):
+    """Flags of commands that run under torchrun, on several hosts too."""
+
+    secret_file: Annotated[Path | None, typer.Option(help="torchrun, several hosts: a file of their secret.")] = None
+    trusted_network: Annotated[bool, typer.Option("--trusted-network", help="No secret between these hosts.")] = False
+
+    def for_loading(self) -> dict[str, Any]:
+        """Return what the hosts know one another by too."""
+        trust = given(secret_file=self.secret_file, trusted_network=self.trusted_network or None)
+        return {**super().for_loading(), **trust}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedFlags(ModelFlags):
     """Flags of model, devices and plan, and of the size."""

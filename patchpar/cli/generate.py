@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import ImageFlags
+from patchpar.cli.flags import HostFlags, ImageFlags
 from patchpar.cli.output_files import check_writable, names_for, save
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
@@ -16,7 +16,7 @@ from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateFlags(ImageFlags):
+class GenerateFlags(HostFlags, ImageFlags):
     """The flags of `generate`."""
 
     output: Annotated[Path, typer.Option("--output", "-o", help="File of the image.")] = Path("image.png")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import ModelFlags, given
+from patchpar.cli.flags import HostFlags, given
 from patchpar.cli.output_files import check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
@@ -17,7 +17,7 @@ from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpscaleFlags(ModelFlags):
+class UpscaleFlags(HostFlags):
     """The flags of `upscale`."""
 
     image: Annotated[Path, typer.Argument(help="The image to enlarge.")]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import SizedFlags, given
+from patchpar.cli.flags import HostFlags, SizedFlags, given
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.cli.video_file import check_folder, check_video, frames_of, save_frames, save_video
 from patchpar.errors import PlanError
@@ -16,7 +16,7 @@ from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoFlags(SizedFlags):
+class VideoFlags(HostFlags, SizedFlags):
     """The flags of `video`."""
 
     prompt: Annotated[str | None, typer.Argument(help="What to generate; optional with --image.")] = None

@@ -43,9 +43,11 @@ from patchpar.comm.transport import (
     Work,
 )
 from patchpar.comm.transport.message_memory import MessageMemory
+from patchpar.launch.message_seal import MessageSeal
 from patchpar.plan.mesh import Axis
 
 T = TypeVar("T")
+Beat = Callable[[str], object]
 
 
 class _KnownCollectives(dict[tuple[int, ...], Collectives | None]):
@@ -63,10 +65,10 @@ class _KnownCollectives(dict[tuple[int, ...], Collectives | None]):
 
 
 class Communicator:
-    """Sends and receives the messages of this rank through one transport and counts them."""
+    """Sends and receives the messages of this rank through one transport and counts them. `seal`: see RankContext."""
 
-    def __init__(self, transport: Transport, beat: Callable[[str], object] | None = None) -> None:
-        self.transport, self.traffic = transport, CommStats()
+    def __init__(self, transport: Transport, beat: Beat | None = None, seal: MessageSeal | None = None) -> None:
+        self.transport, self.seal, self.traffic = transport, seal, CommStats()
         self._beat = beat
         self._collectives = _KnownCollectives(transport)
 
@@ -273,7 +275,13 @@ class AllGather:
         return [tensors[0] for tensors in self.start([own], lambda _: [spec]).wait()]
 
     def of_bytes(self, own: bytes) -> list[bytes]:
-        """Return the bytes of all ranks in order, of any lengths. Blocks. Raises ExchangeError."""
+        """Return the bytes of all ranks in order, of any lengths. Blocks. Raises ExchangeError, AuthenticationError."""
+        seal, ranks = self.comm.seal, self.axis.ranks
+        if seal is None:
+            return self._of_bytes(own)
+        return seal.gathered(f"{self.kind} {self.where} {ranks}", own, self._of_bytes, ranks)
+
+    def _of_bytes(self, own: bytes) -> list[bytes]:
         device = self.comm.transport.device
         sizes = [int(size) for size in self.same(torch.tensor([len(own)], device=device))]
         if not any(sizes):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from patchpar.errors import LaunchError, PatchparError
+from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.replay import CallEffects
 from patchpar.plan.scalars import is_number, plain
 
@@ -63,6 +64,10 @@ class RankContext(Protocol):
 
         Otherwise None: the ranks communicate through the default group of torch.distributed.
         """
+
+    @property
+    def seal(self) -> MessageSeal | None:
+        """Authenticates messages through torch.distributed; None where ranks have only sockets of their own host."""
 
     def emit(self, event: object) -> None:
         """Send a picklable event to the caller's `on_event`; does not wait until it is read.

@@ -14,6 +14,7 @@ from pathlib import Path
 import patchpar
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.anonymous_file import anonymous_file
+from patchpar.launch.message_seal import new_key
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
 # Not "-m", which puts the working directory first on the path: a folder called torch there would be imported.
@@ -38,6 +39,7 @@ class WorkerConfig:
     threads: int
     path: tuple[str, ...]
     group_store: str | None  # a path, if the ranks communicate through torch's default group
+    session_key: bytes  # of messages through that group; empty without one
     heartbeat: int  # file descriptors, inherited under the same numbers
     lifeline: int
     links: dict[int, int]  # descriptors by the rank at the other end
@@ -52,6 +54,7 @@ class GroupStore:
     def __init__(self) -> None:
         self._folder = ""
         self.inherit: tuple[int, ...] = ()
+        self.session_key = new_key()
         if Path("/proc/self/fd").exists():
             self.inherit = (anonymous_file("patchpar-store"),)
             self.path = f"/proc/self/fd/{self.inherit[0]}"

@@ -9,13 +9,21 @@ from typing import Any, Literal
 
 from patchpar.launch.accelerators import current_device
 from patchpar.launch.executor import Callbacks, EngineCall, Executor, engine_method, load_engine
+from patchpar.launch.message_seal import MessageSeal
 
 
 class OwnProcessContext(ABC):
     """Base of the RankContexts of ranks that run in this process."""
 
-    def __init__(self, rank: int, devices: tuple[str, ...], links: Mapping[int, socket.socket] | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        devices: tuple[str, ...],
+        links: Mapping[int, socket.socket] | None,
+        seal: MessageSeal | None = None,
+    ) -> None:
         self.rank, self.world_size, self.device, self.links = rank, len(devices), devices[rank], links
+        self.seal = seal
         self.deadline = 0.0  # before the first call
         self.waiting = nullcontext()
         self.callbacks = Callbacks()

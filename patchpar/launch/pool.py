@@ -102,6 +102,7 @@ class WorkerPool:
                 threads=threads,
                 path=start.path,
                 group_store=store.path if store else None,
+                session_key=store.session_key if store else b"",
                 heartbeat=worker.heartbeat_fd,
                 lifeline=worker.lifeline_fd,
                 links=ends,

@@ -1,12 +1,13 @@
 """Exceptions of ranks: recorded on the rank, raised again for the caller."""
 
+import json
 import pickle
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from patchpar.errors import ExchangeError, WorkerError
+from patchpar.errors import ExchangeError, LaunchError, WorkerError
 
 # Errors of communication libraries when another rank has exited, does not answer, or has closed the connection. Such
 # an exception is a consequence: its cause is on another rank.
@@ -24,6 +25,19 @@ class RemoteError:
     trace: str
     transport: bool
     exception: Exception | None  # for the caller: a builtin or one of patchpar.errors
+
+    @classmethod
+    def of_json(cls, data: bytes) -> "RemoteError":
+        """Return the error of `as_json`, without its exception. Raises LaunchError for anything else."""
+        try:
+            name, message, trace, transport = json.loads(data)
+        except (ValueError, TypeError) as error:
+            raise LaunchError("another rank has reported its exception in a form that is not known here") from error
+        return cls(type_name=str(name), text=str(message), trace=str(trace), transport=bool(transport), exception=None)
+
+    def as_json(self) -> bytes:
+        """Return it without its exception, for a reader that unpickles nothing."""
+        return json.dumps([self.type_name, self.text, self.trace, self.transport]).encode()
 
     def headline(self) -> str:
         """Return type and message."""

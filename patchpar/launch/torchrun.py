@@ -9,23 +9,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import pickle
-import secrets
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from patchpar.errors import LaunchError, WorkerError, WorkerHung
+from patchpar.errors import AuthenticationError, LaunchError, WorkerError, WorkerHung
 from patchpar.launch.accelerators import card_id, device_count, main_kind, random_width, select_device
 from patchpar.launch.argument_mismatch import compare, described
-from patchpar.launch.control_group import REPLY_SECONDS, Control, GroupControl, LinkControl
-from patchpar.launch.default_group import (
-    GroupRank,
-    check_default_group,
-    form_group_between_hosts,
-    form_group_of_host,
-)
+from patchpar.launch.control_group import REPLY_SECONDS, LinkControl
+from patchpar.launch.default_group import GroupRank, check_default_group, form_group_of_host
 from patchpar.launch.executor import CallAborted, EngineCall, IdleRank, check_deadline, longest_wait
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
@@ -33,7 +26,8 @@ from patchpar.launch.hang_detection import MORE_TIME
 from patchpar.launch.inline import OwnProcessContext, OwnProcessExecutor
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
-from patchpar.launch.rendezvous import meet, name_of_job, this_host
+from patchpar.launch.shared_secret import NetworkTrust
+from patchpar.launch.torchrun_connection import TorchrunConnection, connect_ranks
 
 WAIT_FOR_OTHERS = 1.5  # deadlines for which a rank that has ended a call waits for the others
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -49,11 +43,9 @@ def torchrun_world() -> int | None:
 class TorchrunContext(OwnProcessContext):
     """The RankContext of a rank under torchrun."""
 
-    def __init__(
-        self, rank: int, devices: tuple[str, ...], control: Control, links: Mapping[int, socket.socket] | None
-    ) -> None:
-        super().__init__(rank, devices, links)
-        self._control = control
+    def __init__(self, rank: int, devices: tuple[str, ...], connection: TorchrunConnection) -> None:
+        super().__init__(rank, devices, connection.links, connection.seal)
+        self._control = connection.control
 
     def ask(self, question: object) -> Any:
         """See RankContext."""
@@ -76,24 +68,34 @@ class TorchrunExecutor(OwnProcessExecutor):
 
     Ranks of one host connect through sockets (see `rendezvous`). Between hosts, and where every rank has its own GPU,
     the default group of torch.distributed is used. If there is none, it is created for the rest of this process (see
-    `default_group`). `deadline`: seconds that ranks may wait for one another. `device` overrides this rank's
-    device, such as "cpu" on a GPU machine.
-    Raises LaunchError outside torchrun, or if ranks do not connect, or differ in versions or engine.
+    `default_group`). `deadline`: seconds that ranks may wait for one another. `device` overrides this rank's device,
+    such as "cpu" on a GPU machine. Between hosts all ranks need `secret_file`, the same secret (see `authentication`),
+    or `trusted_network`.
+    Raises LaunchError outside torchrun, or if ranks do not connect, or differ in versions or engine, or in the secret;
+    PlanError for a secret file that cannot be used.
     """
 
     kind: Literal["torchrun"] = "torchrun"
     _context: TorchrunContext
 
-    def __init__(self, engine: str, *, deadline: float = 60.0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: str,
+        *,
+        deadline: float = 60.0,
+        device: str | None = None,
+        secret_file: str | Path | None = None,
+        trusted_network: bool = False,
+    ) -> None:
         import torch.distributed as dist
 
         check_deadline("deadline", deadline)
         device = _own_device(device)
         rank, world_size = _rank_and_world_size()
         own = GroupRank(rank=rank, world_size=world_size, device=device, timeout=longest_wait(deadline))
-        self._control, links = _connect(own, deadline)
+        connection = connect_ranks(own, deadline, NetworkTrust.of(secret_file, trusted_network=trusted_network))
+        self._control, self._links = connection.control, connection.links
         self._owner = os.getpid()
-        self._links = links
         change_in_children(self)
         atexit.register(self._leave)  # runs before the default group is destroyed, which the control group needs
         facts = self._facts_of_all(engine, own, deadline)
@@ -103,11 +105,13 @@ class TorchrunExecutor(OwnProcessExecutor):
         for other, fact in enumerate(facts):
             if fact != facts[0]:
                 raise LaunchError(f"rank {other} has {fact}, but rank 0 has {facts[0]}: use the same versions")
-        if links is not None and not dist.is_initialized():
+        if self._links is not None and not dist.is_initialized():
             form_group_of_host(own, cards, deadline)
+        if not dist.is_initialized():
+            connection = connection.without_seal()
         check_default_group(device, cards)
         self._out_of_step = ""  # why no further call is possible
-        self._context = TorchrunContext(rank, self.devices, self._control, links)
+        self._context = TorchrunContext(rank, self.devices, connection)
 
     def _facts_of_all(self, engine: str, own: GroupRank, deadline: float) -> list[dict[str, str]]:
         """Return of each rank what has to be equal, its device, and the id of its card."""
@@ -186,8 +190,8 @@ class TorchrunExecutor(OwnProcessExecutor):
 
     def _exchange_failures(self, own: RemoteError | None, patience: float) -> list[RemoteError | None]:
         """Return each rank's exception, None where it succeeded. Raises WorkerHung or WorkerDied."""
-        found = self._control.gather(b"" if own is None else pickle.dumps(own), patience)
-        return [pickle.loads(data) if data else None for data in found]
+        found = self._control.gather(b"" if own is None else own.as_json(), patience)
+        return [RemoteError.of_json(data) if data else None for data in found]
 
     def close(self) -> None:
         """Release the engine. The default group stays for the next executor. Idempotent."""
@@ -209,7 +213,7 @@ def _step_lost(method: str, failures: Sequence[RemoteError | None], points: Sequ
     have reached equally many have no message in flight between them.
     """
     rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
-    broken = any(failure is not None and failure.transport for failure in failures)
+    broken = any(failure is not None and (failure.transport or _is_refusal(failure)) for failure in failures)
     if not broken and len({count for count in points if count}) < 2:
         return ""
     return f"{method} failed on rank {rank} between two exchanges ({failure.headline()})"
@@ -227,21 +231,9 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), world_size
 
 
-def _connect(own: GroupRank, deadline: float) -> tuple[Control, Mapping[int, socket.socket] | None]:
-    """Return the control, and the links between ranks if all are known to run on one host."""
-    import torch.distributed as dist
-
-    job = name_of_job(own.world_size)
-    if job is not None:
-        control = meet(f"{job}-control", own.rank, own.world_size, deadline)
-        links = meet(f"{job}-links", own.rank, own.world_size, deadline)
-        return LinkControl(own.rank, own.world_size, control), links
-    if not dist.is_initialized():
-        form_group_between_hosts(own, deadline)
-    group = GroupControl()
-    hosts, token = group.gather(this_host().encode(), deadline), group.broadcast(secrets.token_bytes(16))
-    is_one = len(set(hosts)) == 1 and hosts[0]
-    return group, meet(f"patchpar-{token.hex()}", own.rank, own.world_size, deadline) if is_one else None
+def _is_refusal(failure: RemoteError) -> bool:
+    """Return whether a rank has refused a message as not authentic, after which nothing between ranks is in step."""
+    return failure.type_name.endswith(AuthenticationError.__name__)
 
 
 def _is_cause(failure: RemoteError | None) -> bool:

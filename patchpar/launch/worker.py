@@ -28,6 +28,7 @@ from patchpar.launch.default_group import GroupRank, form_group
 from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
 from patchpar.launch.handshake import WorkerConfig, versions
 from patchpar.launch.heartbeat import Heartbeat
+from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.remote_errors import take_down
 
@@ -69,6 +70,7 @@ class WorkerContext:
     def __init__(self, config: WorkerConfig, channel: Channel) -> None:
         self.rank, self.world_size, self.device = config.rank, config.world_size, config.device
         self.deadline = config.deadline
+        self.seal = MessageSeal(config.session_key, config.rank) if config.session_key else None
         self.links: Mapping[int, socket.socket] | None = inherited(config.links)
         self.heartbeat = Heartbeat(config.heartbeat)
         self.beat: Callable[[str], None] = self.heartbeat.beat

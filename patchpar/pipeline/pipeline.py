@@ -10,7 +10,7 @@ torchrun every process is a rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from patchpar.pipeline.caller import CallController, move_generators_on, output_
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.messages import CallResult
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
+from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.planned_calls import PlannedCalls
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
@@ -33,7 +34,7 @@ from patchpar.pipeline.validate import bind, check_call, check_generators, check
 from patchpar.plan.plan import Plan
 
 
-class ParallelPipeline(PlannedCalls):
+class ParallelPipeline(ObservedCalls, PlannedCalls):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
@@ -43,6 +44,8 @@ class ParallelPipeline(PlannedCalls):
     plain forward when it is first used, and each VAE; a folder stores the results there instead of in the user's cache.
     `vae`: how several devices encode and decode, see `shard.vae.modes`. `graphs`: replay steady denoiser calls as CUDA
     graphs, see `pipeline.graph_option`. `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
+    `secret_file`: a file with a secret, the same on all hosts, by which ranks of torchrun on several hosts know one
+    another; they need it unless `trusted_network` says that nobody else can reach their network.
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
@@ -60,10 +63,13 @@ class ParallelPipeline(PlannedCalls):
         vae: str = "auto",
         graphs: bool | str = False,
         symmetric_memory: bool = False,
+        secret_file: str | Path | None = None,
+        trusted_network: bool = False,
     ) -> None:
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; pass a folder or name to from_pretrained")
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method, "vae": vae}
+        start |= {"secret_file": secret_file, "trusted_network": trusted_network}
         request = check_request(devices, plan, **start, verify=verify, graphs=graphs, symmetric_memory=symmetric_memory)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
@@ -84,6 +90,8 @@ class ParallelPipeline(PlannedCalls):
         vae: Any = "auto",
         graphs: bool | str = False,
         symmetric_memory: bool = False,
+        secret_file: str | Path | None = None,
+        trusted_network: bool = False,
         **options: Any,
     ) -> ParallelPipeline:
         """Load `model` (a folder, a hub name, or "embedded") on every rank; `options` go to diffusers' from_pretrained.
@@ -94,6 +102,7 @@ class ParallelPipeline(PlannedCalls):
         """
         vae, options = way_and_network(vae, options)
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method, "vae": vae}
+        start |= {"secret_file": secret_file, "trusted_network": trusted_network}
         request = check_request(devices, plan, **start, verify=verify, graphs=graphs, symmetric_memory=symmetric_memory)
         check_options(options)
         self = cls.__new__(cls)
@@ -202,29 +211,6 @@ class ParallelPipeline(PlannedCalls):
             check_plan(self.description, wanted)
         self._state.wanted = wanted
         self._state.plan = None
-
-    @property
-    def last_run(self) -> Run | None:
-        """Statistics of the latest call."""
-        return self._state.last_run
-
-    @property
-    def on_step(self) -> Callable[[int, int], object] | None:
-        """Function called with (step, number of steps) after each step; replaces the progress bar."""
-        return self._state.on_step
-
-    @on_step.setter
-    def on_step(self, function: Callable[[int, int], object] | None) -> None:
-        self._state.on_step = function
-
-    @property
-    def tracing(self) -> bool:
-        """Whether calls record every exchange, for `last_run.save_trace(path)`."""
-        return self._state.tracing
-
-    @tracing.setter
-    def tracing(self, wanted: bool) -> None:
-        self._state.tracing = bool(wanted)
 
     def explain(self) -> str:
         """Return devices, plan, and the reason for the plan."""

@@ -194,7 +194,7 @@ class PipelineRunner:
         return self._transport
 
     def _communicator(self) -> Communicator:
-        return Communicator(self._connected(), self.context.beat)
+        return Communicator(self._connected(), self.context.beat, self.context.seal)
 
     def control(self, *, exchange: str = "on", vae: str = "on", encoders: str = "on") -> None:
         """Set the exchange between bands to "off" (denoisers also "frozen"), which gives wrong images, for controls."""

@@ -11,6 +11,7 @@ from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.launch.executor import Executor, check_deadline
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
+from patchpar.launch.shared_secret import check_trust, read_secret
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.pipeline.graph_option import check_graphs
@@ -39,6 +40,8 @@ class PipelineOptions:
     vae: str
     graphs: bool | str
     symmetric_memory: bool
+    secret_file: Path | None
+    trusted_network: bool
 
     @property
     def starts_workers(self) -> bool:
@@ -49,7 +52,12 @@ class PipelineOptions:
         """Return a started executor: in this process, with workers, or under torchrun. Raises LaunchError."""
         found: Executor
         if torchrun_world() is not None:
-            found = TorchrunExecutor(ENGINE, deadline=self.deadline)
+            found = TorchrunExecutor(
+                ENGINE,
+                deadline=self.deadline,
+                secret_file=self.secret_file,
+                trusted_network=self.trusted_network,
+            )
         elif self.starts_workers:
             found = LocalExecutor(
                 self.devices.names,
@@ -76,6 +84,8 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     vae: object,
     graphs: object = False,
     symmetric_memory: object = False,
+    secret_file: object = None,
+    trusted_network: object = False,
 ) -> PipelineOptions:
     """Return the checked arguments. Raises PlanError for an invalid one."""
     wanted = plan_of(plan)
@@ -85,6 +95,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
     found = _devices_of(devices, wanted)
     known = None if torchrun_world() is not None else found.names
+    secret, is_trusted = _network_trust(secret_file, trusted_network)
     return PipelineOptions(
         plan=wanted,
         devices=found,
@@ -95,7 +106,21 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         vae=check_mode(vae),
         graphs=check_graphs(graphs, known),
         symmetric_memory=_symmetric_memory(symmetric_memory, known),
+        secret_file=secret,
+        trusted_network=is_trusted,
     )
+
+
+def _network_trust(secret_file: object, trusted_network: object) -> tuple[Path | None, bool]:
+    """Return the checked options. Raises PlanError.
+
+    Ranks of torchrun read the file where they connect, so that a bad one is known to all of them. Others need none, but
+    a script that will run under torchrun has an error in it all the same.
+    """
+    secret, is_trusted = check_trust(secret_file, trusted_network)
+    if secret is not None and torchrun_world() is None:
+        read_secret(secret)
+    return secret, is_trusted
 
 
 def _symmetric_memory(value: object, devices: Sequence[str] | None) -> bool:

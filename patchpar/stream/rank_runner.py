@@ -118,7 +118,7 @@ class StageRunner(RankRunner):
         self._config, self._plan = config, plan
         transport = self._connect()
         if transport is not None and self._comm is None:
-            self._comm = Communicator(transport, self._context.beat)
+            self._comm = Communicator(transport, self._context.beat, self._context.seal)
         rank = self._context.rank
         if rank >= plan.ranks:
             return IdleRank()

@@ -70,6 +70,13 @@ def test_what_is_not_said_is_not_passed(fake: Any, run: Any, tmp_path: Path) -> 
     assert set(pipe.options) == {"deadline", "devices", "plan", "vae"}
 
 
+def test_what_hosts_know_one_another_by_is_passed_on(fake: Any, run: Any, tmp_path: Path) -> None:
+    run("generate", "a fox", "-o", tmp_path / "x.png", "--secret-file", "my.secret")
+    run("generate", "a fox", "-o", tmp_path / "x.png", "--trusted-network")
+    assert [pipe.options.get("secret_file") for pipe in fake.opened] == [Path("my.secret"), None]
+    assert [pipe.options.get("trusted_network") for pipe in fake.opened] == [None, True]
+
+
 def test_several_images_are_numbered(fake: Any, run: Any, tmp_path: Path) -> None:
     result = run("generate", "a fox", "a pine", "--negative-prompt", "fog", "--num-images", 2, "-o", tmp_path / "x.jpg")
     assert result.exit_code == 0, result.output

@@ -45,6 +45,7 @@ class ThreadContext:
     wait_limit: float = 60.0
     waiting: Any = field(default_factory=nullcontext)
     links: Any = None
+    seal: Any = None
 
     def emit(self, event: object) -> None: ...
 

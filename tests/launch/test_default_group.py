@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from patchpar.errors import LaunchError
-from patchpar.launch import default_group, torchrun
+from patchpar.launch import default_group, torchrun_connection
 from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
 from patchpar.launch.executor import longest_wait
 from tests.launch.fake_gpus import FakeGpus
@@ -78,7 +78,7 @@ def test_ranks_of_several_hosts_tell_their_cards_before_they_have_a_group(monkey
     def no_control():
         raise Stop
 
-    monkeypatch.setattr(torchrun, "GroupControl", no_control)
+    monkeypatch.setattr(torchrun_connection, "GroupControl", no_control)
     for cards, backend in [("AB", "nccl"), ("AA", "gloo")]:
         found = ranks_of_torchrun(monkeypatch, [FakeGpus([card]) for card in cards], one_host=False)
         assert [type(error) for error in found] == [Stop, Stop]

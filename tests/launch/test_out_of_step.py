@@ -2,9 +2,9 @@
 
 import pytest
 
-from patchpar.errors import ExchangeError, LaunchError, WorkerHung
+from patchpar.errors import AuthenticationError, ExchangeError, LaunchError, WorkerHung
 from patchpar.launch.remote_errors import take_down
-from patchpar.launch.torchrun import _step_lost
+from patchpar.launch.torchrun import _is_cause, _step_lost
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import on_ranks, ranks_of_torchrun
 
@@ -52,4 +52,8 @@ def test_a_failed_exchange_leaves_messages_even_where_all_ranks_are_at_the_same_
     assert _step_lost("generate", [failed, failed], [b"4", b"4"]) == ""
     assert _step_lost("generate", [failed, None], [b"4", b""]) == "", "the other rank took no part"
     assert _step_lost("generate", [failed, None], [b"4", b"5"])
+    refused = take_down(AuthenticationError("somebody else has sent it"))
+    assert "somebody else" in _step_lost("generate", [None, refused], [b"4", b"4"])
+    assert _is_cause(refused), "the others raise it too"
+    assert not _is_cause(lost)
     assert "rank 1 is gone" in _step_lost("generate", [lost, None], [b"4", b"4"])

@@ -108,6 +108,50 @@ def test_no_thread_of_a_group_outlives_it(tmp_path):
         assert not [name for name in names if "gloo" in name]
 
 
+@pytest.fixture(scope="module")
+def distant(tmp_path_factory):
+    """What two ranks saw that are on a host each, as far as they know."""
+    folder = tmp_path_factory.mktemp("distant")
+    run_ranks(folder, "tests.launch.distant_hosts", 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_ranks_on_several_hosts_know_one_another_by_a_secret(distant):
+    for rank, saw in enumerate(distant):
+        assert saw["backend"] == "gloo"
+        for name, is_sealed in (("secret", True), ("trusted", False), ("secret again", True)):
+            found = saw[name]
+            assert found["sealed"] == [is_sealed, is_sealed]
+            assert found["links"] is False, "they do not share a host"
+            assert found["add_up"] == 7.0
+            assert found["converse"] == [4.0, 4.0]
+            kind, text = found["rank 1 raises"]
+            assert (kind, "only one" in text) == (["WorkerError", "ValueError"][rank], True)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("nothing given", ["would unpickle, and so run, whatever is sent to them"] * 2),
+        ("one has none", ["rank 0 (on {host}) has a secret_file and rank 1 (on {host}) has none"] * 2),
+        ("one trusts", ["rank 1 (on {host}) has a secret_file and rank 0 (on {host}) has none"] * 2),
+        ("another secret", ["rank 1 (on {host}) did not prove", "rank 0 (on {host}) did not prove"]),
+        ("others may read it", ["rank 1 (on {host}) cannot use its secret", "mode 0644 lets others"]),
+        ("short", ["rank 1 (on {host}) cannot use its secret", "has 32 to 4096 bytes, this one has 31"]),
+    ],
+)
+def test_ranks_that_do_not_know_one_another_do_not_start(distant, case, words):
+    for saw, text in zip(distant, words, strict=True):
+        assert text.format(host=socket.gethostname()) in saw[case][1]
+
+
+def test_a_rank_that_refuses_a_message_is_not_waited_for(distant):
+    """The second to refuse may find that the first has gone."""
+    calls = [saw["tampered"] for saw in distant]
+    assert "AuthenticationError" in {first for (first, _), _ in calls} <= {"AuthenticationError", "WorkerDied"}
+    assert {second for _, (second, _) in calls} <= {"LaunchError", "WorkerDied"}, "nothing further between them"
+
+
 def test_a_rank_that_dies_in_a_call_is_named_on_all_others(tmp_path):
     run_ranks(tmp_path, "tests.launch.dying_rank", 3, codes=[0, 0, 7])
     for rank in range(2):

@@ -13,7 +13,7 @@ from tests.launch.fake_gpus import FakeGpus
 PLAIN = "tests.launch.plain:PlainEngine"
 
 
-def ranks_of_torchrun(monkeypatch, gpus, *, one_host=True, deadline=20.0):
+def ranks_of_torchrun(monkeypatch, gpus, *, one_host=True, deadline=20.0, **options):
     """Return an executor for each rank. `gpus`: the FakeGpus that each sees. `one_host`: whether torchrun says so."""
     own, store = threading.local(), dist.HashStore()
     monkeypatch.setenv("MASTER_PORT", f"{os.getpid()}-{id(gpus)}")
@@ -27,7 +27,7 @@ def ranks_of_torchrun(monkeypatch, gpus, *, one_host=True, deadline=20.0):
 
     def start(rank):
         own.rank = rank
-        return TorchrunExecutor(PLAIN, deadline=deadline)
+        return TorchrunExecutor(PLAIN, deadline=deadline, **options)
 
     return on_ranks(start, range(len(gpus)))
 

@@ -80,17 +80,31 @@ def test_ctrl_c(sdxl_folder: Path, environment: dict[str, str]) -> None:
 
 
 def test_torchrun(sdxl_folder: Path, plain: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+    check_script("under_torchrun.py", [sdxl_folder, tmp_path], plain, environment)
+
+
+@pytest.mark.breadth  # tests/launch has ranks on several hosts with an engine that starts sooner
+def test_torchrun_on_several_hosts(sdxl_folder: Path, plain: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    check_script("on_several_hosts.py", [sdxl_folder, tmp_path, secret], plain, environment)
+
+
+def check_script(script: str, arguments: list[Path], plain: Any, environment: dict[str, str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    command = [*launcher, str(SCRIPTS / "under_torchrun.py"), str(sdxl_folder), str(tmp_path)]
+    command = [*launcher, str(SCRIPTS / script), *map(str, arguments)]
+    tmp_path, is_sealed = arguments[1], len(arguments) > 2
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert result.returncode == 0, result.stderr
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(3)]
+    assert [rank["sealed"] for rank in found] == [is_sealed] * 3
     check_first_rank(found[0], plain)
     wrong = [rank["error beside an idle rank"] for rank in found]
     assert [kind for kind, _ in wrong] == ["ValueError", "ValueError", "WorkerError"]
     assert all("list of generators of length 2" in text for _, text in wrong)
     for other in found[1:]:
-        for name in ("idle", "bands", "without generator", "data"):
+        for name in ("idle", "bands", "without generator", "encoders on one rank", "data"):
             kind, _, plan = found[0][name]
             assert other[name] == (kind, None, plan)
         assert other["tuple"] == (None,)
@@ -125,6 +139,8 @@ def check_first_rank(found: dict[str, Any], plain: Any) -> None:
     assert near(found["bands"][1], plain(**{**call, "height": 192}, generator=generator(7))[0])
     torch.manual_seed(20)
     assert near(found["without generator"][1], plain(**call)[0])
+    assert found["encoders on one rank"][2] == "patch=3,encoders=one,strategy=exact"
+    assert torch.equal(found["encoders on one rank"][1], found["bands"][1])
     assert found["data"][2] == "data=3"
     several = {**call, "prompt": prompts}
     theirs = [generator(seed) for seed in range(3)]

@@ -189,6 +189,7 @@ class RecordingContext:
     device = "cpu"
     deadline = wait_limit = DEADLINE
     links = None
+    seal = None
 
     def __init__(self, rank: int, world_size: int, tape: TapeRecorder) -> None:
         self.rank, self.world_size, self._tape = rank, world_size, tape

@@ -4,7 +4,8 @@
     pickle      uint8 [length]: the value without its tensors, and their shapes, strides and dtypes
     tensors     one message; their bits, shapes and strides arrive unchanged
 
-The receivers know none of the shapes beforehand. Only ranks of one job send to each other, and they run the same code.
+The receivers know none of the shapes beforehand. The pickle is from a rank of the same job: it comes through sockets
+that nobody else can reach, or has the tag of `launch.message_seal`, which is checked first.
 """
 
 import io
@@ -109,6 +110,7 @@ class ValueTransfer:
     def __init__(self, comm: Communicator, axis: Axis) -> None:
         self.comm, self.device = comm, comm.transport.device
         self._peers, self._first = [axis.ranks[other] for other in axis.others], axis.ranks[0]
+        self._purpose = f"{KIND} {axis.ranks}"
         self._last_message = time.monotonic()
 
     def begin(self) -> None:
@@ -122,20 +124,23 @@ class ValueTransfer:
 
     def send(self, where: str, packed: PackedValue) -> None:
         """Send a value to all others. Raises ExchangeError."""
-        self._send(where, torch.tensor([VALUE, len(packed.pickled)]))
-        self._send(where, torch.frombuffer(bytearray(packed.pickled), dtype=torch.uint8))
+        seal = self.comm.seal
+        message = packed.pickled if seal is None else seal.seal(self._purpose, packed.pickled)
+        self._send(where, torch.tensor([VALUE, len(message)]))
+        self._send(where, torch.frombuffer(bytearray(message), dtype=torch.uint8))
         if packed.tensors:
             self._send(where, *packed.tensors)
 
     def receive(self, where: str) -> Any:
-        """Return the value that the first rank has sent. Raises ExchangeError."""
+        """Return the value that the first rank has sent. Raises ExchangeError, AuthenticationError."""
         status, length = WORKING, 0
         while status == WORKING:
             status, length = self._receive(where, HEADER)[0].tolist()
         if status != VALUE:
             raise ExchangeError(f"{where}: {status} is no message of an encoder: the ranks do not make the same calls")
         (data,) = self._receive(where, TensorSpec((length,), torch.uint8))
-        layouts, pickled = pickle.loads(data.cpu().numpy().tobytes())  # from a rank of this job
+        message, seal = data.cpu().numpy().tobytes(), self.comm.seal
+        layouts, pickled = pickle.loads(message if seal is None else seal.open(self._purpose, self._first, message))
         received = self._receive(where, *(layout.sent for layout in layouts)) if layouts else []
         tensors = [layout.rebuild(x) for layout, x in zip(layouts, received, strict=True)]
         return Unpickler(io.BytesIO(pickled), tensors).load()

@@ -26,7 +26,7 @@ class ImageRunner(RankRunner):
     def run(self) -> int:
         """Generate images until the session sends EndStream; returns how many. Raises the errors of the pipeline."""
         context, transport = self._context, self._watched()
-        comm = None if transport is None else Communicator(transport, context.beat)
+        comm = None if transport is None else Communicator(transport, context.beat, context.seal)
         stage = ImageStage(self._pipe, context.rank, context.world_size, comm, context.beat)
         return stage.run(self._take, self._put)
 

@@ -1,4 +1,4 @@
-"""Run by torchrun on three ranks; reads MODEL and the folder RESULTS from argv."""
+"""Run by torchrun on three ranks; reads MODEL, the folder RESULTS and perhaps a secret file from argv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from patchpar import ParallelPipeline, WorkerError
 
-MODEL, RESULTS = Path(sys.argv[1]), Path(sys.argv[2])
+MODEL, RESULTS, *SECRETS = map(Path, sys.argv[1:])
+SECRET_FILE = SECRETS[0] if SECRETS else None
 RANK = int(os.environ["RANK"])
 CALL = {"prompt": "a small red house", "height": 128, "width": 128, "num_inference_steps": 3, "output_type": "latent"}
 found: dict[str, Any] = {"callback": []}
@@ -31,7 +32,7 @@ def keep(name: str, output: Any) -> None:
     found[name] = (type(output).__name__, output.images, str(pipe.plan))
 
 
-with ParallelPipeline.from_pretrained(MODEL) as pipe:
+with ParallelPipeline.from_pretrained(MODEL, secret_file=SECRET_FILE) as pipe:
     generator = seeded()
     keep("idle", pipe(**CALL, generator=generator, callback_on_step_end=darken))  # one rank has no part in cfg=2
     found["state"] = generator.get_state()
@@ -42,6 +43,8 @@ with ParallelPipeline.from_pretrained(MODEL) as pipe:
     keep("bands", pipe(**{**CALL, "height": 192}, generator=seeded()))
     torch.manual_seed(20 + RANK)
     keep("without generator", pipe(**CALL))
+    pipe.plan = "patch=3,encoders=one"
+    keep("encoders on one rank", pipe(**{**CALL, "height": 192}, generator=seeded()))
     pipe.plan = "data=3"
     prompts = ["a red house", "a blue tower", "a pine"]
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
@@ -53,5 +56,6 @@ with ParallelPipeline.from_pretrained(MODEL) as pipe:
     except ValueError as error:
         found["error"] = str(error)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    found["sealed"] = pipe._executor._context.seal is not None
     found["module"] = type(pipe.unet).__name__
 torch.save(found, RESULTS / f"{RANK}.pt")

@@ -1,0 +1,37 @@
+"""What a ParallelPipeline shows of its calls: statistics, finished steps, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from patchpar.pipeline.report import Run
+from patchpar.pipeline.state import PipelineState
+
+
+class ObservedCalls:
+    """A pipeline whose calls can be observed."""
+
+    _state: PipelineState
+
+    @property
+    def last_run(self) -> Run | None:
+        """Statistics of the latest call."""
+        return self._state.last_run
+
+    @property
+    def on_step(self) -> Callable[[int, int], object] | None:
+        """Function called with (step, number of steps) after each step; replaces the progress bar."""
+        return self._state.on_step
+
+    @on_step.setter
+    def on_step(self, function: Callable[[int, int], object] | None) -> None:
+        self._state.on_step = function
+
+    @property
+    def tracing(self) -> bool:
+        """Whether calls record every exchange, for `last_run.save_trace(path)`."""
+        return self._state.tracing
+
+    @tracing.setter
+    def tracing(self, wanted: bool) -> None:
+        self._state.tracing = bool(wanted)
