@@ -66,6 +66,7 @@ def compare(ranks: Any, name: str, plans: list[str]) -> None:
             assert dict(sent) == dict(rank.stats.bytes_sent), where
             received = sum(rank.stats.bytes_received.values())
             assert encoded + bytes_received(found) == received + rank.encoded, where
+            assert found.stale_bytes == rank.stats.stale_bytes, where
             steps = steps_of(found.tape)
             for step, stats in enumerate(rank.stats.steps):
                 assert dict(bytes_sent(steps[f"step {step}"])) == dict(stats.bytes_sent), f"{where}, step {step}"
