@@ -54,16 +54,14 @@ FLUX_1024 = {AttentionKeys(1, 24, 512 + 64 * 64, 128, 2): 57}
 SDXL_2048 = {AttentionKeys(2, 10, 128 * 128, 64, 2): 10, AttentionKeys(2, 20, 64 * 64, 64, 2): 60}
 
 
-@pytest.mark.parametrize(("attended", "most"), [(FLUX_1024, 2.5e9), (SDXL_2048, 3.5e9)], ids=["FLUX", "SDXL"])
-def test_stale_keys_and_values_on_each_of_four_gpus(attended: dict[AttentionKeys, int], most: float) -> None:
-    """Of all tokens a rank keeps two quarters, its own of two steps, and messages of a few attentions."""
+@pytest.mark.parametrize("attended", [FLUX_1024, SDXL_2048], ids=["FLUX", "SDXL"])
+def test_stale_keys_and_values_on_each_of_four_gpus(attended: dict[AttentionKeys, int]) -> None:
+    """Of all tokens a rank keeps those of one step, and messages of a few attentions; between CPU ranks two steps."""
     policy = parse_strategy("fresh-edges").policy
-    whole = sum(
-        2 * each.batch * each.heads * each.tokens * each.width * each.itemsize * n for each, n in attended.items()
-    )
+    sizes = [2 * each.batch * each.heads * each.tokens * each.width * each.itemsize * n for each, n in attended.items()]
     late, early = (stale_bytes(policy, attended, 4, sends_late=late) for late in (True, False))
-    assert whole / 2 < late < 0.65 * whole
-    assert late < most < early
+    assert sum(sizes) < late < 1.2 * sum(sizes)
+    assert 1.7 * sum(sizes) < early < 2.2 * sum(sizes)
     assert stale_bytes(parse_strategy("exact").policy, attended, 4, sends_late=True) == 0
 
 
