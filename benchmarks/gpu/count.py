@@ -1,6 +1,7 @@
 """Count what one rank of every strategy does on GPUs in a call of SDXL and of FLUX, without a GPU.
 
 python -m benchmarks.gpu.count --host-time --write docs/figures/gpu-counts.md
+python -m benchmarks.gpu.count --write docs/figures/gpu-counts.md                      # times stay as they are there
 python -m benchmarks.gpu.count --only-host-time --write docs/figures/gpu-counts.md     # counts stay as they are there
 python -m benchmarks.gpu.count --models flux --strategies "exact;fresh-edges" --short     # a quick look
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.gpu.battery.environment import commit_of
 from benchmarks.gpu.denoisers import DENOISERS, NAMES, SHORT
 from benchmarks.gpu.host_time import exchange_times, host_times
 from benchmarks.gpu.quiet import quiet_process
@@ -26,6 +29,7 @@ STRATEGIES = {
     "flux": ("exact", "exact:ulysses=4", "exact:attention=ring", "displaced", "pcpp", *FRESH),
 }
 MIB = 2**20
+ROOT = Path(__file__).parents[2]
 TURNS = 15
 PYTHON_GOAL = 40  # microseconds of Python for an exchange
 INTRODUCTION = """\
@@ -115,6 +119,11 @@ def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[s
         "the machine and on what else it does; ratios do so less, and calls do not."
     )
     yield ""
+    yield (
+        f"Measured on {datetime.now(timezone.utc):%d %B %Y}, commit {commit_of(ROOT)}; the counts above may "
+        "be of a later one."
+    )
+    yield ""
     yield "| model | strategy | plain, ms | split, ms | of plain | exchanges | added by each, µs | calls |"
     yield "|---|---|---|---|---|---|---|---|"
     for model in models:
@@ -144,6 +153,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         yield from counts_of(options.write)
         yield from host_lines(options.world, TURNS, options.models, options.strategies)
         return
+    kept = host_time_of(options.write)
     yield INTRODUCTION
     if find_spec("triton") is None:
         yield ""
@@ -157,7 +167,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         yield from host_lines(options.world, TURNS, options.models, options.strategies)
     else:
         yield ""
-        yield NO_HOST_TIME
+        yield from kept or (NO_HOST_TIME,)
 
 
 def counts_of(page: Path) -> Iterator[str]:
@@ -166,6 +176,16 @@ def counts_of(page: Path) -> Iterator[str]:
         if line in (f"## {HOST_TIME}", NO_HOST_TIME):
             return
         yield line
+
+
+def host_time_of(page: Path | None) -> list[str]:
+    """Return the section on the time of the process of a page, with the day and the commit of its figures.
+
+    Empty where there is no such page or section.
+    """
+    written = page.read_text().splitlines() if page is not None and page.is_file() else []
+    heading = f"## {HOST_TIME}"
+    return written[written.index(heading) :] if heading in written else []
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 PARTS = ("weights", "activations")
+STALE = ("fresh-edges", "displaced")
+"""Strategies of which doctor says what they hold from step to step."""
 TASK = RequestedTask(verb="doctor")
 """doctor needs a model that generates an image."""
 
@@ -113,7 +115,8 @@ def memory(
     """Return the bytes of an image of the model's default size, found without loading weights.
 
     On one device: those of each network's weights, and the most of other tensors while encoding, denoising and
-    decoding; and what plans for `devices` take, by rank, and whether it is free. Or the reason why they are unknown.
+    decoding; and what plans for `devices` take, by rank, and whether it is free; and what strategies with stale keys
+    and values hold on each rank, on top. Or the reason why they are unknown.
     """
     from patchpar.models.dry_run.dry_run import dry_run
     from patchpar.models.dry_run.empty_pipeline import empty_pipeline
@@ -126,9 +129,25 @@ def memory(
         pipe.set_progress_bar_config(disable=True)
         run = dry_run(pipe, prompt=ANY_PROMPT)
     except UnsupportedModel as error:
-        return {"weights": None, "activations": None, "plans": None, "why": str(error)}
+        return {"weights": None, "activations": None, "plans": None, "stale": None, "why": str(error)}
     plans = plans_for(devices, network_bytes(pipe), run.peak_bytes, cards)
-    return {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "plans": plans, "why": ""}
+    known = {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "plans": plans}
+    return {**known, "stale": stale(run.attended, devices), "why": ""}
+
+
+def stale(attended: Mapping[Any, int], devices: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of keys and values that each rank holds from step to step, by strategy. `attended`: a DryRun's.
+
+    Empty for one device.
+    """
+    from patchpar.models.dry_run.plan_memory import stale_bytes
+    from patchpar.strategies import parse_strategy
+
+    if len(devices) < 2:
+        return {}
+    late = "cpu" not in devices and len(set(devices)) == len(devices)  # a GPU each: NCCL
+    policies = {name: parse_strategy(name).policy for name in STALE}
+    return {name: stale_bytes(each, attended, len(devices), sends_late=late) for name, each in policies.items()}
 
 
 def plans_for(
@@ -189,6 +208,8 @@ def _print(findings: dict[str, Any]) -> None:
         typer.echo(f"memory    {_memory_text(findings['memory'])}")
         for line in _plan_lines(findings["memory"]["plans"] or ()):
             typer.echo(f"          {line}")
+        for name, size in (findings["memory"]["stale"] or {}).items():
+            typer.echo(f"          {name}: {_gib(size)} of keys and values more on each rank, from step to step")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"image     {plan['ran']}")

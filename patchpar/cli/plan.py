@@ -69,6 +69,8 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
         ranks, fraction = best.plan.world_size, max(best.flops) / alone.flops[0]
         yield f"work      {fraction:.3f} of one device's step on the busiest rank; 1/{ranks} is {1 / ranks:.3f}"
     if best.plan.patch > 1 and best.plan.strategy.policy.remembers:
+        held = gib(max(each.stale for each in best.memory))
+        yield f"held      {held} GiB of stale values from step to step on each device, among the GiB above"
         yield f"edges     {edges_of(best).reason}"
     yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
     for number, line in enumerate(best.assumed):

@@ -111,6 +111,7 @@ def lines(found: Forecast) -> Iterator[str]:
     memory = max(found.memory, key=lambda each: each.total)
     of_device = found.machine.device.memory
     parts = f"weights {gib(memory.weights)}, other tensors {gib(memory.tensors)}, CUDA {gib(memory.context)}"
+    parts += f", of the other tensors {gib(memory.stale)} held from step to step" if memory.stale else ""
     fits = "" if memory.total <= of_device else ": DOES NOT FIT"
     yield f"memory    {gib(memory.total)} of {gib(of_device)} GiB{fits} ({parts})"
     for number, line in enumerate(found.assumed):

@@ -10,12 +10,15 @@ from torch.utils._pytree import tree_leaves
 
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 
+NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says in a RuntimeError on the CPU."""
+
 
 def is_of_the_split(error: Exception) -> bool:
     """Whether an error may come from the split of a model, so that another split may work; others are raised as is."""
     if isinstance(error, PatchparError):
         return isinstance(error, (UnsupportedModel, VerificationError))
-    return not isinstance(error, torch.OutOfMemoryError)
+    return not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_HOST_MEMORY in str(error))
 
 
 @contextmanager

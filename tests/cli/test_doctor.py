@@ -34,7 +34,7 @@ def test_a_wrong_sum_is_a_failure(monkeypatch: pytest.MonkeyPatch, answer: list[
 
 def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalExecutor, "call", lambda *_: [1, 1])
-    result = run("doctor", "--json")
+    result = run("doctor", "--devices", "cpu:2", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert set(found) == {"versions", "host", "devices", "gpu", "links", "collective", "memory", "plan"}
@@ -45,6 +45,7 @@ def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weights=hosted" in hosted["plan"]
     assert max(whole["ranks"]) > max(hosted["ranks"])
     assert hosted["host"] > 0 == whole["host"]
+    assert 0 < found["memory"]["stale"]["displaced"] < found["memory"]["stale"]["fresh-edges"]
     assert found["host"]["cores"] >= 1
     assert fake.opened[0].closed
 

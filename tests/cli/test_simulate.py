@@ -66,6 +66,7 @@ def test_plans_as_text(plan: str) -> None:
     first = [line.split()[0] for line in answer.stdout.splitlines()]
     assert {"plan", "step", "call", "sent", "memory", "assumed"} <= set(first)
     assert ("warm-up" in first) == ("displaced" in plan)
+    assert ("held from step to step" in answer.stdout) == ("displaced" in plan)
 
 
 @pytest.mark.breadth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -159,8 +160,8 @@ def at_once() -> Any:
     return mock.patch.object(stale, "_attend_now", attend)
 
 
-class Stop(ArithmeticError):
-    """What a rank raises in the middle of a call, such as for want of memory."""
+class Stop(torch.OutOfMemoryError):
+    """What a rank raises in the middle of a call."""
 
 
 FAULTS = [(strategy, 2, number) for strategy in ("exact", "fresh-edges") for number in range(0, 60, 4)]
@@ -178,7 +179,12 @@ FAULTS += [
 )
 def test_an_exception_at_an_exchange_frees_every_rank(strategy: str, world: int, number: int) -> None:
     """The others get an error that names the exchange point, and none of them exchanges anything afterwards."""
-    run, stand_in = run_of(strategy), StandIn(world)
+    frees_every_rank(lambda transport: predicted(transport, run_of(strategy), world), world, number)
+
+
+def frees_every_rank(call: Callable[[TorchTransport], Any], world: int, number: int) -> None:
+    """Stop rank 1 at its exchange of this number in a call."""
+    stand_in = StandIn(world)
     again: list[str] = []
     start, started = Communicator._start, iter(range(number + 1))
 
@@ -189,7 +195,7 @@ def test_an_exception_at_an_exchange_frees_every_rank(strategy: str, world: int,
 
     def stopped(transport: TorchTransport) -> Any:
         try:
-            return predicted(transport, run, world)
+            return call(transport)
         except ExchangeError:
             with pytest.raises(ExchangeError, match=r"rank \d at the next one: .* is not used again") as error:
                 transport.send_recv([], [], "the next one")

@@ -11,9 +11,11 @@ import torch
 from benchmarks.weights.model import save_model
 from patchpar.errors import PlanError
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
-from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost
+from patchpar.models.dry_run.meta_mode import AttentionKeys
+from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost, stale_bytes
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
 from patchpar.plan.plan import Plan
+from patchpar.strategies import parse_strategy
 from tests.weights.loading import saved
 
 GIB = 2**30
@@ -46,6 +48,21 @@ def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int
     wanted = memory_of(plan, networks, 0).ranks[0]
     number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))
     assert wanted <= found <= wanted + 2 * 64 * 2 * number
+
+
+FLUX_1024 = {AttentionKeys(1, 24, 512 + 64 * 64, 128, 2): 57}
+SDXL_2048 = {AttentionKeys(2, 10, 128 * 128, 64, 2): 10, AttentionKeys(2, 20, 64 * 64, 64, 2): 60}
+
+
+@pytest.mark.parametrize("attended", [FLUX_1024, SDXL_2048], ids=["FLUX", "SDXL"])
+def test_stale_keys_and_values_on_each_of_four_gpus(attended: dict[AttentionKeys, int]) -> None:
+    """Of all tokens a rank keeps those of one step, and messages of a few attentions; between CPU ranks two steps."""
+    policy = parse_strategy("fresh-edges").policy
+    sizes = [2 * each.batch * each.heads * each.tokens * each.width * each.itemsize * n for each, n in attended.items()]
+    late, early = (stale_bytes(policy, attended, 4, sends_late=late) for late in (True, False))
+    assert sum(sizes) < late < 1.2 * sum(sizes)
+    assert 1.7 * sum(sizes) < early < 2.2 * sum(sizes)
+    assert stale_bytes(parse_strategy("exact").policy, attended, 4, sends_late=True) == 0
 
 
 def tensors(network: torch.nn.Module) -> list[torch.Tensor]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu import count
 from benchmarks.gpu.denoisers import Denoiser
 from benchmarks.gpu.strategies import FakeRank
 from patchpar.comm.collectives import Communicator
@@ -73,6 +76,17 @@ def test_launches_of_a_stale_attention(model: str) -> None:
     """SDXL's others, of norms and convolutions, are those of an exact step, whose attention makes two."""
     stale, exact = row(model, "fresh-edges"), row(model, "exact", "exact")
     assert number(stale["launches"]) - number(exact["launches"]) <= (MOST_ADDED - 2) * ATTENTIONS[model]
+
+
+def test_a_page_whose_counts_are_written_anew_keeps_its_times_with_their_day_and_commit(tmp_path: Path) -> None:
+    """Counts are the same on every machine and at any time; times need one that does nothing else."""
+    options = Namespace(models=[], host_time=False, only_host_time=False, write=PAGE.with_suffix(".md"))
+    written = PAGE.with_suffix(".md").read_text()
+    times = written[written.index(f"## {count.HOST_TIME}") :]
+    assert re.search(r"\nMeasured on \d+ [A-Z][a-z]+ 20\d\d, commit [0-9a-f]{8};", times)
+    assert "\n".join(count.lines(options)) + "\n" == f"{count.INTRODUCTION}\n\n{times}"
+    options.write = tmp_path / "new.md"
+    assert list(count.lines(options))[-1] == count.NO_HOST_TIME
 
 
 @pytest.mark.breadth  # test_counts holds memory to ceilings in every run

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from patchpar.comm.transport import Incoming, TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
 from patchpar.pipeline.planner.image_ranks import unequal_pairs
 from patchpar.pipeline.planner.record import Recording, RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
+from patchpar.pipeline.planner.recording_transport import RecordingTransport
+from patchpar.pipeline.planner.tape_recorder import TapeRecorder
 from patchpar.pipeline.planner.token_plans import KnownTokens
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
@@ -70,6 +73,7 @@ def compare(ranks: Any, name: str, plans: list[str]) -> None:
             assert dict(sent) == dict(rank.stats.bytes_sent), where
             received = sum(rank.stats.bytes_received.values())
             assert encoded + bytes_received(found) == received + rank.encoded, where
+            assert found.stale_bytes == rank.stats.stale_bytes, where
             steps = steps_of(found.tape)
             for step, stats in enumerate(rank.stats.steps):
                 assert dict(bytes_sent(steps[f"step {step}"])) == dict(stats.bytes_sent), f"{where}, step {step}"
@@ -124,6 +128,24 @@ def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:
     apart, joined = (recorded("flux", "patch=2", 1, 1, joined=joined)[0] for joined in (False, True))
     assert bytes_sent(apart.tape) == bytes_sent(joined.tape)
     assert attentions(joined) < attentions(apart)
+
+
+def test_what_one_operation_gathers_is_there_together() -> None:
+    """Messages apart are waited for one by one, so that what has come can be used while the others are on their way."""
+    incoming = [Incoming(peer, (TensorSpec((4,), torch.float32),)) for peer in (1, 2)]
+    for joined, waits in ((True, 2), (False, 1)):
+        tape = TapeRecorder()
+        transport = RecordingTransport(0, tape, joined=joined)
+        own, rows = torch.empty(4, device="meta"), torch.empty(3, 4, device="meta")
+        if transport.collectives is None:
+            work = transport.send_recv([], incoming, "attention")
+        else:
+            work = transport.collectives.gather_messages((0, 1, 2), own, rows, incoming, "attention")
+        arriving = work.arriving()
+        next(arriving)
+        assert sum(isinstance(entry, Wait) for entry in tape.tape) == waits
+        next(arriving)
+        assert sum(isinstance(entry, Wait) for entry in tape.tape) == 2
 
 
 def test_what_is_aligned_in_a_buffer_is_counted_as_it_is() -> None:

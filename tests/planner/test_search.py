@@ -76,6 +76,23 @@ def test_of_about_equal_times_the_plan_with_fewer_devices_is_taken() -> None:
     assert found.best.plan == Plan()
 
 
+@pytest.mark.parametrize(("exchange", "overlap"), [(0.2, True), (0.002, None)], ids=["slow", "fast"])
+def test_keys_are_attended_to_as_they_arrive_where_that_hides_a_slow_link(
+    exchange: float, overlap: bool | None
+) -> None:
+    """Own keys meanwhile, for which a step has more to launch and to merge: where a link is fast, all at once."""
+    machine = Machine.parse("2xA100")
+
+    def simulate(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        arriving = getattr(plan.strategy, "overlap", None)
+        hidden = min(exchange, 0.1)
+        others = plan.strategy not in (ExactPatch(), ExactPatch(overlap=True))
+        waits = exchange - hidden if arriving else exchange
+        return forecast_of(plan, machine, exchange=1.0 if others else waits, launches=0.02 if arriving else 0.0)
+
+    assert search(machine, 1, "exact", simulate).best.plan == Plan(patch=2, strategy=ExactPatch(overlap=overlap))
+
+
 def test_weights_that_do_not_fit_are_sharded() -> None:
     """An H100 has 80 GB: four times 25 are too many for one device, and a half or a quarter is not."""
     machine = Machine.parse("4xH100")

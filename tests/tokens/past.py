@@ -153,12 +153,22 @@ class Case:
         return near, far
 
 
-@torch.no_grad()
 def on_ranks(case: Case) -> list[list[Tensor]]:
     """Every evaluation's prediction, as each rank has it."""
+    found = on_threads(case.ranks, on_rank_of(case), deadline=60.0)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
+
+
+@torch.no_grad()
+def on_rank_of(case: Case) -> Callable[[Any], list[Tensor]]:
+    """What predicts all evaluations on the rank of a transport."""
     models = [case.build() for _ in range(case.ranks)]  # threads share torch's random state
     plan = _plan(case.name, case.variant, case.mask)
 
+    @torch.no_grad()
     def on_rank(transport: Any) -> list[Tensor]:
         axis = Axis("patch", transport.rank, case.ranks, tuple(range(case.ranks)))
         clock, model = StepClock(), models[transport.rank]
@@ -167,20 +177,15 @@ def on_ranks(case: Case) -> list[list[Tensor]]:
         clock.reset()
         split.reset()
         found = []
-        with torch.no_grad():
-            for evaluation in range(case.evaluations):
-                clock.next_call()
-                found.append(predictions(split.denoise(model.forward, **case.call(evaluation)))[0])
-                clock.tick()
+        for evaluation in range(case.evaluations):
+            clock.next_call()
+            found.append(predictions(split.denoise(model.forward, **case.call(evaluation)))[0])
+            clock.tick()
         split.finish()
         split.restore()
         return found
 
-    found = on_threads(case.ranks, on_rank, deadline=60.0)
-    for each in found:
-        if isinstance(each, Exception):
-            raise each
-    return found
+    return on_rank
 
 
 @cache

@@ -74,7 +74,17 @@ def test_what_fails_without_us_too_is_the_models_own_error() -> None:
     assert type(raised.value) is ValueError
 
 
-@pytest.mark.parametrize("error", [ExchangeError("late"), torch.OutOfMemoryError("full"), UnsupportedModel("in words")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ExchangeError("late"),
+        torch.OutOfMemoryError("full"),
+        MemoryError("full"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 1 bytes."),
+        UnsupportedModel("in words"),
+    ],
+    ids=str,
+)
 def test_what_says_enough_is_passed_on(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         run(error, torch.ones(2), patch=2)

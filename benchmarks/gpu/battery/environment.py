@@ -42,8 +42,16 @@ def python_with(device: str, venv: Path, root: Path) -> str:
 
 def version_of(root: Path) -> str:
     """Return the hash of the package as it is committed; empty outside a repository."""
-    command = ["git", "rev-parse", "HEAD:patchpar"]
-    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return _answer_of_git(root, "rev-parse", "HEAD:patchpar")
+
+
+def commit_of(root: Path) -> str:
+    """Return the hash, in short, of the commit that is checked out; empty outside a repository."""
+    return _answer_of_git(root, "rev-parse", "--short=8", "HEAD")
+
+
+def _answer_of_git(root: Path, *arguments: str) -> str:
+    answer = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     return answer.stdout.strip()
 
 

@@ -8,6 +8,7 @@ It holds for any pipeline at any size, whether the model fits this machine or no
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.dry_run.live_bytes import LiveBytes
-from patchpar.models.dry_run.meta_mode import META, MetaMode
+from patchpar.models.dry_run.meta_mode import META, AttentionKeys, MetaMode
 from patchpar.models.info import denoisers_of
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionReplaced
@@ -32,13 +33,15 @@ class DryRun:
     """What a call does on one device. `weight_bytes` of each network, by its name.
 
     `peak_bytes`: the most that tensors take beside the weights, in each phase: before the first call of a denoiser,
-    until the end of its last call, and after it. `calls` of denoisers, and the FLOPs of one of them.
+    until the end of its last call, and after it. `calls` of denoisers, and the FLOPs of one of them. `attended`: keys
+    of the attentions in one step whose queries are as many, and how many such attentions there are.
     """
 
     weight_bytes: Mapping[str, int]
     peaks: Mapping[str, int]
     calls: int
     flops_per_call: float
+    attended: Mapping[AttentionKeys, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -71,6 +74,7 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
         peaks=dict(memory.peaks),
         calls=counted.calls,
         flops_per_call=counted.flops / max(1, counted.calls),
+        attended={keys: -(-number // STEPS) for keys, number in counted.attended.items()},
     )
 
 
@@ -108,14 +112,17 @@ class _DenoiserCalls:
 
     def __init__(self) -> None:
         self.calls, self.flops, self._before = 0, 0, 0
+        self.attended = Counter[AttentionKeys]()
 
     def begin(self, mode: MetaMode) -> None:
         mode.memory.enter(DENOISE)
         mode.memory.merge(DECODE, into=DENOISE)  # what followed the last call was a part of its step
         self.calls, self._before = self.calls + 1, mode.flops
+        mode.attended.clear()
 
     def end(self, mode: MetaMode) -> None:
         self.flops += mode.flops - self._before
+        self.attended += mode.attended
         mode.memory.enter(DECODE)
 
 

@@ -5,6 +5,8 @@
 
 A stage whose blocks are hosted keeps its own ones on its device; about as many bytes as the other stages.
 
+Strategies with stale values hold keys and values of all tokens from one step to the next, on top: `stale_bytes`.
+
 Activations are those of a call on one device, the most that a rank of several can have. Buffers of kernels and drivers
 come on top.
 """
@@ -17,10 +19,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from patchpar.models.dry_run.meta_mode import AttentionKeys
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
+from patchpar.plan.bands import split_bands
+from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
+from patchpar.plan.kv_selection import TokensAcross
+from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.shard.stages.balance import balanced
+from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.weights.packed import blocks_of, resident_of
 
 SLOTS = 2  # of each network with divided weights
@@ -104,6 +113,32 @@ def plans_by_cost(
         if resident := _most_resident(divided, networks, activations, device, host):
             yield resident
         yield memory_of(divided, networks, activations)
+
+
+def stale_bytes(policy: ExchangePolicy, attended: Mapping[AttentionKeys, int], ranks: int, *, sends_late: bool) -> int:
+    """Return the bytes of keys and values that a rank of so many holds from one step to the next.
+
+    `attended`: of a step on one device, see `DryRun`; text among their tokens counts as if it were kept. `sends_late`:
+    as between GPUs over NCCL, see `shard.stale.send_window`. 0 for a policy that keeps none.
+    """
+    if not isinstance(policy.context, StaleKV):
+        return 0
+    held, shared, axis = 0, 0, Axis("patch", 0, ranks, tuple(range(ranks)))
+    for keys, number in attended.items():
+        if keys.tokens < ranks:
+            continue
+        layout = StaleLayout(
+            policy.context,
+            axis,
+            LevelGrid(split_bands(keys.tokens, ranks, 1), TokensAcross(1), -2),
+            token=(2, keys.batch, keys.heads, keys.width),
+            itemsize=keys.itemsize,
+            joins=policy.published or policy.context.narrow_to is not None,
+            may_wait=sends_late,
+        )
+        held += number * layout.num_bytes.total
+        shared = max(shared, layout.workspace_bytes + layout.window_bytes)
+    return held + shared
 
 
 def _most_resident(

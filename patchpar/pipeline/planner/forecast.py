@@ -47,11 +47,15 @@ class PhaseForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank: its weights, the most of its other tensors at a time, and what CUDA takes."""
+    """Bytes of one rank: its weights, the most of its other tensors at a time, and what CUDA takes.
+
+    `stale`: of the other tensors, values that one step leaves to the next.
+    """
 
     weights: int
     tensors: int
     context: int = CONTEXT_BYTES
+    stale: int = 0
 
     @property
     def total(self) -> int:
@@ -105,6 +109,7 @@ class Forecast:
             "flops_per_step": list(self.flops),
             "bytes_sent_per_step": [dict(each) for each in self.bytes_sent],
             "memory_bytes": [each.total for each in self.memory],
+            "stale_bytes": [each.stale for each in self.memory],
             "assumed": list(self.assumed),
         }
 
@@ -178,7 +183,8 @@ def plan_fits(plan: Plan, machine: AnyMachine) -> None:
 
 def memory_of(rank: RecordedRank) -> RankMemory:
     """Return the memory that a recorded rank takes."""
-    return RankMemory(weights=sum(rank.weight_bytes.values()), tensors=max(rank.peaks.values()))
+    weights = sum(rank.weight_bytes.values())
+    return RankMemory(weights=weights, tensors=max(rank.peaks.values()), stale=rank.stale_bytes)
 
 
 def _phases(found: Replayed) -> dict[str, PhaseForecast]:

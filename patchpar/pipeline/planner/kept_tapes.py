@@ -126,6 +126,7 @@ def _rank_written(rank: RecordedRank) -> dict[str, Any]:
         "tape": to_text(rank.tape),
         "peaks": dict(rank.peaks),
         "weight_bytes": dict(rank.weight_bytes),
+        "stale_bytes": rank.stale_bytes,
     }
 
 

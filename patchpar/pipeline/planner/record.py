@@ -138,6 +138,7 @@ class Recording:
                 tape=tape.tape,
                 peaks=dict(memory.peaks),
                 weight_bytes={name: _weight_bytes(network, memory) for name, network in self.networks.items()},
+                stale_bytes=runner.stale_bytes,
             )
         finally:
             runner.restore()
@@ -227,6 +228,8 @@ class _Runner(PipelineRunner):
         self._transport = transport
         self._nowhere, self._options = transport, options
         self._begin: Callable[[], None] = lambda: None
+        self.stale_bytes = 0
+        """Of the call made last; see `RankStats`."""
 
     def _communicator(self) -> RecordingCommunicator:
         return RecordingCommunicator(self._nowhere)
@@ -249,7 +252,9 @@ class _Runner(PipelineRunner):
         self._begin()
         self._encoded.begin()
         self._nowhere.tape.begin()
-        return super()._call_pipeline(kwargs, options)
+        output, stats = super()._call_pipeline(kwargs, options)
+        self.stale_bytes = stats.stale_bytes
+        return output, stats
 
     def install(self, plan: Plan, **options: Any) -> None:
         """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""

@@ -11,9 +11,11 @@ class RecordedRank:
     """The program of one rank. `peaks`: the most bytes of tensors beside the weights, by phase of the call.
 
     `weight_bytes` of each network; buffers into which shards are gathered, and shards, are among the other tensors.
+    So are `stale_bytes`, which the last step leaves to a next one.
     """
 
     rank: int
     tape: Tape
     peaks: Mapping[str, int]
     weight_bytes: Mapping[str, int]
+    stale_bytes: int = 0

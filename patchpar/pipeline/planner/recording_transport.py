@@ -61,9 +61,14 @@ class RecordingTransport:
                 self.note(peer, message.num_bytes // len(message.peers), where, bulk=bulk)
         return self.expected(incoming, where)
 
-    def expected(self, incoming: Sequence[Incoming], where: str, filled: Tensor | None = None) -> "RecordedWork[Any]":
-        """Return what is expected; the result of the Work is `filled`, of any shape, or the messages."""
-        return RecordedWork(self.tape, incoming, where, self._label, filled)
+    def expected(
+        self, incoming: Sequence[Incoming], where: str, filled: Tensor | None = None, *, at_once: bool = False
+    ) -> "RecordedWork[Any]":
+        """Return what is expected; the result of the Work is `filled`, of any shape, or the messages.
+
+        `at_once`: by one operation, so that none is there before all are.
+        """
+        return RecordedWork(self.tape, incoming, where, self._label, filled, at_once=at_once)
 
     def note_parts(self, ranks: Sequence[int], parts: FlatParts, where: str) -> None:
         """Note a part for each other rank; where kinds are known, these bytes, without those that align them."""
@@ -127,7 +132,7 @@ class RecordingCollectives:
     ) -> Work[Messages]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
         self._note_own(incoming, where, bulk=bulk)
-        return self._transport.expected(incoming, where)
+        return self._transport.expected(incoming, where, at_once=True)
 
     def _note_own(self, incoming: Sequence[Incoming], where: str, *, bulk: bool) -> None:
         for message in incoming:  # all ranks send as much; in the buffers it is aligned
@@ -165,13 +170,21 @@ class RecordedWork(Work[T]):
     """Messages that have arrived at once, without values. Each wait for one is noted where it is.
 
     `filled`: the buffer, of any shape, that they are in and that is the result; None for the messages themselves.
+    `at_once`: the first that is waited for is there when all are.
     """
 
     def __init__(
-        self, tape: TapeRecorder, incoming: Sequence[Incoming], where: str, kind: str, filled: Tensor | None
+        self,
+        tape: TapeRecorder,
+        incoming: Sequence[Incoming],
+        where: str,
+        kind: str,
+        filled: Tensor | None,
+        *,
+        at_once: bool = False,
     ) -> None:
         super().__init__(incoming, where)
-        self._tape, self._filled = tape, filled
+        self._tape, self._filled, self._at_once = tape, filled, at_once
         self._expected: list[Expected] = [
             tape.expect(message.peer, message.num_bytes, kind, where) for message in incoming
         ]
@@ -185,7 +198,10 @@ class RecordedWork(Work[T]):
         return found if self._filled is None else self._filled
 
     def _receive(self, index: int) -> list[Tensor]:
-        self._tape.wait(self._expected[index])
+        if not self._at_once:
+            self._tape.wait(self._expected[index])
+        while self._at_once and self._expected:
+            self._tape.wait(self._expected.pop(0))
         message = self.incoming[index]
         into = message.into or [None] * len(message.specs)
         return [

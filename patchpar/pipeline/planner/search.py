@@ -144,7 +144,7 @@ def attention_variants(plan: Plan) -> Iterator[Plan]:
     if plan.patch == 1 or plan.strategy != ExactPatch():
         return
     groups = [each for each in range(2, plan.patch + 1) if plan.patch % each == 0]
-    modes = [ExactPatch(ulysses=plan.patch), ExactPatch(attention="ring")]
+    modes = [ExactPatch(overlap=True), ExactPatch(ulysses=plan.patch), ExactPatch(attention="ring")]
     if plan.patch > 2:
         modes += [
             ExactPatch(attention="two-way-ring"),
