@@ -1,17 +1,15 @@
 """Token plans of transformers without values: those that come with the package, or were found by a real call before."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.hooks import HookSet
+from patchpar.pipeline.planner.empty_call import arguments_of_first_call
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
-from patchpar.shard.verification import Call
 
 
 class KnownTokens:
@@ -35,20 +33,5 @@ class KnownTokens:
 
 def tokens_by_values(denoiser: nn.Module, run: Callable[[], Any]) -> TokenPlan:
     """Return the plan found at the first call of a denoiser with values, in `run`. Raises UnsupportedModel."""
-    calls: list[Call] = []
-
-    def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-        raise _FirstCall
-
-    with HookSet() as hooks:
-        hooks.before(denoiser, first, with_kwargs=True)
-        with suppress(_FirstCall):
-            run()
-    if not calls:
-        raise UnsupportedModel(f"{type(denoiser).__name__} was not called, so that its tokens cannot be found")
-    return discover_tokens(denoiser, denoiser.forward, *calls[0])
-
-
-class _FirstCall(Exception):
-    """The denoiser is called."""
+    call = arguments_of_first_call(denoiser, run)
+    return discover_tokens(denoiser, denoiser.forward, call.args, call.kwargs)

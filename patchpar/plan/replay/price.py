@@ -8,8 +8,9 @@ all                a gap to the kernel before
 compiled           what runs between two products is one kernel, as long as the longest of them
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 
@@ -177,6 +178,41 @@ class Prices:
             host = LAUNCHES.get(operator.name, 1) * self._launch
             self._kernels[operator] = Kernel(operator.name, kernel_seconds(operator, self._device, self._assumed), host)
         return self._kernels[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class DividedWork:
+    """The kernels of a rank's step, each with how often it runs, on a device: what a part of it takes at least."""
+
+    kernels: tuple[tuple[Operator, int], ...]
+    device: Device
+    assumed: CostAssumptions = ASSUMED
+
+    @classmethod
+    def of(cls, step: Iterable[TapeEntry], device: Device, assumed: CostAssumptions = ASSUMED) -> "DividedWork":
+        """Return the work of a step."""
+        operators = [entry for entry in step if isinstance(entry, Operator)]
+        kept = fused(operators) if assumed.fused else operators
+        return cls(tuple(Counter(kept).items()), device, assumed)
+
+    def seconds(self, parts: int) -> float:
+        """Return the seconds of one of so many parts, each with as many kernels as the whole, of a part of the rows."""
+        of_part = (
+            count * kernel_seconds(part_of(each, parts), self.device, self.assumed) for each, count in self.kernels
+        )
+        return sum(of_part)
+
+    @property
+    def mixes(self) -> int:
+        """The number of attentions with as many keys as queries, as far as their dims tell: those of image tokens."""
+        dims = [(each.dims, count) for each, count in self.kernels if each.name == "attention"]
+        return sum(count for (queries, keys, _), count in dims if queries % keys == 0)
+
+
+def part_of(operator: Operator, parts: int) -> Operator:
+    """Return an operator with a part of the rows, rounded up; its bytes are divided too, those of weights as well."""
+    dims = (-(-operator.dims[0] // parts), *operator.dims[1:]) if operator.dims else ()
+    return replace(operator, flops=operator.flops // parts, num_bytes=operator.num_bytes // parts, dims=dims)
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:
