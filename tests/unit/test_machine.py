@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine, device_named
-from patchpar.plan.replay.price import AS_GRAPH, COMPILED, busy_part, fused, kernel_seconds, priced
+from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, COMPILED, busy_part, fused, kernel_seconds, priced
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
 
@@ -147,7 +147,7 @@ def test_a_priced_tape_joins_kernels_between_messages() -> None:
     assert [type(entry) for entry in found] == [Boundary, Kernel, Send, Send, Kernel]
     kernels = [entry for entry in found if isinstance(entry, Kernel)]
     assert sum(each.seconds for each in kernels) == pytest.approx(4 * 2e-6)
-    assert sum(each.host for each in kernels) == pytest.approx(4 * 6e-6 + 15e-6)
+    assert sum(each.host for each in kernels) == pytest.approx(4 * ASSUMED.launch + ASSUMED.message)
     assert not sum(each.host for each in priced(tape, device_named("A100"), AS_GRAPH) if isinstance(each, Kernel))
 
 
