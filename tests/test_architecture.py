@@ -76,6 +76,7 @@ MAY_INTERCEPT = {
     "shard.compiled_op": ("tracing of compiled blocks", {"mode"}),
     "models.deferred_casts": ("casts of weights while a model is loaded", {"mode"}),
     "models.dry_run.meta_mode": ("every operator of a call without values", {"mode"}),
+    "pipeline.planner.cuts_without_values": ("what each operator of a call without values reads", {"mode"}),
     "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),
     "shard.unet.transforms": ("transforms in a first call", {"mode"}),
 }

@@ -89,7 +89,7 @@ def _row(eager: Forecast, graph: Forecast, alone: float) -> str:
     step, memory = eager.step, max(each.total for each in eager.memory)
     waits, sent = sum(step.exposed.values()), max(sum(each.values()) for each in eager.bytes_sent)
     times = (step.seconds, graph.step.seconds, step.compute, step.launch, waits)
-    fits = "" if memory <= eager.machine.device.memory else ", does not fit"
+    fits = "" if eager.fits else ", does not fit"
     cells = [str(eager.machine), f"`{eager.plan}`", *(f"{1e3 * each:.1f}" for each in times)]
     cells += [f"{sent / 1e6:.0f}", f"{memory / 2**30:.1f}{fits}", f"{alone / step.seconds:.2f}x"]
     return f"| {' | '.join(cells)} |"

@@ -80,5 +80,5 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
 def _row(found: Forecast) -> str:
     step, memory = found.step, max(each.total for each in found.memory)
     times = (step.seconds, step.compute, step.launch, sum(step.exposed.values()))
-    fits = "" if memory <= found.machine.device.memory else " (does not fit)"
+    fits = "" if found.fits else " (does not fit)"
     return f"{' '.join(f'{readable_seconds(each):>9}' for each in times)} {gib(memory):>6}  {found.plan}{fits}"

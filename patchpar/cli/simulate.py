@@ -24,7 +24,9 @@ class SimulatedCallFlags:
     """Flags of a model, a machine and a call."""
 
     model: Annotated[str, typer.Argument(help="A folder, with or without weights; 'embedded'.")]
-    machine: Annotated[str, typer.Option(help="8xH100-nvlink, 2x(4xL40-pcie4)-eth100; local: measured by tune.")]
+    machine: Annotated[
+        str, typer.Option(help="8xH100-nvlink, 1xH100+1xL40, 2x(4xL40)-eth100; local: measured by tune.")
+    ]
     strategy: Annotated[str | None, typer.Option(help="How ranks of axis patch exchange; default: exact.")] = None
     height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
@@ -64,7 +66,7 @@ class SimulatedCallFlags:
 class SimulateFlags(SimulatedCallFlags):
     """The flags of `simulate`."""
 
-    plan: Annotated[str, typer.Option(help="single, or degrees: cfg=2,patch=4; without tensor and stage.")] = "single"
+    plan: Annotated[str, typer.Option(help="single, or degrees: cfg=2,patch=4.")] = "single"
     trace: Annotated[Path | None, typer.Option(help="Write the simulated timeline, for Perfetto.")] = None
 
 
@@ -108,8 +110,9 @@ def lines(found: Forecast) -> Iterator[str]:
     yield f"call      {readable_seconds(found.seconds)} for {found.steps} steps, {', '.join(around)}"
     most = max(range(len(found.bytes_sent)), key=lambda rank: sum(found.bytes_sent[rank].values()))
     yield f"sent      {megabytes(found.bytes_sent[most])} per step by rank {most}, which sends most"
-    memory = max(found.memory, key=lambda each: each.total)
-    of_device = found.machine.device.memory
+    of_ranks = range(len(found.memory))
+    rank = max(of_ranks, key=lambda each: found.memory[each].total - found.device_of(each).memory)
+    memory, of_device = found.memory[rank], found.device_of(rank).memory
     parts = f"weights {gib(memory.weights)}, other tensors {gib(memory.tensors)}, CUDA {gib(memory.context)}"
     parts += f", of the other tensors {gib(memory.stale)} held from step to step" if memory.stale else ""
     fits = "" if memory.total <= of_device else ": DOES NOT FIT"

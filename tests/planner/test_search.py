@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,14 +13,18 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast, RankMemory
 from patchpar.pipeline.planner.placement import TRIES, placed
 from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, edges_of, fits, ranked, search
+from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.plan.link_model import LinkModel, edges_for
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+from patchpar.plan.replay.price import ASSUMED, DividedWork
 from patchpar.plan.replay.replay import Replayed, replay
-from patchpar.plan.replay.tape import Boundary, Kernel, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, TapeEntry, Wait
 from patchpar.plan.replay.topology import equal_ports
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
+from tests.breadth import first_of
 from tests.unit.test_measured_machine import DEVICE
 
 GIB = 2**30
@@ -205,6 +210,46 @@ def test_ranks_are_placed_where_links_are_fast() -> None:
     assert not machine.is_uniform
     assert Machine.parse("8xH100").is_uniform
     assert not Machine.parse("2x(4xH100)-eth100").is_uniform
+
+
+@pytest.mark.parametrize("name", first_of(["4xH100-nvlink", "4xRTX4090-pcie4", "4xL20-pcie4"], "4xRTX4090-pcie4"))
+def test_plans_of_a_real_model_that_are_not_recorded_could_not_have_won(tmp_path: Path, name: str) -> None:
+    """Against recording and replaying all: the same best plan, and the same seconds of all that are replayed."""
+    call = {"height": 128, "width": 128}
+    options = {"torch_dtype": "float16", "graphs": True}
+    simulator = Simulator("embedded", name, options, call, VerificationCache(tmp_path))
+    found = search(simulator.machine, simulator.call.branches, "exact", simulator.of)
+    every = [simulator.of(plan) for plan in (Plan(), *candidates(4, simulator.call.branches, "exact"))]
+    assert found.skipped
+    assert found.best.plan == ranked(every)[0].plan
+    seconds = {each.plan: each.step.seconds for each in every}
+    assert all(each.step.seconds == seconds[each.plan] for each in found.ranked if each.plan in seconds)
+    assert all(seconds[plan] * CLOSE >= found.best.step.seconds for plan in found.skipped)
+
+
+def test_a_kernel_of_few_rows_is_not_shorter_with_fewer() -> None:
+    """A product of one tile; a copy is divided, but for the gap to the kernel before."""
+    device = Machine.parse("H100").device
+    product = Operator("mm", "float16", 2 * 128 * 128 * 1024, 0, (128, 128, 1024))
+    copy = Operator("copy_", "float16", 0, 10**9)
+    (of_product, of_copy) = (DividedWork.of([each], device) for each in (product, copy))
+    assert of_product.seconds(2) == pytest.approx(of_product.seconds(1))
+    assert of_copy.seconds(4) - ASSUMED.gap == pytest.approx((of_copy.seconds(1) - ASSUMED.gap) / 4)
+    assert DividedWork.of([product, product, copy], device).seconds(1) == pytest.approx(
+        2 * of_product.seconds(1) + of_copy.seconds(1)
+    )
+
+
+def test_a_model_that_fits_no_device_is_divided_by_features_and_blocks() -> None:
+    """Features only where the first call, which takes whole weights, has room for them."""
+    machine = Machine.parse("2xH100")
+    whole = search(machine, 1, "exact", simulated(machine, exchange=0.1, weights=100 * 10**9))
+    assert any(each.plan == Plan(stage=2, weights="hosted") for each in whole.ranked)
+    assert "takes whole weights" in whole.refused[str(Plan(tensor=2))]
+    tight = search(machine, 1, "exact", simulated(machine, exchange=0.1, weights=79 * 10**9 + GIB // 2))
+    assert any(each.plan == Plan(tensor=2) for each in tight.ranked)
+    small = search(machine, 1, "exact", simulated(machine, exchange=0.1))
+    assert not any(each.plan.stage * each.plan.tensor > 1 for each in small.ranked)
 
 
 ROUNDS, EDGES = 60, 6e6

@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine, device_named
-from patchpar.plan.replay.price import AS_GRAPH, COMPILED, Prices, busy_part, fused, kernel_seconds
+from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, COMPILED, Prices, busy_part, fused, kernel_seconds
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
 
@@ -21,6 +21,10 @@ from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wa
         ("rtx 4090", 1, "1xRTX4090-pcie4"),
         ("2x(4xL40-pcie4)-eth100", 8, "2x(4xL40-pcie4)-eth100"),
         ("125x(8xH100)-ib400", 1000, "125x(8xH100-nvlink)-ib400"),
+        ("rtx5090 + 2xrtx4090", 3, "1xRTX5090+2xRTX4090-pcie4"),
+        ("1xH100+1xA100+1xH100-pcie5", 3, "1xH100+1xA100+1xH100-pcie5"),
+        ("2x(1xH100+1xL40)-eth100", 4, "2x(1xH100+1xL40-pcie4)-eth100"),
+        ("2xA100+2xA100", 4, "4xA100-nvlink"),
     ],
 )
 def test_a_name_is_read_and_printed(text: str, devices: int, printed: str) -> None:
@@ -38,6 +42,10 @@ def test_a_name_is_read_and_printed(text: str, devices: int, printed: str) -> No
         ("4xRTX4090-nvlink", "RTX4090 has no link 'nvlink': use pcie3 or pcie4 or pcie5"),
         ("8xH100-nvlnk", "no link 'nvlnk': use nvlink"),
         ("0xH100", "has no device"),
+        ("1xH100+0xA100", "has no device"),
+        ("1xH100+1xA1000", "the nearest is A100"),
+        ("1xH100+1xA100-nvlink", "H100 with A100 has no link 'nvlink': use pcie3"),
+        ("1xH100-pcie4+1xA100-pcie4", "cannot be read"),
         ("2x(4xL40-pcie4)-wifi100", "no network 'wifi'"),
         ("0x(4xL40-pcie4)-eth100", "at least 1"),
         ("eight H100s, please", "cannot be read: use the form 8xH100-nvlink"),
@@ -75,6 +83,17 @@ def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:
     peers = [replay(exchange(10**9, ranks), Machine.parse("4xL40").topology()).seconds for ranks in (2, 4)]
     assert peers[0] == pytest.approx(peers[1])
     assert peers[0] < two
+
+
+def test_devices_of_several_kinds_are_known_by_number_and_pass_the_host_where_one_has_to() -> None:
+    machine = Machine.parse("2x(1xL40+2xRTX4090)-eth100")
+    assert [machine.device_at(number).name for number in range(6)] == ["L40", "RTX4090", "RTX4090"] * 2
+    assert machine.is_mixed
+    assert not machine.is_uniform
+    assert not Machine.parse("4xL40").is_mixed
+    peers = replay(exchange(10**9, 2), Machine.parse("1xL40+1xA100").topology()).seconds
+    through_host = replay(exchange(10**9, 2), machine.topology()).seconds
+    assert through_host > 1.9 * peers
 
 
 def test_prices_follow_flops_and_bytes() -> None:
@@ -128,7 +147,7 @@ def test_a_priced_tape_joins_kernels_between_messages() -> None:
     assert [type(entry) for entry in found] == [Boundary, Kernel, Send, Send, Kernel]
     kernels = [entry for entry in found if isinstance(entry, Kernel)]
     assert sum(each.seconds for each in kernels) == pytest.approx(4 * 2e-6)
-    assert sum(each.host for each in kernels) == pytest.approx(4 * 6e-6 + 15e-6)
+    assert sum(each.host for each in kernels) == pytest.approx(4 * ASSUMED.launch + ASSUMED.message)
     assert not sum(each.host for each in Prices(device_named("A100"), AS_GRAPH).of(tape) if isinstance(each, Kernel))
 
 

@@ -4,18 +4,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
-from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE
+from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.fold import links_of, pairs_of, replay_groups
+from patchpar.plan.replay.fold import links_of, moved, pairs_of, replay_groups
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import MeasuredMachine
-from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Prices
-from patchpar.plan.replay.replay import COMPUTE, LAUNCH, STEP, WAIT, Interval, Replayed
-from patchpar.plan.replay.tape import Kernel, Operator, Tape, bytes_sent, steps_of
+from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Device, DividedWork, Prices
+from patchpar.plan.replay.replay import COMPUTE, LAUNCH, STEP, WAIT, Interval, Replayed, replay
+from patchpar.plan.replay.tape import Kernel, Operator, Tape, Wait, bytes_sent, steps_of
 from patchpar.plan.replay.topology import Topology
 
 AnyMachine = Machine | MeasuredMachine
@@ -68,7 +69,9 @@ class Forecast:
     """A call of `steps` steps, of which `warm_up_steps` are like the first. `bytes_sent`: in a later step, by rank.
 
     `flops`: of a later step, by rank. `launching`: seconds of a later step that the process of the first rank takes to
-    launch its kernels. `order`: the device of each rank, then idle ones; empty where they are in order.
+    launch its kernels. `work`: these kernels; None if not known. `calls`: of denoisers by the first rank in a later
+    step; 0 if not known. `rounds`: exchanges of which it waits for messages, one after the other, in a later step.
+    `order`: the device of each rank, then idle ones; empty where they are in order.
     """
 
     plan: Plan
@@ -84,7 +87,20 @@ class Forecast:
     replayed: Replayed
     flops: Sequence[int] = ()
     launching: float = 0.0
+    work: DividedWork | None = None
+    calls: int = 0
+    rounds: int = 0
     order: tuple[int, ...] = ()
+
+    def device_of(self, rank: int) -> Device:
+        """Return the device that a rank sits on."""
+        return self.machine.device_at(self.order[rank] if self.order else rank)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of every rank's device is enough."""
+        of_rank = [self.memory[rank % len(self.memory)].total for rank in range(self.plan.world_size)]
+        return all(total <= self.device_of(rank).memory for rank, total in enumerate(of_rank))
 
     @property
     def seconds(self) -> float:
@@ -133,38 +149,73 @@ class PlanForecasts:
         assumed: CostAssumptions = ASSUMED,
     ) -> None:
         plan_fits(plan, machine)
-        prices = Prices(machine.device, assumed)
-        self._tapes = [prices.of(tape) for tape in ranks.tapes]
-        self._data, self._topology = plan.data, machine.topology()
-        self._pairs = pairs_of(self._tapes)
+        self._recorded, self._plan, self._machine, self._assumed = ranks.tapes, plan, machine, assumed
+        self._prices: dict[str, Prices] = {}
+        self._priced: dict[tuple[int, str], Tape] = {}
+        self._topology, self._pairs = machine.topology(), pairs_of(ranks.tapes)
         self._replays: dict[object, Replayed] = {}
         parts = [steps_of(tape) for tape in ranks.tapes]
-        last = [name for name in parts[0] if name not in ("", ENCODE, DECODE)][-1]
-        priced = steps_of(self._tapes[0])[last]
+        self._last = [name for name in parts[0] if name not in ("", ENCODE, DECODE)][-1]
+        self._last_step = parts[0][self._last]
         self._make = partial(
             Forecast,
             plan=plan,
             machine=machine,
             steps=steps,
             warm_up_steps=min(warm_up_steps, steps),
-            bytes_sent=[bytes_sent(each[last]) for each in parts],
+            bytes_sent=[bytes_sent(each[self._last]) for each in parts],
             memory=[memory_of(rank) for rank in ranks.ranks],
-            assumed=(*assumed.lines(machine.device), *machine.assumptions()),
-            flops=[_flops(each[last]) for each in parts],
-            launching=sum(entry.host for entry in priced if isinstance(entry, Kernel)),
+            flops=[_flops(each[self._last]) for each in parts],
         )
 
     def on(self, order: tuple[int, ...] = ()) -> Forecast:
         """Return the forecast with ranks on the devices of this order; the first ones without it."""
-        topology = _ordered(self._topology, order)
-        form = links_of(self._data, len(self._tapes), self._pairs, topology)
+        topology, size = _ordered(self._topology, order), len(self._recorded)
+        devices = [self._machine.device_at(order[rank] if order else rank) for rank in range(self._plan.world_size)]
+        alike = [name.name for name in devices]
+        form = links_of(self._plan.data, size, self._pairs, topology), tuple(alike)
         if form not in self._replays:
-            self._replays[form] = replay_groups(self._tapes, self._data, topology).slowest
+            self._replays[form] = self._replayed(devices, topology)
         replayed = self._replays[form]
         phases = _phases(replayed)
         in_order = [name for name in phases if name not in (ENCODE, DECODE)]
         first, step = phases[in_order[0]], phases[in_order[-1]]
-        return self._make(phases=phases, first=first, step=step, replayed=replayed, order=order)
+        kinds = {each.name: each for each in devices}.values()
+        priced = steps_of(self._tape(0, devices[0]))[self._last]
+        return self._make(
+            phases=phases,
+            first=first,
+            step=step,
+            replayed=replayed,
+            order=order,
+            launching=sum(entry.host for entry in priced if isinstance(entry, Kernel)),
+            work=DividedWork.of(self._last_step, devices[0], self._assumed),
+            calls=calls_of(self._last_step),
+            rounds=len(list(groupby(each.where for each in self._last_step if isinstance(each, Wait)))),
+            assumed=(*(line for kind in kinds for line in self._assumed.lines(kind)), *self._machine.assumptions()),
+        )
+
+    def _replayed(self, devices: Sequence[Device], topology: Topology) -> Replayed:
+        """Return the replay of all ranks on these devices; of images on equal devices one stands for all."""
+        size = len(self._recorded)
+        images = [devices[first : first + size] for first in range(0, len(devices), size)]
+        if any([each.name for each in image] != [each.name for each in images[0]] for image in images):
+            tapes = [
+                moved(self._tape(rank, device), number * size)
+                for number, image in enumerate(images)
+                for rank, device in enumerate(image)
+            ]
+            return replay(tapes, topology)
+        tapes = [self._tape(rank, device) for rank, device in enumerate(images[0])]
+        return replay_groups(tapes, len(images), topology).slowest
+
+    def _tape(self, rank: int, device: Device) -> Tape:
+        """Return the program of a rank with the prices of a device."""
+        key = rank, device.name
+        if key not in self._priced:
+            prices = self._prices.setdefault(device.name, Prices(device, self._assumed))
+            self._priced[key] = prices.of(self._recorded[rank])
+        return self._priced[key]
 
 
 def _flops(tape: Tape) -> int:

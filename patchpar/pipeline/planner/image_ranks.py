@@ -49,7 +49,8 @@ def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRa
     """Return the ranks of the first image of a plan. Raises what `record` raises, PlanError if ranks do not match."""
     size = plan.world_size // plan.data
     found: dict[int, RecordedRank] = {}
-    kept = set(range(size if plan.ratio else 0))  # that have to be recorded themselves
+    differ = plan.ratio or plan.stage * plan.tensor > 1
+    kept = set(range(size if differ else 0))  # that have to be recorded themselves
     while True:
         sources = [SourcesOfRank(rank, rank) if rank in kept else _sources(plan, rank) for rank in range(size)]
         for rank in dict.fromkeys(each for source in sources for each in (source.steps, source.decode)):

@@ -28,7 +28,7 @@ def placed(found: Forecast, devices: int, simulate: Simulate) -> Forecast:
 
     `Forecast.order` has the device of each rank, then idle ones; empty where the order of the devices is best.
     """
-    order, best, tries = tuple(range(devices)), found, 0
+    order, best, tries = found.order or tuple(range(devices)), found, 0
     improved = True
     while improved and tries < TRIES:
         improved = False

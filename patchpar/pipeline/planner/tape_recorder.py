@@ -11,6 +11,8 @@ from typing import NamedTuple
 from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
 
 ENCODE, DECODE = "encode", "decode"
+AGAIN = "another call"
+"""The name of a boundary where a denoiser is called that is not the first of its step."""
 DECODE_NUMBERS = 10**9
 
 
@@ -72,9 +74,8 @@ class TapeRecorder:
 
     def denoiser(self) -> None:
         """Note that a denoiser is called: the first time in a step, the step begins."""
-        if self._next:
-            self._entries.append(Boundary(f"step {self.steps}", is_step=True))
-            self._next = False
+        is_first, self._next = self._next, False
+        self._entries.append(Boundary(f"step {self.steps}", is_step=True) if is_first else Boundary(AGAIN))
 
     def step_ended(self) -> None:
         """Note that the scheduler has made a step. What follows is decoding unless another step begins."""
@@ -87,3 +88,8 @@ class TapeRecorder:
         steps = [at for at, entry in enumerate(self._entries) if isinstance(entry, Boundary) and entry.is_step]
         between = {at for at in steps[:-1] if self._entries[at] == Boundary(DECODE, is_step=True)}
         return tuple(entry for at, entry in enumerate(self._entries) if at not in between)
+
+
+def calls_of(step: Tape) -> int:
+    """Return the number of calls of denoisers in a step."""
+    return 1 + step.count(Boundary(AGAIN))

@@ -102,16 +102,17 @@ def _form(together: Sequence[int], size: int, pairs: Sequence[tuple[int, int]], 
 
 def _replayed(tapes: Sequence[Tape], together: Sequence[int], topology: Topology) -> Replayed:
     size = len(tapes)
-    shifted = [
-        tuple(_shifted(entry, number * size) for entry in tape) if number else tape
-        for number in range(len(together))
-        for tape in tapes
-    ]
+    shifted = [moved(tape, number * size) for number in range(len(together)) for tape in tapes]
 
     def path(a: int, b: int) -> Route:
         return topology.path(*(together[rank // size] * size + rank % size for rank in (a, b)))
 
     return replay(shifted, Topology(path))
+
+
+def moved(tape: Tape, by: int) -> Tape:
+    """Return the same program of a rank whose peers have numbers that are larger by so many."""
+    return tuple(_shifted(entry, by) for entry in tape) if by else tape
 
 
 def _shifted(entry: TapeEntry, by: int) -> TapeEntry:

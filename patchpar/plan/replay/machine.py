@@ -3,13 +3,15 @@
 8xH100-nvlink               one host
 4xRTX4090-pcie4             cards without peer access: messages pass the host's memory, which four cards share
 2x(4xL40-pcie4)-eth100      two hosts of four, 100 Gbit/s of Ethernet to each; ib400 is InfiniBand
+1xRTX5090+2xRTX4090-pcie4   devices of several kinds in one host, in this order
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import groupby
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES, GB, DeviceSpec
@@ -24,16 +26,17 @@ PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
 """Bytes per second of a x16 port in one direction, as copies between two cards reach it, by generation."""
 PCIE_LATENCY = 30e-6
 CARDS_OF_A_ROOT = 4
-FORM = "8xH100-nvlink, 4xRTX4090-pcie4 or 2x(4xL40-pcie4)-eth100"
+FORM = "8xH100-nvlink, 4xRTX4090-pcie4, 1xRTX5090+2xRTX4090-pcie4 or 2x(4xL40-pcie4)-eth100"
 _HOST = re.compile(r"(?:(\d+)x)?([a-z][a-z0-9 ]*)(?:-(nvlink|pcie\d|[a-z0-9]+))?", re.IGNORECASE)
 _CLUSTER = re.compile(r"(\d+)x\((.*)\)-([a-z]+)(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`hosts` hosts with `devices_per_host` equal devices. `link`: nvlink or pcie with its generation, within a host.
+    """`hosts` hosts with `devices_per_host` devices. `link`: nvlink or pcie with its generation, within a host.
 
-    `network`: eth or ib with its Gbit/s per host; empty for one host. Ranks are numbered host by host.
+    `network`: eth or ib with its Gbit/s per host; empty for one host. Ranks are numbered host by host. `mixed`: the
+    devices of a host in order, where they are of several kinds; `device` is the first of them.
     """
 
     device: DeviceSpec
@@ -41,6 +44,7 @@ class Machine:
     link: str
     hosts: int = 1
     network: str = ""
+    mixed: tuple[DeviceSpec, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Machine":
@@ -60,34 +64,42 @@ class Machine:
             link=host.link,
             hosts=int(hosts),
             network=f"{network.lower()}{int(gbits)}",
+            mixed=host.mixed,
         )
 
     @classmethod
     def _host(cls, text: str, whole: str) -> "Machine":
-        found = _HOST.fullmatch(text)
-        if found is None:
+        *others, last = text.split("+")
+        found = [_HOST.fullmatch(part.strip()) for part in (*others, last)]
+        parts = [each.groups() for each in found if each is not None]
+        if len(parts) < len(found) or any(link for *_, link in parts[:-1]):
             raise PlanError(f"machine {whole!r} cannot be read: use the form {FORM}")
-        count, name, link = found.groups()
-        device = device_named(name)
-        default = NVLINK if device.nvlink else f"{PCIE}{device.pcie}"
-        link = (link or default).lower()
-        known = [*([NVLINK] if device.nvlink else []), *(f"{PCIE}{generation}" for generation in PCIE_RATES)]
-        if link not in known:
-            raise PlanError(f"machine {whole!r}: {device.name} has no link {link!r}: use {' or '.join(known)}")
-        if count is not None and not int(count):
+        if any(count is not None and not int(count) for count, *_ in parts):
             raise PlanError(f"machine {whole!r} has no device: use a number of at least 1, as in {FORM}")
-        return cls(device=device, devices_per_host=int(count or 1), link=link)
+        devices = [device for count, name, _ in parts for device in [device_named(name)] * int(count or 1)]
+        link = _link_of(devices, parts[-1][-1], whole)
+        is_mixed = any(each != devices[0] for each in devices)
+        return cls(device=devices[0], devices_per_host=len(devices), link=link, mixed=tuple(devices) * is_mixed)
 
     @property
     def devices(self) -> int:
         """The number of devices."""
         return self.hosts * self.devices_per_host
 
+    def device_at(self, number: int) -> DeviceSpec:
+        """Return the device of that number."""
+        return self.mixed[number % self.devices_per_host] if self.mixed else self.device
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its devices are of several kinds."""
+        return bool(self.mixed)
+
     @property
     def is_uniform(self) -> bool:
         """Whether links between any two devices are alike, and share as much."""
         one_root = self.link == NVLINK or self.device.peers or self.devices_per_host <= CARDS_OF_A_ROOT
-        return self.hosts == 1 and one_root
+        return self.hosts == 1 and one_root and not self.mixed
 
     def topology(self) -> Topology:
         """Return the routes between its devices."""
@@ -99,38 +111,57 @@ class Machine:
             return Route(tuple(self._within(a, b)), NVLINK_LATENCY if self.link == NVLINK else PCIE_LATENCY)
         name = self.network.rstrip("0123456789")
         rate = LINE_FRACTION * int(self.network.removeprefix(name)) * GB / 8
-        resources = [self._port("out", a), *(Resource(f"{way} of host {host}", rate) for way, host in _cards(hosts))]
-        return Route((*resources, self._port("in", b)), NETWORKS[name])
+        resources = [self._port("out", a, a), *(Resource(f"{way} of host {host}", rate) for way, host in _cards(hosts))]
+        return Route((*resources, self._port("in", b, b)), NETWORKS[name])
 
     def _within(self, a: int, b: int) -> Iterator[Resource]:
-        yield self._port("out", a)
-        if self.link != NVLINK and not self.device.peers:
+        yield self._port("out", a, b)
+        if self._is_through_host(a, b):
             for root in dict.fromkeys((a // CARDS_OF_A_ROOT, b // CARDS_OF_A_ROOT)):
-                yield Resource(f"host memory of root {root}", 2 * self._port_rate)
-        yield self._port("in", b)
+                yield Resource(f"host memory of root {root}", 2 * self._rate(a, b))
+        yield self._port("in", b, a)
 
-    def _port(self, way: str, rank: int) -> Resource:
-        return Resource(f"{way} {rank}", self._port_rate)
+    def _port(self, way: str, rank: int, other: int) -> Resource:
+        return Resource(f"{way} {rank}", self._rate(rank, other))
 
-    @property
-    def _port_rate(self) -> float:
-        """Bytes per second of a device's port in one direction; half of them where they pass the host's memory."""
+    def _is_through_host(self, a: int, b: int) -> bool:
+        return self.link != NVLINK and not (self.device_at(a).peers and self.device_at(b).peers)
+
+    def _rate(self, a: int, b: int) -> float:
+        """Return the bytes per second of a port between two devices; half of them where they pass the host's memory."""
         if self.link == NVLINK:
             return NVLINK_FRACTION * self.device.nvlink
-        rate = PCIE_RATES[int(self.link.removeprefix(PCIE))]
-        return rate if self.device.peers else rate / 2
+        generation = int(self.link.removeprefix(PCIE))
+        rate = PCIE_RATES[generation]
+        return rate / 2 if self._is_through_host(a, b) else rate
 
     def assumptions(self) -> Iterator[str]:
         """Yield what is assumed of its links, which were not measured."""
-        way = "" if self.link == NVLINK or self.device.peers else ", through the host's memory"
-        yield f"{self.link}: {self._port_rate / GB:.3g} GB/s per device and direction{way}"
+        through_host = any(self._is_through_host(each, each) for each in range(self.devices_per_host))
+        rate = min(self._rate(each, each) for each in range(self.devices_per_host))
+        way = ", through the host's memory" if through_host else ""
+        yield f"{self.link}: {rate / GB:.3g} GB/s per device and direction{way}"
         if self.network:
             latency = 1e6 * NETWORKS[self.network.rstrip("0123456789")]
             yield f"{self.network}: {LINE_FRACTION:.0%} of its rate, {latency:.0f} µs per message"
 
     def __str__(self) -> str:
-        host = f"{self.devices_per_host}x{self.device.name}-{self.link}"
+        kinds = groupby(self.device_at(number).name for number in range(self.devices_per_host))
+        host = f"{'+'.join(f'{len(list(alike))}x{name}' for name, alike in kinds)}-{self.link}"
         return f"{self.hosts}x({host})-{self.network}" if self.network else host
+
+
+def _link_of(devices: Sequence[DeviceSpec], asked: str | None, whole: str) -> str:
+    """Return the link between the devices of a host. Raises PlanError for one that they have not."""
+    kinds = list({each.name: each for each in devices}.values())
+    has_nvlink = len(kinds) == 1 and kinds[0].nvlink
+    default = NVLINK if has_nvlink else f"{PCIE}{min(each.pcie for each in kinds)}"
+    link = (asked or default).lower()
+    known = [*([NVLINK] if has_nvlink else []), *(f"{PCIE}{generation}" for generation in PCIE_RATES)]
+    if link not in known:
+        names = " with ".join(each.name for each in kinds)
+        raise PlanError(f"machine {whole!r}: {names} has no link {link!r}: use {' or '.join(known)}")
+    return link
 
 
 def _cards(hosts: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:

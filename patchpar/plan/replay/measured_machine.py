@@ -45,6 +45,15 @@ class MeasuredMachine:
     devices: int
     links: tuple[LinkClass, ...]
 
+    def device_at(self, number: int) -> MeasuredDevice:
+        """Return the device of that number."""
+        return self.device
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its devices are of several kinds: what was measured is taken to be alike."""
+        return False
+
     @property
     def is_uniform(self) -> bool:
         """Whether links between any two devices are alike."""

@@ -8,8 +8,9 @@ all                a gap to the kernel before
 compiled           what runs between two products is one kernel, as long as the longest of them
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 
@@ -36,19 +37,24 @@ Device = DeviceSpec | MeasuredDevice
 class CostAssumptions:
     """What no data sheet says. Seconds, and shares of published rates.
 
-    `launch`: the process launches a kernel, 0 in a CUDA graph. `message`: it starts an exchange. `gap`: of the device
-    between two kernels.
+    `launch`: the process launches a kernel from eager code, 0 in a CUDA graph. `message`: it starts an exchange. `gap`:
+    of the device between two kernels.
     `cache_speed`: how much faster bytes move that fit the cache. `convolution_fraction`: of what products of matrices
-    reach. `fused`: kernels between two products are one.
+    reach. `attention_part`: of what attention reaches on the device, with an older kernel. `channels_last`: maps have
+    the layout of convolutions. `fused`: kernels between two products are one. `scale`: of the seconds of kernels, by a
+    call that was measured.
     """
 
-    launch: float = 6e-6
+    launch: float = 24e-6
     message: float = 15e-6
     gap: float = 2e-6
     memory_fraction: float = 0.8
     cache_speed: float = 2.5
     convolution_fraction: float = 0.7
+    attention_part: float = 1.0
+    channels_last: bool = False
     fused: bool = False
+    scale: float = 1.0
 
     def lines(self, device: Device) -> Iterator[str]:
         """Yield them as sentences."""
@@ -70,14 +76,18 @@ AS_GRAPH = CostAssumptions(launch=0.0, message=0.0)
 """The process launches one graph for a step."""
 COMPILED = CostAssumptions(launch=0.0, message=0.0, fused=True)
 """The same, with what runs between two products fused by a compiler."""
-BLOCKS_COMPILED = CostAssumptions(fused=True)
-"""The process launches each of the kernels that a compiler has fused."""
+BLOCKS_COMPILED = CostAssumptions(launch=6e-6, fused=True)
+"""The process launches each of the kernels that a compiler has fused, with no code of modules between them."""
 
 
 def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions = ASSUMED) -> float:
     """Return the seconds of one operator. Raises PlanError for a product in a dtype the device has no rate for."""
     if isinstance(device, MeasuredDevice):
         return device.seconds(operator)
+    return assumed.scale * _catalogue_seconds(operator, device, assumed)
+
+
+def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
     fits = operator.num_bytes <= device.cache
     rate_of_bytes = assumed.memory_fraction * device.memory_rate * (assumed.cache_speed if fits else 1.0)
     moving = operator.num_bytes / rate_of_bytes
@@ -92,10 +102,12 @@ def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions 
     if operator.name == "attention":
         width = operator.dims[-1]
         computed = operator.flops * _rounded_up(width, WIDTHS) / width
-        return max(computed / (device.attention_fraction * rate), moving) + assumed.gap
+        reached = assumed.attention_part * device.attention_fraction * rate
+        return max(computed / reached, moving) + assumed.gap
     fraction = device.matmul_fraction * busy_part(operator.dims, device.processors)
     if "convolution" in operator.name:
-        return operator.flops / (assumed.convolution_fraction * fraction * rate) + 2 * moving + assumed.gap
+        computing = operator.flops / (assumed.convolution_fraction * fraction * rate)
+        return (max(computing, moving) if assumed.channels_last else computing + 2 * moving) + assumed.gap
     return max(operator.flops / (fraction * rate), moving) + assumed.gap
 
 
@@ -175,6 +187,41 @@ class Prices:
             host = LAUNCHES.get(operator.name, 1) * self._launch
             self._kernels[operator] = Kernel(operator.name, kernel_seconds(operator, self._device, self._assumed), host)
         return self._kernels[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class DividedWork:
+    """The kernels of a rank's step, each with how often it runs, on a device: what a part of it takes at least."""
+
+    kernels: tuple[tuple[Operator, int], ...]
+    device: Device
+    assumed: CostAssumptions = ASSUMED
+
+    @classmethod
+    def of(cls, step: Iterable[TapeEntry], device: Device, assumed: CostAssumptions = ASSUMED) -> "DividedWork":
+        """Return the work of a step."""
+        operators = [entry for entry in step if isinstance(entry, Operator)]
+        kept = fused(operators) if assumed.fused else operators
+        return cls(tuple(Counter(kept).items()), device, assumed)
+
+    def seconds(self, parts: int) -> float:
+        """Return the seconds of one of so many parts, each with as many kernels as the whole, of a part of the rows."""
+        of_part = (
+            count * kernel_seconds(part_of(each, parts), self.device, self.assumed) for each, count in self.kernels
+        )
+        return sum(of_part)
+
+    @property
+    def mixes(self) -> int:
+        """The number of attentions with as many keys as queries, as far as their dims tell: those of image tokens."""
+        dims = [(each.dims, count) for each, count in self.kernels if each.name == "attention"]
+        return sum(count for (queries, keys, _), count in dims if queries % keys == 0)
+
+
+def part_of(operator: Operator, parts: int) -> Operator:
+    """Return an operator with a part of the rows, rounded up; its bytes are divided too, those of weights as well."""
+    dims = (-(-operator.dims[0] // parts), *operator.dims[1:]) if operator.dims else ()
+    return replace(operator, flops=operator.flops // parts, num_bytes=operator.num_bytes // parts, dims=dims)
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:

@@ -67,6 +67,8 @@ class StagedDenoiser:
         self._hooks: BlockHooks | None = None
         self.hosted: ShardedWeights | None = None
         """The weights, if blocks are in host memory; set it before the first call."""
+        self.find_cuts: type[CutSearch] = CutSearch
+        """How cuts are found; set it before the first call."""
         self._weights: StageWeights | HostedStageWeights | None = None
         self._placeholders = Placeholders(self.comm.transport.device)
         self._watched = WatchedNetwork(denoiser)
@@ -167,7 +169,7 @@ class StagedDenoiser:
         recorder = Recorder(self.denoiser)
         wanted = self._plain(forward, call, recorder)
         output = refuse_kept_state(self.denoiser, wanted, before, call)
-        search = CutSearch(self.denoiser, partial(self._plain, forward, call), recorder.calls, wanted)
+        search = self.find_cuts(self.denoiser, partial(self._plain, forward, call), recorder.calls, wanted)
         layout = search.layout(self.axis.size)
         self._check_same(layout)
         if self.verifications is not None:

@@ -55,7 +55,8 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
         `devices`: see ParallelPipeline. `plan`: steps by rank; even by default. `config`: replaces the folder's
         stream.json. `deadline`: seconds that a rank may wait for another. Other options are those of diffusers'
-        from_pretrained; the dtype is bfloat16 by default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
+        from_pretrained; the dtype is bfloat16 by default on accelerators. Raises PlanError, UnsupportedModel,
+        LaunchError.
         """
         known = StreamFolder.read(
             folder, config=config, options={name: _plain(value) for name, value in options.items()}

@@ -1,0 +1,137 @@
+"""What a rank runs that is recorded: a pipeline runner over a transport without other ranks, and without values."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
+
+from patchpar.errors import PlanError
+from patchpar.pipeline.encoder_placement import EncoderPlacement
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.planner.cuts_without_values import CutsWithoutValues
+from patchpar.pipeline.planner.record_options import RecordOptions
+from patchpar.pipeline.planner.recorded_encoders import EncodedValues, RecordedAbsence, RecordedTransfer
+from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
+from patchpar.pipeline.planner.tape_recorder import TapeRecorder
+from patchpar.pipeline.rank_stats import VAE, RankStats
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.plan import Plan
+from patchpar.shard.encoders.one_rank import WaysOfEncoders
+from patchpar.shard.piped.on_stages import PipedOnStages
+from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.stages.patches import StagedPatches
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+
+
+class RecordingContext:
+    """The RankContext of a rank that is recorded. Blocks and steps are noted in `tape`."""
+
+    device = "cpu"
+    deadline = wait_limit = DEADLINE
+    links = None
+    seal = None
+
+    def __init__(self, rank: int, world_size: int, tape: TapeRecorder) -> None:
+        self.rank, self.world_size, self._tape = rank, world_size, tape
+        self.waiting: AbstractContextManager[None] = nullcontext()
+
+    def emit(self, event: object) -> None:
+        """See RankContext."""
+
+    def ask(self, question: object) -> NoReturn:
+        """See RankContext. Raises PlanError: there is no caller."""
+        raise PlanError("a recorded call has no caller to ask: leave out what asks it")
+
+    def beat(self, where: str) -> None:
+        """See RankContext."""
+        if where.startswith("step "):
+            self._tape.step_ended()
+        else:
+            self._tape.block(where)
+
+
+class RecordingRunner(PipelineRunner):
+    """What a rank runs, over a transport without other ranks."""
+
+    def __init__(
+        self,
+        context: RecordingContext,
+        transport: RecordingTransport,
+        options: RecordOptions,
+        encoded: EncodedValues,
+    ) -> None:
+        super().__init__(context)
+        ways = WaysOfEncoders(partial(RecordedTransfer, encoded=encoded), RecordedAbsence)
+        self._encoders = EncoderPlacement(context.rank, self.device, self._communicator, ways)
+        self._encoded = encoded
+        self._transport = transport
+        self._nowhere, self._options = transport, options
+        self._begin: Callable[[], None] = lambda: None
+        self.stale_bytes = 0
+        """Of the call made last; see `RankStats`."""
+
+    def _communicator(self) -> RecordingCommunicator:
+        return RecordingCommunicator(self._nowhere)
+
+    def learn(self) -> None:
+        """Keep what a first call has found, for other ranks and plans."""
+        for part in _parts_of(self._installed.patched):
+            if isinstance(part, PatchedDenoiser) and part.sites is not None:
+                self._options.learnt.sites[part.denoiser] = part.sites
+        if self._installed.guidance is not None:
+            self._options.learnt.calls_by_branch = self._installed.guidance.has_calls_by_branch
+        self._options.learnt.has_decoded |= self._installed.vaes is not None
+
+    def begin_recording(self, begin: Callable[[], None]) -> None:
+        """Record the calls from now on. `begin` is called when one begins."""
+        self._begin = begin
+
+    def _call_pipeline(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
+        """See PipelineRunner. A call that is made again, for images that all ranks need, is recorded again."""
+        self._begin()
+        self._encoded.begin()
+        self._nowhere.tape.begin()
+        output, stats = super()._call_pipeline(kwargs, options)
+        self.stale_bytes = stats.stale_bytes
+        return output, stats
+
+    def install(self, plan: Plan, **options: Any) -> None:
+        """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
+        super().install(plan, **options)
+        for part in _parts_of(self._installed.patched):
+            self._prepare(part, plan)
+        for tensor in self._installed.tensors:
+            tensor.plan = self._options.features.of(tensor.denoiser, plan.tensor)
+        self._prepare_vaes()
+        if self._options.exchange != "on":
+            self._installed.control(exchange=self._options.exchange, vae="on")
+
+    def _prepare(self, part: Any, plan: Plan) -> None:
+        """Give a part of a denoiser what real ranks find by values, or at their first call."""
+        if isinstance(part, TokenDenoiser):
+            part.use_plan(self._options.tokens.of(part.denoiser))
+        if isinstance(part, PatchedDenoiser) and plan.weights == "whole":  # else more calls learn the order
+            part.sites = self._options.learnt.sites.get(part.denoiser)
+        if isinstance(part, StagedDenoiser):
+            part.find_cuts = CutsWithoutValues
+
+    def _prepare_vaes(self) -> None:
+        vaes = self._installed.vaes
+        if vaes is None:
+            return
+        assert isinstance(vaes.comm, RecordingCommunicator)
+        vaes.comm.only_kind = VAE
+        for each in vaes.vaes:
+            for name, split in each.split.items():
+                split.feeds = self._options.learnt.feeds.setdefault((each.vae, name), split.feeds)
+
+
+def _parts_of(patched: Iterable[Any]) -> Iterator[Any]:
+    """Yield denoisers, and of those in stages also what computes patches, and the stages."""
+    for each in patched:
+        yield each
+        if isinstance(each, StagedPatches):
+            yield each.patched
+        if isinstance(each, (StagedPatches, PipedOnStages)):
+            yield each.stages
