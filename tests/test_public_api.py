@@ -28,6 +28,7 @@ PUBLIC = {
     "PatchparError",
     "PlanError",
     "ArgumentMismatch",
+    "CallCancelled",
     "ExchangeError",
     "FreshEdges",
     "LaunchError",

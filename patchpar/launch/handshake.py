@@ -40,7 +40,6 @@ class WorkerConfig:
     group_store: str | None  # a path, if the ranks communicate through torch's default group
     heartbeat: int  # file descriptors, inherited under the same numbers
     lifeline: int
-    links: dict[int, int]  # descriptors by the rank at the other end
 
 
 class GroupStore:

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -31,9 +30,10 @@ from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
 from patchpar.launch.inline import OwnProcessContext, OwnProcessExecutor
+from patchpar.launch.links import PeerLink
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
-from patchpar.launch.rendezvous import meet, name_of_job, this_host
+from patchpar.launch.rendezvous import linked, meet, name_of_job, this_host
 
 WAIT_FOR_OTHERS = 1.5  # deadlines for which a rank that has ended a call waits for the others
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -50,7 +50,7 @@ class TorchrunContext(OwnProcessContext):
     """The RankContext of a rank under torchrun."""
 
     def __init__(
-        self, rank: int, devices: tuple[str, ...], control: Control, links: Mapping[int, socket.socket] | None
+        self, rank: int, devices: tuple[str, ...], control: Control, links: Mapping[int, PeerLink] | None
     ) -> None:
         super().__init__(rank, devices, links)
         self._control = control
@@ -131,6 +131,10 @@ class TorchrunExecutor(OwnProcessExecutor):
         if call.callbacks.on_start is not None:
             raise LaunchError("under torchrun no messages can be sent to ranks during a call: use worker processes")
         check_owner(self._owner)
+        with self._turn(call):
+            return self._call_here(call)
+
+    def _call_here(self, call: EngineCall) -> list[Any]:
         if self._out_of_step:
             raise LaunchError(
                 f"the ranks are out of step, and messages between them may be unread: {self._out_of_step}. Close the "
@@ -226,21 +230,21 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), world_size
 
 
-def _connect(own: GroupRank, deadline: float) -> tuple[Control, Mapping[int, socket.socket] | None]:
+def _connect(own: GroupRank, deadline: float) -> tuple[Control, Mapping[int, PeerLink] | None]:
     """Return the control, and the links between ranks if all are known to run on one host."""
     import torch.distributed as dist
 
     job = name_of_job(own.world_size)
     if job is not None:
         control = meet(f"{job}-control", own.rank, own.world_size, deadline)
-        links = meet(f"{job}-links", own.rank, own.world_size, deadline)
+        links = linked(f"{job}-links", own.rank, own.world_size, deadline)
         return LinkControl(own.rank, own.world_size, control), links
     if not dist.is_initialized():
         form_group_between_hosts(own, deadline)
     group = GroupControl()
     hosts, token = group.gather(this_host().encode(), deadline), group.broadcast(secrets.token_bytes(16))
     is_one = len(set(hosts)) == 1 and hosts[0]
-    return group, meet(f"patchpar-{token.hex()}", own.rank, own.world_size, deadline) if is_one else None
+    return group, linked(f"patchpar-{token.hex()}", own.rank, own.world_size, deadline) if is_one else None
 
 
 def _is_cause(failure: RemoteError | None) -> bool:
