@@ -86,12 +86,16 @@ class PipelineJob:
         """Whether it has ended."""
         return self._future.done()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, `timeout` seconds at most; return whether it has."""
+        return bool(concurrent.futures.wait([self._future], timeout).done)
+
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the pipeline's output, `timeout` seconds at most.
 
         Raises TimeoutError, after which the job goes on; CallCancelled; and what a call of the pipeline raises.
         """
-        if not concurrent.futures.wait([self._future], timeout).done:
+        if not self.wait(timeout):
             raise TimeoutError(f"the job has not ended within {timeout:g} s: wait again, or call cancel()")
         return self._future.result()
 

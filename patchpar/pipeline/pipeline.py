@@ -213,11 +213,13 @@ class ParallelPipeline(PlannedCalls):
     def tracing(self, wanted: bool) -> None:
         self._state.tracing = bool(wanted)
 
-    def explain(self) -> str:
-        """Return devices, plan, and the reason for the plan."""
+    def explain(self, job: PipelineJob | None = None) -> str:
+        """Return devices, plan, and the reason for the plan: of the latest call, or of this job."""
         state = self._state
-        reason = "as requested" if state.wanted else state.reason or "chosen at the first call"
-        return f"{state.request.devices.note}; plan {self.plan or 'auto'}: {reason}"
+        plan, reason = self.plan, "as requested" if state.wanted else state.reason or "chosen at the first call"
+        if job is not None:
+            plan, reason = None if job.run is None else job.run.plan, job.reason
+        return f"{state.request.devices.note}; plan {plan or 'auto'}: {reason}"
 
     def restore(self) -> None:
         """Remove all hooks: the pipeline runs as plain diffusers on the first device until `plan` is set."""
