@@ -60,6 +60,8 @@ class WorkerPool:
         """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError."""
         self.drop([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
         missing = sorted(rank for rank in ranks if rank not in self._workers)
+        if not missing:
+            return
         self.bind(missing, divided=False)
         try:
             with no_fork():
@@ -210,10 +212,6 @@ class WorkerPool:
                 with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed when the request is sent
                     self._workers[rank].channel.send(ChannelFrame(FrameKind.LINK, 0, message))
                 message.close()
-
-    def is_alive(self) -> bool:
-        """Return whether all workers are running."""
-        return all(worker.is_alive() for worker in list(self._workers.values()))
 
     def drop(self, ranks: Collection[int]) -> None:
         """End these workers; those that a lost one takes along are started anew before their next call.

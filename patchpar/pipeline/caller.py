@@ -62,11 +62,14 @@ class CallController:
         if self._kind == "local":
             self._random = RandomState(seed=_sampled_seed())
 
-    def options(self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, tracing: bool) -> CallOptions:
+    def options(
+        self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
+    ) -> CallOptions:
         """Return the settings of the call beside its arguments."""
         return CallOptions(
             plan=plan,
             ranks=ranks,
+            installation=installation,
             verify=request.verify,
             vae=request.vae,
             graphs=request.graphs,

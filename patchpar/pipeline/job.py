@@ -174,7 +174,9 @@ class PipelineJob:
         results = state.ranks.call(
             "generate",
             caller.kwargs,
-            caller.options(plan, ranks, state.request, tracing=state.tracing),
+            caller.options(
+                plan, ranks, state.request, installation=state.installation_on(ranks), tracing=state.tracing
+            ),
             on_event=caller.on_event,
             on_ask=caller.on_ask,
             is_cancelled=self._is_unwanted,

@@ -57,6 +57,7 @@ class PipelineRunner:
         self.pipe: Any = None
         self._installed = InstalledPlan()
         self._installed_for = CallOptions(plan=Plan()).to_install
+        self._installation = 0
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
@@ -205,6 +206,9 @@ class PipelineRunner:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
         if self.context.world_size > 1:
             self._reach()
+        if self._installation != options.installation:
+            self._uninstall()
+            self._installation = options.installation
         if self._installed_for != options.to_install:
             self.install(**options.to_install)
         self._encoders.arrange(self.pipe, options.plan, options.members)

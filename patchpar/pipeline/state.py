@@ -1,5 +1,6 @@
 """The state of a `ParallelPipeline`, in a separate object, so that its other attributes can be the pipeline's."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ class PipelineState:
         self.is_fresh = False  # loaded from files, and no network passed as an option
         self._here = threading.local()  # the call that this thread makes
         self._formed: set[str] = set()
+        self._installations: dict[int, tuple[int, frozenset[int]]] = {}  # number and ranks, by rank
+        self._next_installation = itertools.count(1)
         self.turns = threading.RLock()  # of calls that are no jobs
         self._changes = threading.RLock()
         self._last_queued = _set_event()
@@ -103,6 +106,17 @@ class PipelineState:
         with self._changes:
             self.plan, self.last_run = run.plan, self.timed.compared(run, kwargs)
             return self.last_run
+
+    def installation_on(self, ranks: Collection[int]) -> int:
+        """Return the number of the installation on these ranks: a new one if one has worked with others since."""
+        team = frozenset(ranks)
+        with self._changes:
+            found = {self._installations.get(rank) for rank in team}
+            known = found.pop() if len(found) == 1 else None
+            if known is None or known[1] != team:
+                known = next(self._next_installation), team
+                self._installations.update(dict.fromkeys(team, known))
+            return known[0]
 
     def form_groups(self, plan: Plan, ranks: tuple[int, ...]) -> None:
         """Let all ranks prepare operations of those that a call is made on, where that takes all, and once for each."""

@@ -188,6 +188,13 @@ def test_a_lost_rank_is_replaced_alone(four: ParallelPipeline, plain: Any) -> No
     assert [rank for rank in range(WORLD) if four._executor.pids[rank] != before[rank]] == [3]
 
 
+def test_a_rank_that_left_out_a_call_installs_the_plan_again(four: ParallelPipeline, plain: Any) -> None:
+    """The others have forgotten what they knew when it was installed: without that they wait for other messages."""
+    want = plain(**{**CALL, "prompt": "house 0"}, generator=generator(0))
+    for ranks in [(0, 1, 2), (0, 1), (0, 1, 2), (2, 1, 0), (0, 1, 2)]:
+        assert relative_error(submitted(four, ranks, 0).result(SECONDS), want) <= EXACT
+
+
 def test_weights_that_are_divided_bind_their_ranks(four: ParallelPipeline, plain: Any) -> None:
     """A job on one of them brings the others, so that it has whole weights; then they are free again."""
     want = plain(**{**CALL, "prompt": "house 0"}, generator=generator(0))

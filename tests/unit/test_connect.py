@@ -149,30 +149,37 @@ def test_ranks_connect_as_they_are_needed(endpoints: list[OnThread]) -> None:
         transport.close()
 
 
-def test_what_was_left_in_a_link_is_lost_with_it(endpoints: list[OnThread]) -> None:
-    """Rank 1 sends a message that rank 0 does not read; both then get another link, and neither reads the old one."""
-    links = [dict(each.links or {}) for each in endpoints]
-    own = torch.tensor([7.0])
+@pytest.mark.parametrize("renewed", [True, False])
+def test_what_was_left_in_a_link_is_lost_with_it(endpoints: list[OnThread], renewed: bool) -> None:
+    """Rank 1 sends a message that rank 0 does not read; both then get another link, and neither reads the old one.
 
-    def leave_one(this: OnThread) -> Transport:
-        line = connect(this, ranks=(0, 1))
-        if this.rank == 1:
-            line.send_recv([Outgoing((0,), (own,))], [], "left over").wait()
-        return line
+    Without another link rank 0 takes it for the next one.
+    """
+    pair, own = endpoints[:2], torch.tensor([7.0])
 
     def go_on(this: OnThread, line: Transport) -> tuple[bool, list[float]]:
         return extend(line, this, (0, 1)), told(line, 2)
 
     with ThreadPoolExecutor(2) as threads:
-        lines = list(threads.map(leave_one, endpoints[:2]))
-        early = lines[0].send_recv([], [Incoming(1, (TensorSpec.of(own),))], "never waited for")
-        for one, other in [(0, 1), (1, 0)]:
-            links[one][other].shut()
-        link(links, 0, 1)
-        for this in endpoints[:2]:
-            this.links = links[this.rank]
-        assert list(threads.map(go_on, endpoints[:2], lines)) == [(True, [1.0]), (True, [0.0])]
-    with pytest.raises(ExchangeError, match="rank 1 is gone"):
-        early.wait()
+        lines = list(threads.map(lambda this: connect(this, ranks=(0, 1)), pair))
+        lines[1].send_recv([Outgoing((0,), (own,))], [], "left over").wait()
+        if renewed:
+            early = lines[0].send_recv([], [Incoming(1, (TensorSpec.of(own),))], "never waited for")
+            renew(pair)
+        found = list(threads.map(go_on, pair, lines))
+    assert found == [(renewed, [1.0 if renewed else 7.0]), (renewed, [0.0])]
+    if renewed:
+        with pytest.raises(ExchangeError, match="rank 1 is gone"):
+            early.wait()
     for line in lines:
         line.close()
+
+
+def renew(pair: list[OnThread]) -> None:
+    """Give two ranks another link."""
+    links = [dict(this.links or {}) for this in pair]
+    for own, peer in [(0, 1), (1, 0)]:
+        links[own][peer].shut()
+    link(links, 0, 1)
+    for this, own_links in zip(pair, links, strict=True):
+        this.links = own_links
