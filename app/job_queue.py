@@ -1,6 +1,6 @@
 """The app's jobs by page: a page has one job at a time, and finds it again after a reload.
 
-    page A --submit--> SerialQueue --> workers
+    page A --submit--> WorkQueue --> workers
     page A <--view---- jobs ahead, step, preview, result
 
 Pages never block on workers: they read views. The job of a closed page is cancelled after a grace period. Gradio's own
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.serving.job_queue import CLOSE_SECONDS, Cancelled, Job, JobState, JobView, SerialQueue, job_error_message
+from patchpar.serving.job_queue import CLOSE_SECONDS, Cancelled, Job, JobState, JobView, WorkQueue, job_error_message
 
 __all__ = ["Cancelled", "Job", "JobQueue", "JobState", "JobView", "job_error_message"]
 
@@ -38,7 +38,7 @@ class _PageJobs:
         return self.last is None or self.last.view.is_over
 
 
-class JobQueue(SerialQueue):
+class JobQueue(WorkQueue):
     """The only queue before the workers. `close` ends it."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING, grace: float = GRACE) -> None:

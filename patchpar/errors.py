@@ -7,6 +7,7 @@ PatchparError
 ├── ExchangeError                 a message between ranks did not arrive, or is not the expected one
 ├── AuthenticationError           a message between hosts is not from the rank that should have sent it
 ├── VerificationError             the split forward differs from the plain one; the message has the errors
+├── CallCancelled                 the call was cancelled
 ├── LaunchError                   workers could not be started, or could not load the model
 └── WorkerError                   an exception in a worker
     ├── WorkerDied                its process ended
@@ -43,6 +44,10 @@ class ArgumentMismatch(PlanError):
 
 class VerificationError(PatchparError, RuntimeError):
     """The split denoiser does not reproduce the plain one."""
+
+
+class CallCancelled(PatchparError):
+    """The call was cancelled by its caller, before it began or between two calls of a denoiser."""
 
 
 class LaunchError(PatchparError, RuntimeError):

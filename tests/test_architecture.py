@@ -31,12 +31,12 @@ LEVEL = {module: number for number, line in enumerate(LINES) for module in line}
 # import goes up: a plan parses the text of its strategy when it is made, and only strategies can parse theirs.
 ONLY = {
     "plan": {"errors"},
-    "plan.plan": {"errors", "plan.scalars", "strategies"},
+    "plan.plan": {"errors", "plan.mesh", "plan.scalars", "strategies"},
     "launch": {"errors", "plan.scalars"},
     "comm": {"errors", "plan.mesh", "launch.message_seal"},
     "comm.transport": {
         *("errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"),
-        "launch.rendezvous.this_host",
+        *("launch.links", "launch.rendezvous.this_host"),
     },
     "shard.kernels": {"shard.precision", "launch.accelerators"},
     "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "shard.kernels", "comm.exchange_part.Halo"},

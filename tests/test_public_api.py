@@ -29,6 +29,7 @@ PUBLIC = {
     "PlanError",
     "ArgumentMismatch",
     "AuthenticationError",
+    "CallCancelled",
     "ExchangeError",
     "FreshEdges",
     "LaunchError",

@@ -23,6 +23,7 @@ class ServeFlags:
     model: Annotated[str, typer.Argument(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
+    per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
     host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
@@ -54,7 +55,13 @@ def serve_images(request: ServeFlags) -> None:
 
         keys = ApiKeys() if request.api_key_file is None else ApiKeys.read(request.api_key_file)
         plan = plan_of(request.plan, None, request.devices)
-        served = ServedModel(model=request.model, devices=_names(request, plan), plan=plan, options=options)
+        served = ServedModel(
+            model=request.model,
+            devices=_names(request, plan),
+            plan=plan,
+            per_request=request.per_request,
+            options=options,
+        )
         settings = ServerSettings(
             host=request.host,
             port=request.port,

@@ -24,8 +24,8 @@ EMPTY = EncodedMessage(stream=b"")
 class FrameKind(enum.IntEnum):
     """Kinds of frames. First line: caller to worker; second line: worker to caller."""
 
-    CONFIG, FORM, CALL, REPLY, PING, STOP, MESSAGE = range(7)
-    EVENT, ASK, PONG, RESULT, FAILED = range(10, 15)
+    CONFIG, FORM, CALL, REPLY, PING, STOP, MESSAGE, RANKS, LINK, ABORT, HOLD, HALT = range(12)
+    EVENT, ASK, PONG, RESULT, FAILED, HELD = range(20, 26)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +111,3 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self._sock.close()
-
-
-class SocketPairs:
-    """The ends of all pairs in the starting process, which closes each one after its rank has inherited it."""
-
-    def __init__(self, world_size: int) -> None:
-        self._ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world_size)}
-        try:
-            for rank in range(1, world_size):
-                self._ends[0][rank], self._ends[rank][0] = socket.socketpair()
-        except OSError:
-            self.close()
-            raise
-
-    def of(self, rank: int) -> dict[int, int]:
-        """Return the descriptors for a rank to inherit, by the rank at the other end."""
-        return {peer: end.fileno() for peer, end in self._ends[rank].items()}
-
-    def release(self, rank: int) -> None:
-        """Close this process's copies of a rank's ends."""
-        for end in self._ends.pop(rank, {}).values():
-            end.close()
-
-    def close(self) -> None:
-        """Close all remaining ends. Idempotent."""
-        for rank in list(self._ends):
-            self.release(rank)
-
-
-def inherited(descriptors: dict[int, int]) -> dict[int, socket.socket]:
-    """Return sockets for inherited descriptors, in a rank. Processes that it starts do not inherit them."""
-    links = {peer: socket.socket(fileno=descriptor) for peer, descriptor in descriptors.items()}
-    for link in links.values():
-        link.set_inheritable(False)
-    return links

@@ -1,24 +1,25 @@
 """The interface between a caller and the engines on its ranks: RankContext on a rank, Executor at the caller.
 
-caller --- Executor.call("generate", ...) ---> PipelineRunner.generate(...) on every rank
+caller --- Executor.call("generate", ...) ---> PipelineRunner.generate(...) on every rank of the call
 on_event(rank, event)  <--- context.emit(event)          any rank, asynchronous
 on_ask(question)       <--- context.ask(question)        all ranks together; all receive the reply
 send(rank, value)      ---> context.receive(timeout)        at any time during a call, to one rank
 
 An engine is any class, named "package.module:Class", created once per rank with its RankContext. Its public methods
-are called by name, with the same call on every rank, in the rank's main thread.
+are called by name, with the same call on every rank of it, in the rank's main thread. Calls on different ranks run at
+the same time, each in its caller's thread.
 """
 
-import importlib
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from patchpar.errors import LaunchError, PatchparError
+from patchpar.errors import CallCancelled, LaunchError, PatchparError, PlanError
+from patchpar.launch.links import PeerLink
 from patchpar.launch.message_seal import MessageSeal
+from patchpar.launch.rank_locks import RankLocks, checked_ranks
 from patchpar.launch.replay import CallEffects
 from patchpar.plan.scalars import is_number, plain
 
@@ -47,6 +48,14 @@ class RankContext(Protocol):
         """The torch device of this rank, such as "cpu" or "cuda:1"."""
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the current call. The first one's questions are answered."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the current call."""
+
+    @property
     def deadline(self) -> float:
         """Seconds that a rank may make no progress during the current call."""
 
@@ -59,8 +68,8 @@ class RankContext(Protocol):
         """Context manager for waits for another rank, which do not count as a missing progress of this rank."""
 
     @property
-    def links(self) -> Mapping[int, socket.socket] | None:
-        """Connected sockets if all ranks run on one host: rank 0's to each other rank, theirs to rank 0.
+    def links(self) -> Mapping[int, PeerLink] | None:
+        """The link to each other rank of the current call, if all ranks run on one host.
 
         Otherwise None: the ranks communicate through the default group of torch.distributed.
         """
@@ -76,7 +85,7 @@ class RankContext(Protocol):
         """
 
     def ask(self, question: object) -> Any:
-        """Send a question to the caller and return its reply. Collective: all ranks get the reply to rank 0's question.
+        """Send a question to the caller and return its reply. Collective: all ranks get the reply to the first one's.
 
         Raises CallAborted on all ranks if the caller's `on_ask` raised or is missing; in the caller's own process the
         exception itself is raised. Raises TypeError for a question that cannot be pickled.
@@ -84,6 +93,12 @@ class RankContext(Protocol):
 
     def beat(self, where: str) -> None:
         """Record that this rank has reached the exchange point `where`. Takes about 0.2 microseconds."""
+
+    def pause_point(self) -> None:
+        """Pass a place at which all ranks of a call can end it together; all of them pass the same ones in order.
+
+        Raises CallAborted if the caller cancels the call; in the caller's own process CallCancelled.
+        """
 
 
 class InteractiveRankContext(RankContext, Protocol):
@@ -100,6 +115,12 @@ class Callbacks:
     on_event: OnEvent | None = None
     on_ask: OnAsk | None = None
     on_start: OnStart | None = None
+    is_cancelled: Callable[[], bool] = lambda: False
+
+    def check(self) -> None:
+        """Raise CallCancelled if the caller does not want the call any more."""
+        if self.is_cancelled():
+            raise CallCancelled("this call was cancelled")
 
     def start(self, send: SendToRank) -> None:
         """Pass the caller the function that sends messages to ranks during the call, from any thread."""
@@ -120,13 +141,15 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
-    """A call of a method of the engine on every rank: see `Executor.call`."""
+    """A call of a method of the engine on every rank of `ranks`: see `Executor.call`."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     callbacks: Callbacks
+    ranks: tuple[int, ...]
     replay: bool | str | CallEffects
+    divides: bool | None
     expected: float
 
 
@@ -145,6 +168,7 @@ class Executor(ABC):
     def __init__(self, devices: Sequence[str], engine: str, deadline: float) -> None:
         self.devices, self._engine_name = tuple(devices), engine
         self._deadline = check_deadline("deadline", deadline)
+        self._locks = RankLocks()
         self._is_closed = False
 
     @property
@@ -152,39 +176,77 @@ class Executor(ABC):
         """The number of ranks."""
         return len(self.devices)
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether all ranks have to prepare operations of some of them, which communicate through NCCL or its like."""
+        return False
+
     @abstractmethod
     def start(self) -> None:
         """Begin to start the ranks if they are not running, and return at once. `call` does it too."""
 
-    def call(
+    def call(  # noqa: PLR0913 - each is a setting of its own, by name
         self,
         method: str,
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
         on_start: OnStart | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        ranks: Sequence[int] | None = None,
         replay: bool | str | CallEffects = False,
+        divides: bool | None = None,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `method` of the engine on every rank and return the results in rank order.
+        """Call `method` of the engine on every rank of `ranks` (default: all), and return the results in this order.
 
-        Under torchrun only this rank's result is known; the others are None.
+        Calls that have ranks in common run one after another. `ranks`: those of one call are in an order of its own,
+        since the first one's questions are answered. `divides`: whether these ranks hold parts of one state afterwards,
+        which are lost together. Until a call says that they do not, each of them brings the others into its calls,
+        behind `ranks`. A call with `replay` is one on all ranks.
+
+        Under torchrun all ranks take part, and only this rank's result is known; the others are None.
         Events of one rank arrive in order, in the caller's thread, and all before this returns.
         `on_start` gets the function that sends messages to ranks during the call; not available under torchrun.
+        `is_cancelled` is asked while the call waits for its ranks (after `wake`), and several times a second while it
+        runs: it then ends at the ranks' next pause point, with CallCancelled. Not under torchrun.
         `replay`: repeat this call whenever workers are restarted (loading a model, adding a LoRA). A dotted name says
         what the call sets, so that a later call with this name replaces it; see `CallEffects` for more.
         `expected`: seconds without progress that are allowed beyond the executor's deadline. Computing is progress;
         waiting for a download or a slow disk is not.
 
         Raises the method's exception if all ranks raise the same; WorkerError if only some do; WorkerDied, WorkerHung;
-        LaunchError if the ranks cannot be started or are closed; PlanError for an argument that cannot be sent.
+        LaunchError if the ranks cannot be started or are closed; PlanError for an argument that cannot be sent, and for
+        ranks that do not exist.
         """
         self._check_open()
-        callbacks = Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start)
         return self._call(
-            EngineCall(method=method, args=args, kwargs=kwargs, callbacks=callbacks, replay=replay, expected=expected)
+            EngineCall(
+                method=method,
+                args=args,
+                kwargs=kwargs,
+                callbacks=Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start, is_cancelled=is_cancelled),
+                ranks=tuple(range(self.world_size)) if replay or ranks is None else self.check_ranks(ranks),
+                replay=replay,
+                divides=divides,
+                expected=expected,
+            )
         )
+
+    def check_ranks(self, ranks: object) -> tuple[int, ...]:
+        """Return the ranks of a call. Raises PlanError for a list that is empty, repeats a rank, or names one too many.
+
+        Under torchrun, where every process makes every call, it has to be all of them, in order.
+        """
+        found = checked_ranks(ranks, self.world_size)
+        if self.kind == "torchrun" and found != tuple(range(self.world_size)):
+            raise PlanError(f"ranks={ranks!r}: under torchrun every process makes every call: leave it out")
+        return found
+
+    def wake(self) -> None:
+        """Let calls that wait for ranks see whether they are cancelled."""
+        self._locks.wake()
 
     @abstractmethod
     def _call(self, call: EngineCall) -> list[Any]:
@@ -212,30 +274,6 @@ class IdleRank:
 
 class CallAborted(PatchparError):
     """Raised by `ask` on the ranks when the caller's function raised. The caller gets its own exception."""
-
-
-def load_engine(name: str) -> Callable[[RankContext], Any]:
-    """Return the class that "package.module:Class" names. Raises LaunchError if there is none."""
-    module_name, colon, class_name = name.partition(":")
-    if not (module_name and colon and class_name):
-        raise LaunchError(f"engine {name!r} is not of the form 'package.module:Class'")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise LaunchError(f"cannot import the engine {name!r}: {error}") from error
-    engine = getattr(module, class_name, None)
-    if engine is None:
-        raise LaunchError(f"cannot load the engine {name!r}: module {module_name} has no class {class_name!r}")
-    return engine
-
-
-def engine_method(engine: object, method: str) -> Callable[..., Any]:
-    """Return a public method of an engine. Raises AttributeError that lists the available methods."""
-    found = None if method.startswith("_") else getattr(engine, method, None)
-    if not callable(found):
-        public = sorted(name for name in dir(engine) if not name.startswith("_") and callable(getattr(engine, name)))
-        raise AttributeError(f"{type(engine).__name__} has no method {method!r}; it has {', '.join(public)}")
-    return found
 
 
 def check_deadline(name: str, seconds: object) -> float:

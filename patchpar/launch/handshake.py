@@ -42,7 +42,6 @@ class WorkerConfig:
     session_key: bytes  # of messages through that group; empty without one
     heartbeat: int  # file descriptors, inherited under the same numbers
     lifeline: int
-    links: dict[int, int]  # descriptors by the rank at the other end
 
 
 class GroupStore:

@@ -11,7 +11,7 @@ endless loop is found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,26 +48,26 @@ class RankActivity(NamedTuple):
 
 
 class RequestProgress:
-    """Progress of all ranks during one request. `signs`: their activity at its beginning."""
+    """Progress of the ranks of one request. `signs`: the activity of each at its beginning."""
 
-    def __init__(self, limits: HangLimits, signs: Sequence[RankActivity]) -> None:
+    def __init__(self, limits: HangLimits, signs: Mapping[int, RankActivity]) -> None:
         self.limits = limits
         self.quiet = 0.0  # s since the last heartbeat or message of any rank
         self.idle = 0.0  # s since the last progress of any rank
-        self._signs = list(signs)
-        self._worked = [sign.work for sign in signs]  # processor time when it last counted as progress
-        self._idle = [0.0] * len(signs)  # s since the rank made progress or waited
-        self._beatless = [0.0] * len(signs)  # s since its last heartbeat, message or wait
+        self._signs = dict(signs)
+        self._worked = {rank: sign.work for rank, sign in signs.items()}  # when it last counted as progress
+        self._idle = dict.fromkeys(signs, 0.0)  # s since the rank made progress or waited
+        self._beatless = dict.fromkeys(signs, 0.0)  # s since its last heartbeat, message or wait
 
     def count_message(self, rank: int) -> None:
         """Record a message of this rank to the caller."""
         self.quiet = self.idle = self._idle[rank] = self._beatless[rank] = 0.0
 
-    def pass_time(self, seconds: float, signs: Sequence[RankActivity]) -> None:
+    def pass_time(self, seconds: float, signs: Mapping[int, RankActivity]) -> None:
         """Advance the time by `seconds`, after which the ranks' activity is `signs`."""
         self.quiet += seconds
         self.idle += seconds
-        for rank, sign in enumerate(signs):
+        for rank, sign in signs.items():
             self._idle[rank] += seconds
             self._beatless[rank] += seconds
             if sign.beats != self._signs[rank].beats:

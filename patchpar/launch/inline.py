@@ -1,14 +1,15 @@
 """Executors of ranks that run in this process: their base, and that of a single rank, where a call is a plain one."""
 
 import queue
-import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 from patchpar.launch.accelerators import current_device
-from patchpar.launch.executor import Callbacks, EngineCall, Executor, engine_method, load_engine
+from patchpar.launch.engines import engine_method, load_engine
+from patchpar.launch.executor import Callbacks, EngineCall, Executor
+from patchpar.launch.links import PeerLink
 from patchpar.launch.message_seal import MessageSeal
 
 
@@ -19,15 +20,20 @@ class OwnProcessContext(ABC):
         self,
         rank: int,
         devices: tuple[str, ...],
-        links: Mapping[int, socket.socket] | None,
+        links: Mapping[int, PeerLink] | None,
         seal: MessageSeal | None = None,
     ) -> None:
         self.rank, self.world_size, self.device, self.links = rank, len(devices), devices[rank], links
+        self.ranks = tuple(range(self.world_size))
         self.seal = seal
         self.deadline = 0.0  # before the first call
         self.waiting = nullcontext()
         self.callbacks = Callbacks()
         self.where, self.beats = "", 0  # the last exchange point, and the number of those that were reached
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     @property
     def wait_limit(self) -> float:
@@ -46,12 +52,25 @@ class OwnProcessContext(ABC):
         self.where = where
         self.beats += 1
 
+    def pause_point(self) -> None:
+        self.callbacks.check()
+
 
 class OwnProcessExecutor(Executor):
     """An Executor of which this process is a rank. The engine is created at the first call."""
 
     _context: OwnProcessContext
     _engine: Any = None
+
+    @contextmanager
+    def _turn(self, call: EngineCall) -> Iterator[None]:
+        """Hold the ranks of a call, unless this thread has them: functions of the caller may call the engine."""
+        if self._locks.are_held_here:
+            yield
+        else:
+            with self._locks.holding(call.ranks, call.callbacks.check):
+                self._check_open()
+                yield
 
     def start(self) -> None:
         """See Executor. There is nothing to start."""
@@ -100,12 +119,17 @@ class InlineExecutor(OwnProcessExecutor):
         self._context = InlineContext(device)
 
     def _call(self, call: EngineCall) -> list[Any]:
+        with self._turn(call):
+            return [self._run_with(call)]
+
+    def _run_with(self, call: EngineCall) -> Any:
+        """Return the method's result, with the callbacks and messages of this call."""
         context = self._context
         before, context.callbacks = context.callbacks, call.callbacks
         messages = context.messages = queue.SimpleQueue()
         call.callbacks.start(lambda rank, value: messages.put(value))
         context.deadline = self._deadline + call.expected
         try:
-            return [self._run_here(call)]
+            return self._run_here(call)
         finally:
             context.callbacks = before

@@ -1,189 +1,257 @@
-"""A pool of workers, from the start of their processes to their end. A fault ends the pool."""
+"""A pool of workers, from the start of their processes to their end; those that a fault has ended are started anew."""
 
 import contextlib
+import itertools
 import os
-import sys
+import socket
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind, SocketPairs
-from patchpar.launch.devices import available_cores
-from patchpar.launch.executor import Callbacks, longest_wait
+from patchpar.launch.channel import EMPTY, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.executor import Callbacks
 from patchpar.launch.fork_guard import change_in_children, no_fork
-from patchpar.launch.handshake import (
-    PACKAGE_ROOT,
-    GroupStore,
-    WorkerConfig,
-    needs_group,
-    threads_per_rank,
-    versions,
-    worker_environment,
-)
+from patchpar.launch.handshake import GroupStore, needs_group, versions
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.messages import EncodedMessage, decode, encode
-from patchpar.launch.process import WorkerProcess, WorkerStart
-from patchpar.launch.request_failure import error_of, is_reusable
+from patchpar.launch.process import WorkerProcess
+from patchpar.launch.request_failure import error_of, is_in_step, lost_ranks
 from patchpar.launch.request_loop import RequestLoop
-from patchpar.launch.start_method import StartMethodName
-from patchpar.launch.started_process import FreshProcess
-from patchpar.launch.templates import fork_worker
+from patchpar.launch.shared_blocks import SharedBlock
 from patchpar.launch.worker_output import FirstPrinter
+from patchpar.launch.worker_start import WorkerPoolSpec, started
 
 STOP_SECONDS = 2.0  # for a worker to exit after a STOP frame
 TERM_SECONDS = 1.0  # and after SIGTERM
 KILL_SECONDS = 5.0  # only a process stuck in the kernel takes longer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPoolSpec:
-    """Settings of a pool. Times in seconds."""
-
-    devices: tuple[str, ...]
-    engine: str
-    deadline: float
-    start_timeout: float
-    start_method: StartMethodName
-    preload: tuple[str, ...]
-
-
 class WorkerPool:
-    """A pool of workers. The constructor starts the processes; `wait_until_ready` has to follow."""
+    """The workers of an executor by rank, at first none. Whoever calls a method has the ranks that it names.
+
+    `start` begins to start workers; `wait_until_ready` has to follow.
+    """
 
     def __init__(self, spec: WorkerPoolSpec) -> None:
         self.spec = spec
-        self._workers: list[WorkerProcess] = []
-        self._store = GroupStore() if needs_group(spec.devices) else None
+        self._workers: dict[int, WorkerProcess] = {}
+        self._is_single = spec.one_by_one and not needs_group(spec.devices)
+        self._all = frozenset(range(len(spec.devices)))
+        self._ready: set[int] = set()
+        self._outdated: set[int] = set()  # are not used any more, since others of them have been lost
+        self._busy: set[int] = set()
+        self._linked: set[frozenset[int]] = set()  # pairs of ranks
+        self._bound: dict[int, frozenset[int]] = {}  # of ranks that hold parts of one state: all that do
+        self._stores: list[GroupStore] = []
         # Workers exit with this process anyway (their channel closes); this ends them when the pool is deleted.
         self._owner = os.getpid()
-        self._finalizer = weakref.finalize(self, _end, self._workers, self._store, self._owner)
-        self._request = 0
-        self.is_usable = True
-        self.random_widths: tuple[int, ...] = ()  # of the ranks' devices, once they are ready
-        with no_fork():
-            change_in_children(self)
-            links = SocketPairs(len(spec.devices))
-            try:
-                self._spawn(links)
-            except BaseException:
-                self.kill()
-                raise
-            finally:
-                links.close()
+        weakref.finalize(self, _end_all, self._workers, self._stores, self._owner)
+        self._requests = itertools.count(1)  # 0: the WorkerConfig
+        self._facts: dict[str, str] = {}
+        self._is_closed = False
+        self.random_widths: dict[int, int] = {}  # of the ranks' devices, once they are ready
+        self._speakers = FirstPrinter()
+        change_in_children(self)
 
-    def _spawn(self, links: SocketPairs) -> None:
-        spec, store, world = self.spec, self._store, len(self.spec.devices)
-        threads = threads_per_rank(available_cores(), world)
-        start = WorkerStart(
-            starter=fork_worker if spec.start_method == "forkserver" else FreshProcess,
-            environment=worker_environment(threads),
-            path=tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT),
-            modules=(spec.engine.partition(":")[0], *spec.preload, *(["torch"] if world > 1 else [])),
-            speakers=FirstPrinter(),
-        )
-        for rank, device in enumerate(spec.devices):
-            ends = links.of(rank)
-            inherit = (*ends.values(), *(store.inherit if store else ()))
-            worker = WorkerProcess(rank, device, start, inherit)
-            self._workers.append(worker)
-            links.release(rank)
-            config = WorkerConfig(
-                rank=rank,
-                world_size=world,
-                device=device,
-                engine=spec.engine,
-                preload=spec.preload,
-                deadline=spec.deadline,
-                # The caller knows the limit of a call and sees which rank is late, so it has to detect hangs first.
-                group_timeout=longest_wait(spec.deadline + spec.start_timeout),
-                threads=threads,
-                path=start.path,
-                group_store=store.path if store else None,
-                session_key=store.session_key if store else b"",
-                heartbeat=worker.heartbeat_fd,
-                lifeline=worker.lifeline_fd,
-                links=ends,
-            )
-            worker.send_config(encode(config))
+    def start(self, ranks: Collection[int]) -> None:
+        """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError."""
+        self.drop([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
+        missing = sorted(rank for rank in ranks if rank not in self._workers)
+        if not missing:
+            return
+        self.bind(missing, divided=False)
+        try:
+            with no_fork():
+                self._check_open()
+                for worker in started(self.spec, missing, self._new_store(), self._speakers):
+                    self._workers[worker.rank] = worker
+            self._check_open()  # `close` of another thread may not have seen them
+        except BaseException:
+            self.drop(missing)
+            raise
 
     def after_fork(self) -> None:
-        for worker in self._workers:
+        for worker in list(self._workers.values()):
             worker.after_fork()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids in rank order, as soon as all processes exist. Raises LaunchError if one is not started."""
+        """The ids of the processes in rank order, as soon as they exist. Raises LaunchError if one is not started."""
         give_up = time.monotonic() + self.spec.start_timeout
-        return tuple(worker.wait_for_pid(give_up) for worker in self._workers)
+        return tuple(worker.wait_for_pid(give_up) for _, worker in sorted(self._workers.items()))
 
-    def wait_until_ready(self) -> None:
-        """Wait for all workers, compare their versions, connect them and create their engines. Raises LaunchError."""
-        facts = self._start_up(None)  # the replies to WorkerConfig, which was sent when they were started
-        for rank, found in enumerate(facts):
-            expected = {**facts[0], **versions()}
+    def _new_store(self) -> GroupStore | None:
+        """Return where workers meet that are started together, if they have a default group."""
+        if not needs_group(self.spec.devices):
+            return None
+        self._close_stores()
+        self._stores.append(GroupStore())
+        return self._stores[0]
+
+    def _close_stores(self) -> None:
+        while self._stores:
+            self._stores.pop().close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LaunchError("this executor is closed; make a new one")
+
+    def with_bound(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks, and behind them those that hold parts of the same state as one of them."""
+        others = frozenset[int]().union(*(self._bound.get(rank, ()) for rank in ranks)) - {*ranks}
+        return (*ranks, *sorted(others))
+
+    def bind(self, ranks: Sequence[int], *, divided: bool) -> None:
+        """Note whether these ranks hold parts of one state from now on, or each all of it."""
+        for rank in ranks:
+            self._bound.pop(rank, None)
+        if divided:
+            self._bound.update(dict.fromkeys(ranks, frozenset(ranks)))
+
+    def lacking(self, ranks: Sequence[int]) -> frozenset[int]:
+        """Return which ranks have to be started before a call on `ranks`: also those that a lost one takes along."""
+        lost = [rank for rank in ranks if rank not in self._ready or rank in self._outdated or self._has_died(rank)]
+        if lost and not self._is_single:
+            return self._all
+        return frozenset(self.with_bound(lost))
+
+    def has_idle_deaths(self, ranks: Iterable[int]) -> bool:
+        """Whether one of these workers was ready, and has ended since."""
+        return any(rank in self._ready and self._has_died(rank) for rank in ranks)
+
+    def _has_died(self, rank: int) -> bool:
+        return rank in self._workers and not self._workers[rank].is_alive()
+
+    def wait_until_ready(self, ranks: Sequence[int]) -> None:
+        """Wait for workers, compare their versions, connect them and create their engines. Raises LaunchError."""
+        facts = self._start_up(None, ranks)  # the replies to WorkerConfig, which was sent when they were started
+        for rank, found in zip(ranks, facts, strict=True):
+            of_others = {name: value for name, value in self._facts.items() if name in found}
+            expected = {**facts[0], **of_others, **versions()}
             if found != expected:
                 raise LaunchError(f"rank {rank} has {found}, where {expected} was expected: use the same versions")
-        self.random_widths = tuple(self._start_up(FrameKind.FORM))
+        widths = self._start_up(FrameKind.FORM, ranks)
+        self._facts = self._facts or facts[0]
+        self.random_widths.update(zip(ranks, widths, strict=True))
+        self._ready |= {*ranks}
 
-    def _start_up(self, kind: FrameKind | None) -> list[Any]:
+    def _start_up(self, kind: FrameKind | None, ranks: Sequence[int]) -> list[Any]:
         try:
-            return self._request_all(kind, EMPTY, Callbacks(), HangLimits.of_start(self.spec.start_timeout))
+            return self._request(kind, ranks, EMPTY, Callbacks(), HangLimits.of_start(self.spec.start_timeout))
         except LaunchError:
             raise
         except Exception as error:
             raise LaunchError(f"the workers could not be started: {error}") from error
 
-    def call(self, message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
-        """Run one encoded call on all ranks. Raises what `Executor.call` raises; check `is_usable` afterwards."""
-        return self._request_all(FrameKind.CALL, message, callbacks, HangLimits.of_call(self.spec.deadline, expected))
+    def call(self, ranks: Sequence[int], message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
+        """Run one encoded call on these ranks, and return the results in this order. Raises as `Executor.call` does.
 
-    def _request_all(
-        self, kind: FrameKind | None, message: EncodedMessage, callbacks: Callbacks, limits: HangLimits
+        Workers that are lost in it are ended; the others can be used again.
+        """
+        limits = HangLimits.of_call(self.spec.deadline, expected)
+        return self._request(FrameKind.CALL, ranks, message, callbacks, limits)
+
+    def _request(
+        self,
+        kind: FrameKind | None,
+        ranks: Sequence[int],
+        message: EncodedMessage,
+        callbacks: Callbacks,
+        limits: HangLimits,
     ) -> list[Any]:
-        self.is_usable = False  # until it has ended well; stays so if an interrupt ends it
-        loop = RequestLoop(self._workers, self._request, callbacks, limits=limits)
-        opening = None if kind is None else ChannelFrame(kind, self._request, message)
-        self._request += 1
-        outcome = loop.run(opening)
-        error = error_of(outcome, self._workers, limits)
-        self.is_usable = is_reusable(outcome, self._workers)
+        workers, lost = {rank: self._workers[rank] for rank in ranks}, list(ranks)  # if an interrupt ends it
+        unwinds = self._is_single and kind is FrameKind.CALL
+        self._busy.update(ranks)
+        try:
+            request, opening = self._opening(kind, ranks, message)
+            loop = RequestLoop(list(workers.values()), request, callbacks, limits=limits, unwinds=unwinds)
+            outcome = loop.run(opening)
+            error = error_of(outcome, workers, limits)
+            if is_in_step(outcome, ranks):
+                lost = []
+            elif unwinds:
+                self._linked.difference_update(_pairs(ranks))  # which may have messages in them
+                lost = [*lost_ranks(outcome, ranks), *(rank for rank in ranks if rank in self._bound)]
+        finally:
+            self._busy.difference_update(ranks)
+            self.drop(lost)
+            self._connect([rank for rank in ranks if rank in self._workers and rank not in self._outdated])
         if error is not None:
             for result in outcome.results.values():
                 result.close()
             raise error
-        return [_decoded(outcome.results[rank]) for rank in range(len(self._workers))]
+        return [_decoded(outcome.results[rank]) for rank in ranks]
 
-    def is_alive(self) -> bool:
-        """Return whether all workers are running."""
-        return all(worker.is_alive() for worker in self._workers)
+    def _opening(
+        self, kind: FrameKind | None, ranks: Sequence[int], message: EncodedMessage
+    ) -> tuple[int, list[ChannelFrame]]:
+        """Return number and first frames of a request, and connect its ranks."""
+        if kind is None:
+            return 0, []
+        request = next(self._requests)
+        self._connect(ranks)
+        named = ChannelFrame(FrameKind.RANKS, request, encode(tuple(ranks)))
+        return request, [named, ChannelFrame(kind, request, message)]
 
-    def kill(self) -> None:
-        """Kill all workers. Idempotent; an interrupt is raised after the workers have ended."""
-        self.is_usable = False
+    def _connect(self, ranks: Sequence[int]) -> None:
+        """Give every two of these ranks a link, unless they have one."""
+        for pair in _pairs(ranks):
+            if pair not in self._linked:
+                self._linked.add(pair)
+                self._link(*pair)
+
+    def _link(self, one: int, other: int) -> None:
+        """Send two ranks the ends of a socket pair."""
+        with no_fork():  # a child's copy of an end would keep the connection open
+            ends = socket.socketpair()
+            for rank, peer, end in ((one, other, ends[0]), (other, one, ends[1])):
+                message = replace(encode(peer), block=SharedBlock(end.detach(), 0))
+                with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed when the request is sent
+                    self._workers[rank].channel.send(ChannelFrame(FrameKind.LINK, 0, message))
+                message.close()
+
+    def drop(self, ranks: Collection[int]) -> None:
+        """End these workers; those that a lost one takes along are started anew before their next call.
+
+        Idempotent; an interrupt is raised after the workers have ended.
+        """
+        gone = [self._workers[rank] for rank in ranks if rank in self._workers]
+        if not gone:
+            return
+        self._outdated.update(self.with_bound(list(ranks)) if self._is_single else self._all)
+        self._outdated.difference_update(ranks)
+        self._ready.difference_update(ranks)
+        self._linked.difference_update(pair for pair in list(self._linked) if not pair.isdisjoint(ranks))
         try:
-            _end(self._workers, self._store, self._owner)
+            _end(gone, self._owner)
         except KeyboardInterrupt:  # a second one: finish what the first one started
-            _end(self._workers, self._store, self._owner)
+            _end(gone, self._owner)
             raise
         finally:
-            if not any(worker.is_alive() for worker in self._workers):
-                self._finalizer.detach()
+            for rank in ranks:
+                self._workers.pop(rank, None)
 
     def close(self) -> None:
-        """Stop the workers: by a STOP frame, then SIGTERM, then SIGKILL."""
+        """Stop the workers: by a STOP frame, then SIGTERM, then SIGKILL; those in a call at once."""
+        self._is_closed = True
         if os.getpid() != self._owner:
             return  # in a forked child, whose workers they are not
-        if self.is_usable:
-            for worker in self._workers:
-                worker.ask_to_stop()
-            if not _wait(self._workers, STOP_SECONDS):
-                for worker in self._workers:
-                    worker.terminate()
-                _wait(self._workers, TERM_SECONDS)
-        self.kill()
+        idle = [worker for rank, worker in list(self._workers.items()) if rank in self._ready - self._busy]
+        for worker in idle:
+            worker.ask_to_stop()
+        if not self._busy and not _wait(idle, STOP_SECONDS):
+            for worker in idle:
+                worker.terminate()
+            _wait(idle, TERM_SECONDS)
+        self.drop(sorted(self._workers))
+        self._close_stores()
+
+
+def _pairs(ranks: Sequence[int]) -> list[frozenset[int]]:
+    return [frozenset(pair) for pair in itertools.combinations(ranks, 2)]
 
 
 def _decoded(message: EncodedMessage) -> Any:
@@ -198,7 +266,7 @@ def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
     return all([worker.wait(give_up) for worker in workers])
 
 
-def _end(workers: list[WorkerProcess], store: GroupStore | None, owner: int) -> None:
+def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
     """Kill and reap; may be repeated after an interrupt. Does nothing in a forked child of the owner."""
     if os.getpid() != owner:
         return
@@ -208,5 +276,9 @@ def _end(workers: list[WorkerProcess], store: GroupStore | None, owner: int) -> 
     for worker in workers:
         with contextlib.suppress(OSError):
             worker.release()
-    if store is not None:
+
+
+def _end_all(workers: dict[int, WorkerProcess], stores: list[GroupStore], owner: int) -> None:
+    _end(list(workers.values()), owner)
+    for store in stores if os.getpid() == owner else ():
         store.close()

@@ -3,12 +3,14 @@
     rank 0      listens at an abstract socket, which is no file and disappears with its process
     the others  connect to it as soon as it exists, and send their rank
     rank 0      closes the listening socket when all have connected, and confirms to each
+    rank 0      makes a socket pair for every two of the others, and sends both their ends
 
 Each side checks the user id of the other process with the kernel (SO_PEERCRED) and accepts its own user only.
 """
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
 import struct
@@ -17,8 +19,10 @@ import time
 from pathlib import Path
 
 from patchpar.errors import LaunchError
+from patchpar.launch.links import PeerLink, receive_descriptor, send_descriptor
 
 CONFIG = struct.Struct("<II")  # rank, number of ranks
+PEER = struct.Struct("<I")  # the rank at the other end of the socket that is sent with it
 WELCOME = b"w"
 CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 RETRY_SECONDS = 0.02
@@ -49,6 +53,30 @@ def meet(name: str, rank: int, world_size: int, deadline: float) -> dict[int, so
     if rank == 0:
         return _accept_all("\0" + name, world_size, give_up, deadline)
     return {0: _connect("\0" + name, rank, world_size, give_up, deadline)}
+
+
+def linked(name: str, rank: int, world_size: int, deadline: float) -> dict[int, PeerLink]:
+    """Return this rank's links to all others. Collective, within `deadline` seconds. Raises LaunchError."""
+    ends, give_up = meet(name, rank, world_size, deadline), time.monotonic() + deadline
+    try:
+        if rank == 0:
+            _hand_out(ends, world_size, give_up)
+        while len(ends) < world_size - 1:
+            data, descriptor = receive_descriptor(ends[0], PEER.size, give_up)
+            ends[PEER.unpack(data)[0]] = socket.socket(fileno=descriptor)
+    except OSError as error:
+        for end in ends.values():
+            end.close()
+        raise LaunchError(f"rank {rank} cannot connect to the others: {error}") from error
+    return {peer: PeerLink(rank, peer, end) for peer, end in ends.items()}
+
+
+def _hand_out(ends: dict[int, socket.socket], world_size: int, give_up: float) -> None:
+    for lower, higher in itertools.combinations(range(1, world_size), 2):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            send_descriptor(ends[lower], PEER.pack(higher), ours.fileno(), give_up)
+            send_descriptor(ends[higher], PEER.pack(lower), theirs.fileno(), give_up)
 
 
 def _accept_all(address: str, world_size: int, give_up: float, deadline: float) -> dict[int, socket.socket]:

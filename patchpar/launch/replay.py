@@ -100,13 +100,14 @@ class CallEffects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedCall:
-    """A call to repeat, and what it changes."""
+    """A call to repeat, and what it changes. `divides`: see `Executor.call`."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expected: float
     change: CallEffects
+    divides: bool | None = None
     sent: EncodedMessage | None = None  # the encoded call if it is small; large arguments are not stored twice
 
     def message(self) -> EncodedMessage:
@@ -129,7 +130,7 @@ class ReplayLog:
         self._entries: list[ReplayedCall] = []
 
     def __iter__(self) -> Iterator[ReplayedCall]:
-        return iter(self._entries)
+        return iter(tuple(self._entries))  # another thread may add one meanwhile
 
     def __len__(self) -> int:
         return len(self._entries)

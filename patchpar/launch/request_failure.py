@@ -1,9 +1,9 @@
-"""The exception for the caller after a failed request, and whether the workers can be used again."""
+"""The exception for the caller after a failed request, and which of its workers can be used again."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from patchpar.errors import WorkerDied, WorkerHung
+from patchpar.errors import CallCancelled, WorkerDied, WorkerHung
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
 from patchpar.launch.remote_errors import RemoteError
@@ -12,10 +12,11 @@ from patchpar.launch.request_loop import RequestOutcome
 STACK_SECONDS = 0.3  # for a hung worker to print its stack
 
 
-def error_of(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: HangLimits) -> Exception | None:
-    """Return the exception for the caller; None if every rank has returned a result.
+def error_of(outcome: RequestOutcome, workers: Mapping[int, WorkerProcess], limits: HangLimits) -> Exception | None:
+    """Return the exception for the caller; None if every rank has returned a result. `workers`: by rank.
 
-    Causes come before consequences: a dead worker; an exception of the caller's function; an exception of the engine;
+    Causes come before consequences: a dead worker; what the caller's function raised; that it was cancelled; an
+    exception of the engine;
     a hung rank; a lost connection.
     """
     if outcome.died:
@@ -24,23 +25,23 @@ def error_of(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: 
         worker = workers[outcome.not_reading[0]]
         text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_exchange_point()}."
         return WorkerHung(text, rank=worker.rank)
-    if outcome.aborted is not None:
-        return outcome.aborted
+    if outcome.aborted is not None or (outcome.held and (outcome.failures or outcome.results)):
+        return outcome.aborted or CallCancelled("this call was cancelled")
     own = {rank: failure for rank, failure in outcome.failures.items() if not failure.transport}
     if own:
         return _raised(own, outcome, workers)
-    left = [worker for worker in workers if not outcome.is_over(worker.rank)]
+    left = [worker for rank, worker in workers.items() if not outcome.is_over(rank)]
     if left:
         return _hung(outcome, left, workers, limits)
     return _raised(outcome.failures, outcome, workers) if outcome.failures else None
 
 
-def is_reusable(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> bool:
-    """Return whether the workers can take another call: all have answered, and no message between ranks is pending.
+def is_in_step(outcome: RequestOutcome, ranks: Sequence[int]) -> bool:
+    """Return whether the ranks can take another call as they are: all have answered, and no message is pending.
 
     The latter is known from heartbeats: ranks that failed at the same point have passed equally many exchange points.
     """
-    answered = all(rank in outcome.results or rank in outcome.failures for rank in range(len(workers)))
+    answered = all(rank in outcome.results or rank in outcome.failures for rank in ranks)
     if outcome.died or outcome.not_reading or not answered:
         return False
     if not outcome.failures:
@@ -49,13 +50,22 @@ def is_reusable(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> bo
     return in_step and not any(failure.transport for failure in outcome.failures.values())
 
 
-def _died(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
+def lost_ranks(outcome: RequestOutcome, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that have died or do not end the request. The others can be used again, with new links."""
+    gone = {*outcome.died, *outcome.stuck, *outcome.not_reading}
+    ended = {*outcome.results, *outcome.failures, *outcome.unwound}
+    return [rank for rank in ranks if rank in gone or rank not in ended]
+
+
+def _died(outcome: RequestOutcome, workers: Mapping[int, WorkerProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
     return WorkerDied(f"{worker} {end}; {worker.last_exchange_point()}.{worker.last_output()}", rank=worker.rank)
 
 
-def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> Exception:
+def _raised(
+    failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Mapping[int, WorkerProcess]
+) -> Exception:
     """Return the exception itself if all participating ranks raised the same, otherwise a WorkerError."""
     rank, first = next(iter(failures.items()))
     error = first.as_worker_error(str(workers[rank]), rank)
@@ -69,7 +79,7 @@ def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: 
 
 
 def _hung(
-    outcome: RequestOutcome, left: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], limits: HangLimits
+    outcome: RequestOutcome, left: Sequence[WorkerProcess], workers: Mapping[int, WorkerProcess], limits: HangLimits
 ) -> WorkerHung:
     """Return the error for unfinished ranks (`left`): first silent ones, then stuck ones, then those not waiting."""
     silent = [worker for worker in left if worker.rank in outcome.silent]
@@ -80,7 +90,7 @@ def _hung(
     time.sleep(STACK_SECONDS)
     answers = "does not answer" if silent else "answers, but makes no progress"
     others = "; ".join(
-        f"rank {worker.rank}: {worker.last_exchange_point()}" for worker in workers if worker is not guilty
+        f"rank {worker.rank}: {worker.last_exchange_point()}" for worker in workers.values() if worker is not guilty
     )
     suffix = f" ({others})" if others else ""
     way_out = "" if outcome.failures else f" If it is only slow, give it more time: {limits.way_out}."

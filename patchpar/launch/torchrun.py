@@ -136,6 +136,10 @@ class TorchrunExecutor(OwnProcessExecutor):
         if call.callbacks.on_start is not None:
             raise LaunchError("under torchrun no messages can be sent to ranks during a call: use worker processes")
         check_owner(self._owner)
+        with self._turn(call):
+            return self._call_here(call)
+
+    def _call_here(self, call: EngineCall) -> list[Any]:
         if self._out_of_step:
             raise LaunchError(
                 f"the ranks are out of step, and messages between them may be unread: {self._out_of_step}. Close the "

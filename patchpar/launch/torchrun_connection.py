@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from patchpar.launch.authentication import Greetings
 from patchpar.launch.control_group import Control, GroupControl, LinkControl
 from patchpar.launch.default_group import GroupRank, form_group_between_hosts
+from patchpar.launch.links import PeerLink
 from patchpar.launch.message_seal import MessageSeal, new_key
-from patchpar.launch.rendezvous import meet, name_of_job
+from patchpar.launch.rendezvous import linked, meet, name_of_job
 from patchpar.launch.sealed_control import SealedControl
 from patchpar.launch.shared_secret import NetworkTrust
 
@@ -19,7 +19,7 @@ class TorchrunConnection(NamedTuple):
     """What connects a rank with the others. `links`, `seal`: see RankContext."""
 
     control: Control
-    links: Mapping[int, socket.socket] | None = None
+    links: Mapping[int, PeerLink] | None = None
     seal: MessageSeal | None = None
 
     def without_seal(self) -> TorchrunConnection:
@@ -61,6 +61,6 @@ def _connect_on_host(name: str, own: GroupRank, deadline: float) -> TorchrunConn
     Only what goes through torch.distributed all the same, for GPUs, needs the seal.
     """
     sockets = meet(f"{name}-control", own.rank, own.world_size, deadline)
-    links = meet(f"{name}-links", own.rank, own.world_size, deadline)
+    links = linked(f"{name}-links", own.rank, own.world_size, deadline)
     control = LinkControl(own.rank, own.world_size, sockets)
     return TorchrunConnection(control, links, MessageSeal(control.broadcast(new_key()), own.rank))

@@ -1,6 +1,7 @@
 """The main program of a worker process: reads calls from its channel, runs them on its engine, sends results.
 
-    reader thread   frames from the channel: answers pings, also while a call runs; ends the process at end of file
+    reader thread   frames from the channel: answers pings, also while a call runs, takes links to other ranks, and
+                    shuts those of a call that the caller ends; ends the process at end of file
     main thread     calls, one after another
 
 A worker never outlives the process that started it: the reader thread ends it when the channel closes, and the kernel
@@ -18,18 +19,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from patchpar.errors import LaunchError
 from patchpar.launch.accelerators import default_backend, kind_of, random_width, select_device
-from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind, inherited
+from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.default_group import GroupRank, form_group
-from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
+from patchpar.launch.engines import engine_method, load_engine
+from patchpar.launch.executor import CallAborted, longest_wait
 from patchpar.launch.handshake import WorkerConfig, versions
 from patchpar.launch.heartbeat import Heartbeat
+from patchpar.launch.links import PeerLink
 from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.messages import EncodedMessage, decode, encode
+from patchpar.launch.pause_points import PausePoints
 from patchpar.launch.remote_errors import take_down
 
 
@@ -71,14 +75,20 @@ class WorkerContext:
         self.rank, self.world_size, self.device = config.rank, config.world_size, config.device
         self.deadline = config.deadline
         self.seal = MessageSeal(config.session_key, config.rank) if config.session_key else None
-        self.links: Mapping[int, socket.socket] | None = inherited(config.links)
+        self.ranks = tuple(range(config.world_size))
+        self.links: dict[int, PeerLink] = {}
         self.heartbeat = Heartbeat(config.heartbeat)
         self.beat: Callable[[str], None] = self.heartbeat.beat
         self.waiting = self.heartbeat.waiting
         self.request = 0
+        self.pause_points = PausePoints(self.waiting)
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self._channel = channel
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.ranks[0]
 
     @property
     def wait_limit(self) -> float:
@@ -89,7 +99,7 @@ class WorkerContext:
         self._send(FrameKind.EVENT, event)
 
     def ask(self, question: object) -> Any:
-        self._send(FrameKind.ASK, question if self.rank == 0 else None)
+        self._send(FrameKind.ASK, question if self.is_first else None)
         with self.waiting:  # without a limit: the caller may take its time, and this process ends with it
             reply = self.replies.get()
             while reply.request != self.request:
@@ -111,6 +121,36 @@ class WorkerContext:
             frame.message.close()
             if frame.request == self.request:
                 return value
+
+    def pause_point(self) -> None:
+        self.pause_points.passes()
+
+    def link(self, frame: ChannelFrame) -> None:
+        """Take a link to another rank, in place of an earlier one. From the reader thread, as `abort`."""
+        peer, end = decode(EncodedMessage(stream=frame.message.stream)), frame.message.block
+        assert end is not None
+        before, self.links[peer] = self.links.get(peer), PeerLink(self.rank, peer, socket.socket(fileno=os.dup(end.fd)))
+        frame.message.close()
+        if before is not None:
+            before.shut()
+            before.close()
+
+    def abort(self, frame: ChannelFrame) -> None:
+        """End all waits of a request for the ranks in `frame`, and for the caller."""
+        for rank in decode(frame.message):
+            if rank in self.links:
+                self.links[rank].shut()
+        self.replies.put(ChannelFrame(FrameKind.REPLY, frame.request, encode((False, "the call has failed on a rank"))))
+        self.pause_points.release(frame.request)
+
+    def hold(self, frame: ChannelFrame) -> None:
+        """Hold a request at its next pause point, and say how many it has passed."""
+        passed = encode(self.pause_points.hold(frame.request))
+        self._channel.send(ChannelFrame(FrameKind.HELD, frame.request, passed))
+
+    def halt(self, frame: ChannelFrame) -> None:
+        """End a request at a pause point."""
+        self.pause_points.halt(frame.request, decode(frame.message))
 
     def _send(self, kind: FrameKind, value: object) -> None:
         message = _encode("an event" if kind is FrameKind.EVENT else "a question", value)
@@ -143,33 +183,40 @@ class Worker:
         self._answer(first_request, self._prepare)
         while True:
             frame = self._calls.get()
+            if frame.kind is FrameKind.RANKS:  # of the call that follows
+                self._context.ranks = decode(frame.message)
+                continue
             work = self._form if frame.kind is FrameKind.FORM else lambda frame=frame: self._call(frame)
             self._answer(frame.request, work)
             del frame, work  # else the arguments would stay in memory until the next call
 
     def _read(self) -> None:
+        context = self._context
+        takes: dict[FrameKind, Callable[[ChannelFrame], object]] = {
+            FrameKind.PING: self._pong,
+            FrameKind.REPLY: context.replies.put,
+            FrameKind.MESSAGE: context.messages.put,
+            FrameKind.LINK: context.link,
+            FrameKind.ABORT: context.abort,
+            FrameKind.HOLD: context.hold,
+            FrameKind.HALT: context.halt,
+        }
         try:
-            while True:
-                frame = self._channel.receive()
-                if frame.kind is FrameKind.PING:
-                    self._context.heartbeat.show_work()
-                    self._channel.send(ChannelFrame(FrameKind.PONG, frame.request))
-                elif frame.kind is FrameKind.REPLY:
-                    self._context.replies.put(frame)
-                elif frame.kind is FrameKind.MESSAGE:
-                    self._context.messages.put(frame)
-                elif frame.kind is FrameKind.STOP:
-                    break
-                else:
-                    self._calls.put(frame)
+            while (frame := self._channel.receive()).kind is not FrameKind.STOP:
+                takes.get(frame.kind, self._calls.put)(frame)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
             os._exit(0)  # the main thread may be inside any call, and there is nothing to clean up
 
+    def _pong(self, frame: ChannelFrame) -> None:
+        self._context.heartbeat.show_work()
+        self._channel.send(ChannelFrame(FrameKind.PONG, frame.request))
+
     def _answer(self, request: int, work: Callable[[], object]) -> None:
         self._context.request = request
+        self._context.pause_points.begin(request)
         try:
             kind, message = FrameKind.RESULT, _encode("what it returned", work())
         except BaseException as error:  # noqa: BLE001  also SystemExit: the caller must get any of them

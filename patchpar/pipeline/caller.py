@@ -32,11 +32,13 @@ class CallController:
     """Callback, progress and replies of a call. `owner`: the callback's pipeline. `kind`: where ranks run."""
 
     def __init__(self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str) -> None:
-        self.kwargs = dict(kwargs)
+        self.bound, self.kwargs = kwargs, dict(kwargs)
+        self.progress = 0, 0
         self._owner, self._kind, self._output_module = owner, kind, output_module
         self._bar: Any = None
         self._on_step: Callable[[int, int], object] | None = None
-        self._progress: Mapping[str, Any] = {}
+        self._bar_options: Mapping[str, Any] = {}
+        self._random: RandomState | None = None  # None: that of the thread which makes the call
         self._callback = self._take_callback()
         self._thread: int | None = None
         self._import: threading.Thread | None = None
@@ -54,15 +56,25 @@ class CallController:
         del self.kwargs["callback_on_step_end"]
         return callback
 
-    def options(self, plan: Plan, request: PipelineOptions, *, tracing: bool) -> CallOptions:
+    def go_apart(self) -> None:
+        """Prepare for a thread of its own: no progress bar, and the noise is of a seed that is sampled now."""
+        self._on_step = lambda step, steps: None
+        if self._kind == "local":
+            self._random = RandomState(seed=_sampled_seed())
+
+    def options(
+        self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
+    ) -> CallOptions:
         """Return the settings of the call beside its arguments."""
         return CallOptions(
             plan=plan,
+            ranks=ranks,
+            installation=installation,
             verify=request.verify,
             vae=request.vae,
             graphs=request.graphs,
             symmetric_memory=request.symmetric_memory,
-            random=_random_state() if self._kind == "local" else None,
+            random=(self._random or _random_state()) if self._kind == "local" else None,
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",
             quiet=self._kind == "local" or self._on_step is not None,
@@ -74,7 +86,7 @@ class CallController:
         self, on_step: Callable[[int, int], object] | None, progress: Mapping[str, Any]
     ) -> Iterator["CallController"]:
         """Report steps to `on_step`, or show diffusers' progress bar with the options `progress`."""
-        self._on_step, self._progress = on_step, progress
+        self._on_step, self._bar_options = self._on_step or on_step, progress
         try:
             yield self
         finally:
@@ -86,6 +98,7 @@ class CallController:
     def on_event(self, rank: int, event: tuple[str, int, int]) -> None:
         """Report a finished step."""
         _, step, total = event
+        self.progress = step, total
         if self._on_step is not None:
             self._on_step(step, total)
         elif self._kind == "local":
@@ -97,7 +110,7 @@ class CallController:
         if self._bar is None:
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-            self._bar = tqdm(**{"total": total, **self._progress})
+            self._bar = tqdm(**{"total": total, **self._bar_options})
         self._bar.update(1)
 
     def _prepare_for_output(self) -> None:
@@ -194,6 +207,16 @@ def _random_state() -> RandomState:
         return RandomState(seed=random.SystemRandom().getrandbits(63))
     used = accelerators.used_device()
     return RandomState(cpu=torch.get_rng_state(), gpu=None if used is None else accelerators.random_state(used))
+
+
+def _sampled_seed() -> int:
+    """Return a seed that torch's default generator samples; a random one if this process has not imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        import random
+
+        return random.SystemRandom().getrandbits(62)
+    return int(torch.randint(2**62, ()))
 
 
 def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult]) -> None:

@@ -1,6 +1,6 @@
 """Which ranks hold the pipeline's encoders: all of them, or with `encoders=one` the first rank of each image."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.models.encoders import encoders_of
-from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.shard.encoders.one_rank import OneRankEncoders, WaysOfEncoders
 
@@ -31,9 +31,12 @@ class EncoderPlacement:
         self._one: OneRankEncoders | None = None
         self._names: frozenset[str] = frozenset()
 
-    def arrange(self, pipe: Any, plan: Plan | None) -> None:
-        """Hold the encoders of `pipe` where `plan` wants them. Collective. Raises UnsupportedModel, ExchangeError."""
-        axis = self._axis_of(plan)
+    def arrange(self, pipe: Any, plan: Plan | None, ranks: Sequence[int] | None = None) -> None:
+        """Hold the encoders of `pipe` where `plan` on `ranks` wants them. Collective.
+
+        Raises UnsupportedModel, ExchangeError.
+        """
+        axis = self._axis_of(plan, ranks)
         if axis == self.axis:
             return
         self.give_back()
@@ -70,8 +73,7 @@ class EncoderPlacement:
         if self._one is not None:
             self._one.exchange = exchange
 
-    def _axis_of(self, plan: Plan | None) -> Axis | None:
-        if plan is None or plan.encoders != "one" or self._rank >= plan.world_size:
-            return None
-        axis = Mesh(self._rank, range(plan.world_size), **plan.degrees()).of_one_image()
-        return axis if axis.size > 1 else None
+    def _axis_of(self, plan: Plan | None, ranks: Sequence[int] | None) -> Axis | None:
+        mesh = None if plan is None or plan.encoders != "one" else plan.mesh(self._rank, ranks)
+        axis = None if mesh is None else mesh.of_one_image()
+        return axis if axis is not None and axis.size > 1 else None

@@ -5,7 +5,7 @@ blocks goes to the device as always.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,9 @@ class HeldWeights:
         """Whether there are such networks."""
         return bool(self._held)
 
-    def take(self, plan: Plan) -> Held:
-        """Return the networks in shards for `plan`, which installs them. Those for another plan are made whole."""
-        if self._plan is None or not self._fits(plan):
+    def take(self, plan: Plan, ranks: Sequence[int] | None = None) -> Held:
+        """Return the networks in shards for `plan` on `ranks`, which installs them; otherwise these are made whole."""
+        if self._plan is None or not self._fits(plan, ranks):
             self.give_back()
             return {}
         held, self._held, self._plan = self._held, {}, None
@@ -156,16 +156,19 @@ class HeldWeights:
                 weights.restore()
         self._held, self._plan = {}, None
 
-    def _divides(self, plan: Plan | None) -> bool:
-        return plan is not None and plan.weights != "whole" and self._rank < plan.world_size
+    def _divides(self, plan: Plan | None, ranks: Sequence[int] | None = None) -> bool:
+        return plan is not None and plan.weights != "whole" and plan.mesh(self._rank, ranks) is not None
 
-    def _axis(self, plan: Plan) -> Axis:
-        return Mesh(self._rank, range(plan.world_size), **plan.degrees()).of_one_image()
+    def _axis(self, plan: Plan, ranks: Sequence[int] | None = None) -> Axis:
+        mesh = plan.mesh(self._rank, ranks)
+        assert mesh is not None, "only ranks of the plan divide weights"
+        return mesh.of_one_image()
 
-    def _fits(self, plan: Plan) -> bool:
+    def _fits(self, plan: Plan, ranks: Sequence[int] | None) -> bool:
         mine = self._plan
         return (
             mine is not None
-            and self._divides(plan)
-            and (mine.weights, mine.resident, self._axis(mine)) == (plan.weights, plan.resident, self._axis(plan))
+            and self._divides(plan, ranks)
+            and (mine.weights, mine.resident, self._axis(mine))
+            == (plan.weights, plan.resident, self._axis(plan, ranks))
         )

@@ -27,15 +27,20 @@ class RandomState:
 class CallOptions:
     """Settings of a call beside the pipeline's arguments.
 
-    `plan`: how the ranks divide the call. `verify`: whether a split denoiser is verified first; a path is the folder of
-    the verification results. `vae`: how its VAE runs, see `shard.vae.modes`. `graphs`: see `pipeline.graph_option`.
-    `symmetric_memory`: small exchanges go through memory that GPUs share, where there is such.
-    `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
-    `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
-    own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event.
+    `plan`: how the ranks divide the call. `ranks`: those that do, in the order of its mesh; None for the first ones.
+    Others that take part in the call stay idle. `installation`: a number that ranks have in common until one of them
+    makes a call with others; ranks that have another one install the plan anew, as all have to do so together.
+    `verify`: whether a split denoiser is verified first; a path is the folder of the verification results. `vae`: how
+    its VAE runs, see `shard.vae.modes`. `graphs`: see `pipeline.graph_option`. `symmetric_memory`: small exchanges go
+    through memory that GPUs share, where there is such. `random`: None keeps the ranks' own random states.
+    `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: all ranks take rank 0's random state and
+    final state, since under torchrun each process has its own. `quiet`: no progress bar on the ranks, since the caller
+    shows one. `tracing`: record every event.
     """
 
     plan: Plan
+    ranks: tuple[int, ...] | None = None
+    installation: int = 0
     verify: bool | Path = True
     vae: str = "auto"
     graphs: bool | str = False
@@ -47,10 +52,15 @@ class CallOptions:
     tracing: bool = field(default=False, metadata=ANY_RANK)
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that divide the call, in the order of the mesh."""
+        return tuple(range(self.plan.world_size)) if self.ranks is None else self.ranks
+
+    @property
     def to_install(self) -> dict[str, Any]:
         """What the ranks install before the call, unless they have."""
         names = ("plan", "verify", "vae", "graphs", "symmetric_memory")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"ranks": self.members}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

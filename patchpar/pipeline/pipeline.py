@@ -9,28 +9,26 @@ torchrun every process is a rank.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError
 from patchpar.launch.executor import Executor
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
-from patchpar.pipeline.auto_plan import Rule, choose, without
-from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback
+from patchpar.pipeline.auto_plan import Rule, choose
+from patchpar.pipeline.caller import CallController, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
-from patchpar.pipeline.messages import CallResult
+from patchpar.pipeline.job import CallPlacement, PipelineJob
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.planned_calls import PlannedCalls
-from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
 from patchpar.pipeline.timed_plans import TimedPlans
-from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, check_plan_for
+from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan
 from patchpar.plan.plan import Plan
 
 
@@ -118,8 +116,11 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         state.timed = TimedPlans.of(model, request.devices.names)
         try:
             state.weights = weights or model.weights_on(state.executor, request.devices.names)
-            arguments = model.arguments(request.plan or state.weights.plan)
-            results = state.executor.call(model.method, *arguments, replay=True, expected=LOAD_SECONDS)
+            held = request.plan or state.weights.plan
+            divides = held is not None and held.divides_weights
+            results = state.executor.call(
+                model.method, *model.arguments(held), replay=True, divides=divides, expected=LOAD_SECONDS
+            )
             state.model = next(result for result in results if result is not None)
             if request.plan is not None:
                 check_plan(state.model, request.plan)
@@ -138,58 +139,43 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         """
         return self._call(choose, args, kwargs)
 
+    def submit(
+        self, *args: Any, ranks: Sequence[int] | None = None, plan: Plan | str | None = None, **kwargs: Any
+    ) -> PipelineJob:
+        """Begin a call of the wrapped pipeline, and return at once: jobs on different ranks run at the same time.
+
+        `ranks`: those that work on it, in the order of the plan's mesh; None is all, or as many as the plan takes, the
+        first ones. `plan`: None is that of this pipeline, with "auto" the fastest one for `ranks`. Jobs that have ranks
+        in common run in the order in which they are submitted. Without a generator, the noise is of a seed that torch's
+        default generator samples now.
+
+        Raises PlanError for an impossible call, ranks that do not exist or do not go with the plan, and under torchrun.
+        """
+        state, executor = self._state, self._executor
+        if executor.kind == "torchrun":
+            raise PlanError("submit() under torchrun: all processes make the same calls in order: call the pipeline")
+        wanted = state.wanted if plan is None else plan_of(plan)
+        named = None if ranks is None else executor.check_ranks(ranks)
+        if plan is not None and wanted is not None:
+            check_plan(self.description, wanted)
+        job = self._job(CallPlacement(rule=choose, plan=wanted, ranks=named), args, kwargs)
+        job.start()
+        return job
+
     def _call(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the wrapped pipeline; `rule` chooses the plan if it is "auto"."""
-        state, executor = self._state, self._executor
+        return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs).run_here()
+
+    def _job(self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineJob:
+        executor = self._executor
+        placement.check(executor.world_size, weights=self._state.weights.plan)
         bound = bind(self.description, args, kwargs)
         check_call(self.description, bound)
         check_generators(bound, executor.devices, executor.random_widths)
         if executor.kind != "inline":
             refuse_old_callback(bound)
         caller = CallController(self, bound, kind=executor.kind, output_module=self.description.module)
-        with state.lock, caller.reporting(state.on_step, state.progress):
-            state.caller, start = caller, time.perf_counter()
-            try:
-                plan, results = self._call_workers(executor, caller, rule)
-            finally:
-                state.caller = None
-            state.keep(caller.changes)
-            if executor.kind == "local":
-                move_generators_on(bound, results)
-            output = output_of(results)
-            figures = tuple(figures for result in results for figures in result.figures)
-            run = Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
-            state.plan, state.last_run = plan, state.timed.compared(run, bound)
-        return output
-
-    def _call_workers(self, executor: Executor, caller: CallController, rule: Rule) -> tuple[Plan, list[CallResult]]:
-        """Return the plan and the ranks' results. If an automatic plan is not supported, try another one."""
-        plan = self._plan_for(caller.kwargs, rule)
-        try:
-            return plan, self._generate(executor, caller, plan)
-        except (UnsupportedModel, PlanError) as error:
-            state, learnt = self._state, without(self.description, plan, error)
-            if state.wanted is not None or learnt is None or executor.kind != "local":
-                raise  # with other executors the caller's generators have advanced
-            state.model = learnt
-            return self._call_workers(executor, caller, rule)
-
-    def _generate(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
-        options = caller.options(plan, self._state.request, tracing=self._state.tracing)
-        results = executor.call("generate", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
-        return [result for result in results if isinstance(result, CallResult)]
-
-    def _plan_for(self, kwargs: Mapping[str, Any], rule: Rule) -> Plan:
-        state = self._state
-        plan = state.wanted
-        if plan is None:
-            choice = rule(self.description, self._executor.world_size, kwargs, state.weights)
-            if state.weights.plan is None:
-                choice = state.timed.better(choice, self.description, kwargs)
-            plan, state.reason = choice.plan, choice.explanation
-            state.advise(choice.advice)
-        check_plan_for(self.description, plan, kwargs, state.request.devices.names)
-        return plan
+        return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------
 
@@ -212,15 +198,17 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         self._state.wanted = wanted
         self._state.plan = None
 
-    def explain(self) -> str:
-        """Return devices, plan, and the reason for the plan."""
+    def explain(self, job: PipelineJob | None = None) -> str:
+        """Return devices, plan, and the reason for the plan: of the latest call, or of this job."""
         state = self._state
-        reason = "as requested" if state.wanted else state.reason or "chosen at the first call"
-        return f"{state.request.devices.note}; plan {self.plan or 'auto'}: {reason}"
+        plan, reason = self.plan, "as requested" if state.wanted else state.reason or "chosen at the first call"
+        if job is not None:
+            plan, reason = None if job.run is None else job.run.plan, job.reason
+        return f"{state.request.devices.note}; plan {plan or 'auto'}: {reason}"
 
     def restore(self) -> None:
         """Remove all hooks: the pipeline runs as plain diffusers on the first device until `plan` is set."""
-        self._executor.call("restore")
+        self._executor.call("restore", divides=False)
         self._state.wanted, self._state.plan = Plan(), None
 
     def set_progress_bar_config(self, **config: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from patchpar.errors import UnsupportedModel
 from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
+from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.messages import CallbackChange, CallbackResult, CallOptions, RandomState, StepEnd
 from patchpar.pipeline.stats_recorder import StatsRecorder
@@ -58,16 +59,18 @@ class PipelineCall:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
+            stack.enter_context(PausePointHooks(self.pipe, self.context.pause_point))
             if self.context.world_size > 1:  # heartbeats are read
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
-            if self.options.quiet or self.context.rank > 0:
+            if self.options.quiet or not self.context.is_first:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
 
     def _ask_callback(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Run the caller's callback in the caller's process; all ranks apply its result."""
-        first = self.context.rank == 0
-        question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe)) if first else None
+        question = None
+        if self.context.is_first:
+            question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe))
         with self.apart():
             answer: CallbackResult = self.context.ask(question)
         if any(change.is_of_networks for change in answer.changes):
@@ -78,7 +81,7 @@ class PipelineCall:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Advance the clock at every scheduler.step, if the scheduler has that method; rank 0 informs the caller."""
+        """Advance the clock at every scheduler.step, if there is that method; the first rank informs the caller."""
         scheduler: Any = getattr(self.pipe, "scheduler", None)
         if not hasattr(scheduler, "step"):
             yield
@@ -109,7 +112,7 @@ class PipelineCall:
         self.recorder.end_step()
         self.steps += 1
         self.context.beat(f"step {self.steps}")
-        if self.context.rank == 0:
+        if self.context.is_first:
             self.context.emit(("step", self.steps, _total_steps(self.pipe, scheduler)))
 
 
@@ -215,6 +218,24 @@ class HeartbeatHooks(HookSet):
             if isinstance(network, nn.Module):
                 for path, block in blocks(network):
                     self.before(block, partial(_beat_at, beat, f"{name}.{path}"))
+
+
+class PausePointHooks(HookSet):
+    """A pause point before each call of a denoiser by the pipeline, until `close`; not in calls within it."""
+
+    def __init__(self, pipe: Any, pause_point: Callable[[], object]) -> None:
+        super().__init__()
+        self._pause_point, self._depth = pause_point, 0
+        for denoiser in denoisers_of(pipe).values():
+            self.around(denoiser, self._begin_call, self._end_call)
+
+    def _begin_call(self, *_: Any) -> None:
+        if self._depth == 0:
+            self._pause_point()
+        self._depth += 1
+
+    def _end_call(self, *_: Any) -> None:
+        self._depth -= 1
 
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:

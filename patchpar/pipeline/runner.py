@@ -13,17 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import nn
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.pytree import leaves
-from patchpar.comm.transport import Transport, alone, connect, form_groups, watched
-from patchpar.errors import UnsupportedModel
+from patchpar.comm.transport import Transport, alone, connect, extend, form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.models.info import PipelineInfo, describe, is_name_of_denoiser, refuse_compiled
@@ -36,10 +32,11 @@ from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
 from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.sent_values import refuse_networks
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
 from patchpar.pipeline.whole_weights import make_whole_for
-from patchpar.plan.mesh import Mesh, rank_sets
+from patchpar.plan.mesh import rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.generators import generators_of
@@ -60,6 +57,7 @@ class PipelineRunner:
         self.pipe: Any = None
         self._installed = InstalledPlan()
         self._installed_for = CallOptions(plan=Plan()).to_install
+        self._installation = 0
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
@@ -106,7 +104,7 @@ class PipelineRunner:
     ) -> MethodResult:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
-        The result is returned by rank 0, or with `everywhere`, where every rank has its own caller, by all ranks.
+        The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
         Raises UnsupportedModel for a network, which cannot be returned, and what the method raises.
         """
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
@@ -129,51 +127,41 @@ class PipelineRunner:
         return _set_by_attributes(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
-        """Return an attribute on rank 0, or with `everywhere` on all ranks. Raises UnsupportedModel for a network."""
+        """Return an attribute on the first rank, or with `everywhere` on all. Raises UnsupportedModel for a network."""
         value = attrgetter(name)(self.pipe)
         return value if everywhere else self._sent(f"pipe.{name}", value)
 
     def _sent(self, what: str, value: Any) -> Any:
-        """Return `value` on rank 0, for the caller. Raises UnsupportedModel for a network or a holder of one."""
-        if any(_holds_network(leaf) for leaf in leaves(value)):
-            raise UnsupportedModel(
-                f"{what} is a {type(value).__name__} that exists in the workers only. Call methods of the pipeline and "
-                "of its networks, such as pipe.set_adapters or pipe.vae.enable_tiling; make any other change before "
-                "ParallelPipeline(pipe)"
-            )
-        return value if self.context.rank == 0 else None
+        """Return `value` on the first rank, for the caller. Raises UnsupportedModel for what holds a network."""
+        refuse_networks(what, value)
+        return value if self.context.is_first else None
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    def install(
-        self,
-        plan: Plan,
-        *,
-        verify: bool | Path = True,
-        vae: str = "auto",
-        graphs: bool | str = False,
-        symmetric_memory: bool = False,
-    ) -> None:
-        """Make denoisers and VAEs parallel; ranks beyond the plan's stay idle. All else: see CallOptions."""
+    def install(self, plan: Plan, **options: Any) -> None:
+        """Make denoisers and VAEs parallel; other ranks than the plan's stay idle. `options`: of CallOptions."""
         self._uninstall()
-        held = self._held.take(plan)
+        wanted = CallOptions(plan=plan, **options)
+        mesh, held = plan.mesh(self.context.rank, wanted.members), self._held.take(plan, wanted.members)
         one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
-        works = plan.world_size > 1 or one_rank or vae == "tiled"
+        works = plan.world_size > 1 or one_rank or wanted.vae == "tiled"
         if self.context.world_size > 1 or works:
             watched(self._connected(), self.context)  # whose limit may have been that of loading
         if self._transport is not None:  # also on ranks that stay idle
-            sets = rank_sets(plan.world_size, **plan.degrees())
-            form_groups(self._transport, sets, symmetric_memory=symmetric_memory)
-        if self.context.rank < plan.world_size and works:
-            mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()).with_ratio(plan.ratio)
-            verifications = VerificationCache.of(verify)
+            self.form(plan, wanted.members, symmetric_memory=wanted.symmetric_memory)
+        if mesh is not None and works:
+            verifications = VerificationCache.of(wanted.verify)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
-            self._installed.install_vaes(vae, communicators[1], verifications)
-            self._installed.use_graphs(plan, graphs)
-        options = CallOptions(plan=plan, verify=verify, vae=vae, graphs=graphs, symmetric_memory=symmetric_memory)
-        self._installed_for = options.to_install
+            self._installed.install_vaes(wanted.vae, communicators[1], verifications)
+            self._installed.use_graphs(plan, wanted.graphs)
+        self._installed_for = wanted.to_install
+
+    def form(self, plan: Plan, ranks: Sequence[int], *, symmetric_memory: bool = False) -> None:
+        """Prepare operations of several ranks for a plan on `ranks`. Collective: also on ranks that it leaves idle."""
+        sets = rank_sets(ranks, **plan.degrees())
+        form_groups(self._connected(), sets, symmetric_memory=symmetric_memory)
 
     def restore(self) -> None:
         """Remove every hook, and give encoders and weights to all ranks: the pipeline is as before `install`."""
@@ -186,12 +174,19 @@ class PipelineRunner:
         self._installed_for = CallOptions(plan=Plan()).to_install
 
     def _connected(self) -> Transport:
-        """Return the transport, connected if it is not yet. Collective."""
+        """Return the transport, connected with the ranks of this call if it is not yet. Collective."""
         if self._transport is None:
-            join = connect if self.context.world_size > 1 else alone
-            with self.context.waiting:
-                self._transport = watched(join(self.context), self.context)
+            several = self.context.world_size > 1
+            transport = connect(self.context, ranks=self.context.ranks) if several else alone(self.context)
+            self._transport = watched(transport, self.context)
         return self._transport
+
+    def _reach(self) -> None:
+        """Connect with all ranks of this call. Where messages may have been lost, the plan is installed anew."""
+        if self._transport is None:
+            self._connected()
+        elif extend(self._transport, self.context, self.context.ranks):
+            self._uninstall()
 
     def _communicator(self) -> Communicator:
         return Communicator(self._connected(), self.context.beat, self.context.seal)
@@ -210,14 +205,19 @@ class PipelineRunner:
 
     def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
+        if self.context.world_size > 1:
+            self._reach()
+        if self._installation != options.installation:
+            self._uninstall()
+            self._installation = options.installation
         if self._installed_for != options.to_install:
             self.install(**options.to_install)
-        self._encoders.arrange(self.pipe, options.plan)
+        self._encoders.arrange(self.pipe, options.plan, options.members)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)
         if options.random is not None:
             take_random_state(options.random, self.device)
-        if self.context.rank >= options.plan.world_size:
+        if self.context.rank not in options.members:
             return IdleRank()
         output, figures = self._run(kwargs, options)
         mesh = self._installed.mesh
@@ -292,9 +292,3 @@ class PipelineRunner:
 def _set_by_attributes(pipe: Any) -> dict[str, Any]:
     """Return the fields of a description that depend on attributes which can be set, such as the scheduler."""
     return {"native_only_reason": why_native_only(pipe), "one_batch_reason": why_one_batch(pipe)}
-
-
-def _holds_network(value: Any) -> bool:
-    """Return whether a value is a network, a pipeline, or a method of one."""
-    owner = getattr(value, "__self__", value)
-    return isinstance(owner, (nn.Module, DiffusionPipeline))

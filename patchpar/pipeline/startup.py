@@ -66,6 +66,7 @@ class PipelineOptions:
                 start_timeout=self.start_timeout,
                 preload=PRELOAD,
                 start_method=self.start_method,
+                one_by_one=True,
             )
         else:
             found = InlineExecutor(self.devices.names[0], ENGINE, deadline=self.deadline)

@@ -1,8 +1,10 @@
 """The state of a `ParallelPipeline`, in a separate object, so that its other attributes can be the pipeline's."""
 
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from patchpar.errors import PlanError
@@ -11,6 +13,7 @@ from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.auto_plan import Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.messages import CallbackChange, MethodResult
@@ -40,12 +43,18 @@ class PipelineState:
         self.progress: dict[str, Any] = {}
         self.tracing = False
         self.is_fresh = False  # loaded from files, and no network passed as an option
-        self.caller: CallController | None = None
-        self.lock = threading.RLock()
+        self._here = threading.local()  # the call that this thread makes
+        self._formed: set[str] = set()
+        self._installations: dict[int, tuple[int, frozenset[int]]] = {}  # number and ranks, by rank
+        self._next_installation = itertools.count(1)
+        self.turns = threading.RLock()  # of calls that are no jobs
+        self._changes = threading.RLock()
+        self._last_queued = _set_event()
         change_in_children(self)
 
     def after_fork(self) -> None:
-        self.lock = threading.RLock()
+        self.turns, self._changes = threading.RLock(), threading.RLock()
+        self._last_queued = _set_event()
 
     @property
     def ranks(self) -> Executor:
@@ -61,6 +70,61 @@ class PipelineState:
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
 
+    @property
+    def caller(self) -> CallController | None:
+        """The call that this thread makes; None outside of one."""
+        return getattr(self._here, "caller", None)
+
+    @contextmanager
+    def calling(self, caller: CallController) -> Iterator[None]:
+        """Make a call in this thread, and report its steps."""
+        before, self._here.caller = self.caller, caller
+        try:
+            with caller.reporting(self.on_step, self.progress):
+                yield
+        finally:
+            self._here.caller = before
+
+    def follow(self, is_queued: threading.Event) -> threading.Event:
+        """Return the event of the last call that was submitted, and keep that of this one."""
+        with self._changes:
+            before, self._last_queued = self._last_queued, is_queued
+        return before
+
+    def choose(self, rule: Rule, ranks: Sequence[int] | None, kwargs: Mapping[str, Any]) -> tuple[Plan, str]:
+        """Return the plan with "auto" of a call on `ranks`, None for all, and the reason for it."""
+        with self._changes:
+            choice = rule(self.described, self.ranks.world_size if ranks is None else len(ranks), kwargs, self.weights)
+            if self.weights.plan is None and ranks is None:
+                choice = self.timed.better(choice, self.described, kwargs)
+            self.reason = choice.explanation
+            self.advise(choice.advice)
+        return choice.plan, choice.explanation
+
+    def ended(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
+        """Keep the statistics of a call, and return them with its forecast."""
+        with self._changes:
+            self.plan, self.last_run = run.plan, self.timed.compared(run, kwargs)
+            return self.last_run
+
+    def installation_on(self, ranks: Collection[int]) -> int:
+        """Return the number of the installation on these ranks: a new one if one has worked with others since."""
+        team = frozenset(ranks)
+        with self._changes:
+            found = {self._installations.get(rank) for rank in team}
+            known = found.pop() if len(found) == 1 else None
+            if known is None or known[1] != team:
+                known = next(self._next_installation), team
+                self._installations.update(dict.fromkeys(team, known))
+            return known[0]
+
+    def form_groups(self, plan: Plan, ranks: tuple[int, ...]) -> None:
+        """Let all ranks prepare operations of those that a call is made on, where that takes all, and once for each."""
+        name = f"groups of ranks {ranks} {plan.degrees()}"
+        if self.ranks.has_groups and name not in self._formed:
+            self.ranks.call("form", plan, ranks, symmetric_memory=self.request.symmetric_memory, replay=name)
+            self._formed.add(name)
+
     def advise(self, advice: str) -> None:
         """Log advice, unless it is empty or has been logged before."""
         if advice and advice not in self._advice:
@@ -72,19 +136,30 @@ class PipelineState:
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
         return self.ask(*words, **options)
 
-    def keep(self, changes: Iterable[CallbackChange]) -> None:
-        """Repeat the changes that a callback made to networks on workers that start later."""
+    def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:
+        """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""
         if not isinstance(self.ranks, LocalExecutor):
-            return  # other executors never restart ranks
+            return  # other executors never restart ranks, and call all of them
+        others = [rank for rank in range(self.ranks.world_size) if rank not in ranks]
         for change in changes:
+            words: list[Any] = ["set", change.path, *change.args]
+            options: dict[str, Any] = {"replay": change.path}
             if change.kwargs is not None:
                 words, options = engine_call(change.path, change.args, change.kwargs, is_fresh=self.is_fresh)
-                self.ranks.remember(*words, **options)
-            elif change.is_of_networks:
-                self.ranks.remember("set", change.path, *change.args, replay=change.path)
+            elif not change.is_of_networks:
+                continue
+            if others:
+                self.ranks.call(*words, ranks=others, expected=options.get("expected", 0.0))
+            self.ranks.remember(*words, **options)
 
     @property
     def described(self) -> PipelineInfo:
         """The description of a loaded pipeline."""
         assert self.model is not None, "a pipeline is described as soon as it is loaded"
         return self.model
+
+
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event

@@ -108,9 +108,9 @@ class Mesh:
         return Axis("features", ranks.index(self._me), len(ranks), ranks)
 
 
-def rank_sets(num_ranks: int, **degrees: int) -> list[tuple[int, ...]]:
-    """Return the global ranks, ascending, of every axis, image and branch, and those of equal features, of a mesh."""
-    meshes = [Mesh(rank, range(num_ranks), **degrees) for rank in range(num_ranks)]
+def rank_sets(ranks: Sequence[int], **degrees: int) -> list[tuple[int, ...]]:
+    """Return the global ranks of every axis, image and branch, and those of equal features, of a mesh over `ranks`."""
+    meshes = [Mesh(rank, ranks, **degrees) for rank in ranks]
     found = [mesh[name].ranks for name in AXES for mesh in meshes] + [mesh.of_one_image().ranks for mesh in meshes]
     found += [mesh.of_one_branch().ranks for mesh in meshes] + [mesh.of_same_features().ranks for mesh in meshes]
     return list(dict.fromkeys(ranks for ranks in found if len(ranks) > 1))

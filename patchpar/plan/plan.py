@@ -13,11 +13,12 @@ Plan(stage=2, strategy="piped:pieces=4")                        the same, both a
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.plan.mesh import Mesh
 from patchpar.plan.scalars import is_whole, make_plain, plain
 
 AXIS_MEANINGS = {
@@ -146,6 +147,19 @@ class Plan:
     def world_size(self) -> int:
         """Number of ranks of the plan."""
         return math.prod(self.degrees().values())
+
+    def mesh(self, rank: int, ranks: Sequence[int] | None = None) -> Mesh | None:
+        """Return the mesh of the plan on `ranks`, seen from `rank`; None where that is none of them.
+
+        `ranks`: global ranks in the order of the mesh; None for the first ones.
+        """
+        members = range(self.world_size) if ranks is None else ranks
+        return Mesh(rank, members, **self.degrees()).with_ratio(self.ratio) if rank in members else None
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether its ranks hold different weights of the model, so that one of them cannot do without the others."""
+        return self.stage > 1 or self.tensor > 1 or self.weights != "whole" or self.encoders == "one"
 
     def held_bytes(self, weight_bytes: int) -> int:
         """Return about how many bytes of a model's weights the device of a rank keeps."""

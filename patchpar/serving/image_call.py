@@ -12,7 +12,7 @@ from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.plan import Plan
 from patchpar.serving.image_request import GenerationRequest
 from patchpar.serving.request_error import RequestError
-from patchpar.serving.settings import RequestLimits
+from patchpar.serving.settings import RequestLimits, ServedModel
 
 MIN_SIDE = 64
 RANDOM_SEEDS = 2**32
@@ -44,12 +44,11 @@ class ImageCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRules:
-    """What requests are checked against: the model, its devices, the server's plan and limits."""
+    """What requests are checked against: the model, its devices and plan as they are served, and limits."""
 
     model: PipelineInfo
-    devices: tuple[str, ...]
+    served: ServedModel
     limits: RequestLimits
-    plan: Plan | str
 
     def call_of(self, request: GenerationRequest) -> ImageCall:
         """Return the calls of a request. Raises RequestError for a field that the model or a limit refuses."""
@@ -60,7 +59,7 @@ class CallRules:
             raise RequestError("this model has no size of its own: give size", param="size", code="invalid_size")
         self._check_size(size[1], size[0])
         plan = self._plan(request)
-        self._check(arguments, self.plan if plan is None else plan)
+        self._check(arguments, self.served.plan if plan is None else plan)
         seed = secrets.randbelow(RANDOM_SEEDS) if request.seed is None else request.seed
         return ImageCall(arguments=arguments, seed=seed, count=request.n or 1, size=(size[1], size[0]), plan=plan)
 
@@ -130,16 +129,17 @@ class CallRules:
             if request.strategy is None and request.plan == "auto":
                 return "auto"
             plan = self._parsed(request)
-            plan.check_devices(len(self.devices))
+            if plan.world_size > len(self.served.devices):
+                plan.check_devices(len(self.served.devices))
         except PlanError as error:
             raise RequestError(str(error), param=name) from None
-        if plan.data > 1 or _moves_weights(plan):
+        if plan.data > 1 or plan.divides_weights:
             raise RequestError(
                 f"plan {plan}: a request may choose cfg, patch and a strategy only: leave the rest out", param=name
             )
-        if isinstance(self.plan, Plan) and _moves_weights(self.plan):
+        if isinstance(self.served.plan, Plan) and self.served.plan.divides_weights:
             raise RequestError(
-                f"{name}: the server's plan, {self.plan}, divides weights, so that requests cannot have another",
+                f"{name}: the server's plan, {self.served.plan}, divides weights, so that requests cannot have another",
                 param=name,
             )
         return plan
@@ -147,22 +147,17 @@ class CallRules:
     def _parsed(self, request: GenerationRequest) -> Plan:
         if request.plan not in (None, "auto"):
             return Plan.parse(request.plan or "", strategy=request.strategy)
-        if isinstance(self.plan, Plan):
-            raise PlanError(f"strategy without plan: the server's plan is {self.plan}; give both")
-        return Plan(patch=len(self.devices), strategy=request.strategy)
+        if isinstance(self.served.plan, Plan):
+            raise PlanError(f"strategy without plan: the server's plan is {self.served.plan}; give both")
+        return Plan(patch=self.served.devices_of("auto"), strategy=request.strategy)
 
     def _check(self, arguments: Mapping[str, Any], plan: Plan | str) -> None:
         try:
             check_call(self.model, arguments)
             if isinstance(plan, Plan):
-                check_plan_for(self.model, plan, arguments, self.devices)
+                check_plan_for(self.model, plan, arguments, self.served.devices)
         except PlanError as error:
             raise RequestError(str(error)) from None
-
-
-def _moves_weights(plan: Plan) -> bool:
-    """Return whether ranks hold other weights under this plan; moving them takes longer than most calls."""
-    return plan.stage > 1 or plan.tensor > 1 or plan.weights != "whole" or plan.encoders == "one"
 
 
 def _check_most(name: str, value: int, most: int) -> None:

@@ -1,6 +1,6 @@
-"""Jobs before the workers: one at a time, in order, observed and cancelled from other threads.
+"""Jobs before the workers: in order, as many at a time as the workers have room for, observed and cancelled.
 
-    handler --submit--> [ A | B | C ] --one thread--> workers
+    handler --submit--> [ A | B | C ] --threads--> workers
     handler <--view, outcome-- jobs ahead, step, result
 
 Python's ThreadPoolExecutor would be a queue too, but the interpreter waits for its thread on exit, where a call may be
@@ -62,10 +62,12 @@ class Job:
     """Work for the workers. `work` gets the job, to report progress, and returns the result.
 
     `outcome`: a future with the result, or the exception that the job ended with; Cancelled if it was cancelled.
+    `takes`: its part of the queue's capacity while it runs.
     """
 
-    def __init__(self, work: "Callable[[Job], Any]") -> None:
-        self._work = work
+    def __init__(self, work: "Callable[[Job], Any]", takes: int = 1) -> None:
+        self._work, self.takes = work, takes
+        self._on_cancel: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._view = JobView()
         self._is_unwanted = False
@@ -93,6 +95,14 @@ class Job:
         self._is_unwanted = True
         if self._change(only="waiting", state="cancelled"):
             self.outcome.set_exception(Cancelled())
+        for function in tuple(self._on_cancel):
+            function()
+
+    def when_cancelled(self, function: Callable[[], object]) -> None:
+        """Call `function` in the thread that cancels the job, or now if it was cancelled before."""
+        self._on_cancel.append(function)
+        if self._is_unwanted:
+            function()
 
     def run(self) -> None:
         """Do the work. The outcome is in the view, and in `outcome`."""
@@ -142,17 +152,22 @@ def job_error_message(error: Exception) -> str:
     return first if isinstance(error, PatchparError) else f"{type(error).__name__}: {first}"
 
 
-class SerialQueue:
-    """Runs jobs one after another in a thread. `close` ends it."""
+class WorkQueue:
+    """Runs jobs in order, each as soon as there is room for it: the first one is never overtaken. `close` ends it.
 
-    def __init__(self, *, max_waiting: int) -> None:
-        self._most = max_waiting
+    `capacity`: what jobs that run may take together, such as the number of workers; by default one runs at a time.
+    """
+
+    def __init__(self, *, max_waiting: int, capacity: int = 1) -> None:
+        self._most, self._free, self._capacity = max_waiting, capacity, capacity
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[Job] = deque()
-        self._running: Job | None = None
+        self._running: list[Job] = []
         self._is_closed = False
+        self._threads = capacity
         self._ended = threading.Event()  # a join that a signal interrupts takes the thread for ended in Python 3.11
-        threading.Thread(target=self._serve, name="patchpar-jobs", daemon=True).start()
+        for _ in range(capacity):
+            threading.Thread(target=self._serve, name="patchpar-jobs", daemon=True).start()
 
     @property
     def waiting(self) -> int:
@@ -160,14 +175,21 @@ class SerialQueue:
         with self._changed:
             return sum(not job.view.is_over for job in self._waiting)
 
-    def append(self, work: Callable[[Job], Any]) -> Job:
-        """Append a job. Raises QueueClosed, and QueueFull if too many jobs wait."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job runs."""
+        with self._changed:
+            return bool(self._running)
+
+    def append(self, work: Callable[[Job], Any], *, takes: int = 1) -> Job:
+        """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait."""
         with self._changed:
             self.check_open()
             self._waiting = deque(job for job in self._waiting if not job.view.is_over)
             if len(self._waiting) >= self._most:
                 raise QueueFull(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
-            job = Job(work)
+            job = Job(work, min(takes, self._capacity))
+            job.when_cancelled(self._wake)
             self._waiting.append(job)
             self._update_positions()
             self._changed.notify_all()
@@ -190,30 +212,52 @@ class SerialQueue:
         return self._ended.wait(seconds)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Cancel everything, and wait up to `timeout` seconds for the running job. Idempotent."""
+        """Cancel everything, and wait up to `timeout` seconds for running jobs. Idempotent."""
         with self._changed:
             self.stop_taking()
-            for job in (*self._waiting, *filter(None, [self._running])):
+            for job in (*self._waiting, *self._running):
                 job.cancel()
         self.finish(timeout)
 
     def _serve(self) -> None:
-        while True:
+        while (job := self._next()) is not None:
+            job.run()
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
-                    self._ended.set()
-                    return
-                self._running = self._waiting.popleft()
+                self._running.remove(job)
+                self._free += job.takes
                 self._update_positions()
-            self._running.run()
-            with self._changed:
-                self._running = None
-                self._update_positions()
+                self._changed.notify_all()
+        with self._changed:
+            self._threads -= 1
+            if self._threads == 0:
+                self._ended.set()
+
+    def _next(self) -> Job | None:
+        """Wait for a job that there is room for; None when the queue is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_first_possible() or (self._is_closed and not self._waiting))
+            if not self._waiting:
+                return None
+            job = self._waiting.popleft()
+            self._running.append(job)
+            self._free -= job.takes
+            self._update_positions()
+            return job
+
+    def _is_first_possible(self) -> bool:
+        """Whether there is room for the first job that waits. Needs the lock."""
+        while self._waiting and self._waiting[0].view.is_over:
+            self._waiting.popleft()
+        return bool(self._waiting) and self._waiting[0].takes <= self._free
+
+    def _wake(self) -> None:
+        """Let threads look again: a job that waits may be gone."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _update_positions(self) -> None:
         """Update `ahead` of waiting jobs. Needs the lock."""
-        ahead = int(self._running is not None)
+        ahead = len(self._running)
         for job in self._waiting:
             job.set_ahead(ahead)
             ahead += not job.view.is_over

@@ -6,7 +6,7 @@ from patchpar.errors import LaunchError, WorkerError
 from patchpar.serving.generation import GeneratedImages, ImageGenerator
 from patchpar.serving.image_call import CallRules, ImageCall
 from patchpar.serving.image_request import GenerationRequest
-from patchpar.serving.job_queue import Job, QueueClosed, QueueFull, SerialQueue
+from patchpar.serving.job_queue import Job, QueueClosed, QueueFull, WorkQueue
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServerSettings
@@ -29,7 +29,8 @@ class ImageService:
     def __init__(self, generator: ImageGenerator, settings: ServerSettings) -> None:
         self.settings, self.generator = settings, generator
         self.metrics = ServerMetrics()
-        self._queue = SerialQueue(max_waiting=settings.max_queue)
+        self._devices = len(generator.served.devices)
+        self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices)
         self._rules: CallRules | None = None
         self._is_draining = False
         self._seconds = float(FULL_SECONDS)  # of the last request
@@ -57,10 +58,9 @@ class ImageService:
 
     def prepare(self) -> None:
         """Warm up the open pipeline, and accept requests from then on."""
-        self._queue.append(self.generator.warm_up).outcome.result()
-        served = self.generator.served
+        self._queue.append(self.generator.warm_up, takes=self._devices).outcome.result()
         self._rules = CallRules(
-            model=self.generator.description, devices=served.devices, limits=self.settings.limits, plan=served.plan
+            model=self.generator.description, served=self.generator.served, limits=self.settings.limits
         )
 
     def submit(self, request: GenerationRequest) -> QueuedImages:
@@ -72,7 +72,8 @@ class ImageService:
             raise RequestError("the model is being loaded", status=503, code="loading", retry_after=LOADING_SECONDS)
         call = self._rules.call_of(request)
         try:
-            return QueuedImages(call, self._queue.append(lambda job: self._work(job, call)))
+            takes = self.generator.served.devices_of(self.generator.served.plan if call.plan is None else call.plan)
+            return QueuedImages(call, self._queue.append(lambda job: self._work(job, call), takes=takes))
         except QueueFull as error:
             raise RequestError(str(error), status=503, code="queue_full", retry_after=self._wait_seconds()) from None
         except QueueClosed:
@@ -112,7 +113,7 @@ class ImageService:
     def _restart_workers(self) -> None:
         """Start lost workers before the next request comes; jobs that wait do so themselves."""
         try:
-            self._queue.append(self.generator.warm_up)
+            self._queue.append(self.generator.warm_up, takes=self._devices)
         except (QueueFull, QueueClosed):
             return
 

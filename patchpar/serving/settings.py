@@ -14,12 +14,14 @@ from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 class ServedModel:
     """The model: a folder or name, names of devices, a plan, and `options` of ParallelPipeline.from_pretrained.
 
-    Raises PlanError for a plan with axis data.
+    `per_request`: the devices that work on a request with an automatic plan; None is all of them. Requests that leave
+    devices free run at the same time. Raises PlanError for a plan with axis data.
     """
 
     model: str
     devices: tuple[str, ...]
     plan: Plan | str = "auto"
+    per_request: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -28,6 +30,20 @@ class ServedModel:
                 f"plan {self.plan}: axis data divides prompts, and a server makes one image after another: use cfg, "
                 "patch or stage"
             )
+        most = len(self.devices)
+        if isinstance(self.plan, Plan) and (self.plan.world_size > most or self.plan.divides_weights):
+            self.plan.check_devices(most)
+        if self.per_request is not None and not is_whole(self.per_request, most=most):
+            raise PlanError(f"--per-request {self.per_request}: there are {most} devices: use 1 to {most}")
+
+    @property
+    def opened_with(self) -> Plan | str:
+        """The plan that the pipeline is opened with: of one that divides weights, each device loads its part."""
+        return self.plan if isinstance(self.plan, Plan) and self.plan.divides_weights else "auto"
+
+    def devices_of(self, plan: Plan | str) -> int:
+        """Return how many devices work on a request with this plan."""
+        return plan.world_size if isinstance(plan, Plan) else self.per_request or len(self.devices)
 
     @property
     def name(self) -> str:

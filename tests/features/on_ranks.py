@@ -93,7 +93,7 @@ def sums(this: PoolRank, through_torch: bool) -> list[tuple[Tensor, float]]:
     if through_torch:
         comm, transport = over_torch(this, collective=True)
         assert transport.collectives is not None
-        transport.collectives.form(rank_sets(this.world, tensor=this.world))
+        transport.collectives.form(rank_sets(range(this.world), tensor=this.world))
     axis, found = this.mesh(tensor=this.world)["tensor"], []
     for shape in ((3, 5), (3, 5, 1999)):
         for dtype in (torch.float32, torch.bfloat16):

@@ -48,9 +48,9 @@ def first_stuck(
     shows: Sequence[Show], limits: HangLimits, seconds: float = 1e5, look: float = 0.5
 ) -> tuple[float, list]:
     """(when, who) is found to be stuck; (seconds, []) if nobody is in so long."""
-    progress = RequestProgress(limits, [show(0.0) for show in shows])
+    progress = RequestProgress(limits, {rank: show(0.0) for rank, show in enumerate(shows)})
     for number in range(1, int(seconds / look)):
-        progress.pass_time(look, [show(number * look) for show in shows])
+        progress.pass_time(look, {rank: show(number * look) for rank, show in enumerate(shows)})
         found = progress.stuck(range(len(shows)))
         if found:
             return number * look, found
@@ -134,9 +134,9 @@ def test_how_little_work_is_work(fraction, is_work):
 
 
 def test_a_word_is_progress_and_so_is_that_of_a_rank_that_has_ended():
-    progress = RequestProgress(LIMITS, [waiting(0.0), waiting(0.0)])
+    progress = RequestProgress(LIMITS, dict(enumerate([waiting(0.0), waiting(0.0)])))
     for second in range(1, 200):
-        progress.pass_time(1.0, [waiting(second), waiting(second)])
+        progress.pass_time(1.0, dict(enumerate([waiting(second), waiting(second)])))
         if second % 50 == 0:
             progress.count_message(1)
     assert not progress.stuck([0])

@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.remote_errors import take_down
-from patchpar.launch.request_failure import error_of, is_reusable
+from patchpar.launch.request_failure import error_of, is_in_step, lost_ranks
 from patchpar.launch.request_loop import RequestOutcome
 
 
@@ -35,7 +35,8 @@ class Worker:
 
 
 LIMITS = HangLimits.of_call(60.0, 0.0)
-WORKERS = [Worker(0), Worker(1), Worker(2)]
+RANKS = (0, 1, 2)
+WORKERS = {rank: Worker(rank) for rank in RANKS}
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
 LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
 ODD = ValueError("odd")
@@ -118,7 +119,22 @@ def test_all_is_well():
     ],
 )
 def test_who_can_be_used_again(how, reusable):
-    assert is_reusable(how, WORKERS) is reusable
+    assert is_in_step(how, RANKS) is reusable
+
+
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        (outcome(died=[1], unwound=[0, 2]), [1]),
+        (outcome(died=[1], unwound=[0]), [1, 2]),
+        (outcome(stuck=[0], unwound=[1, 2]), [0]),
+        (outcome(not_reading=[2], failed={0: LATE}, returned=[1]), [2]),
+        (outcome(failed={0: ODD}, unwound=[1, 2]), []),
+        (outcome(failed={0: GLOO, 1: ODD, 2: ODD}), []),
+    ],
+)
+def test_who_is_replaced(how, lost):
+    assert lost_ranks(how, RANKS) == lost
 
 
 def test_a_consequence_is_recognised_behind_other_exceptions():

@@ -46,8 +46,8 @@ MODEL = PipelineInfo(
 class FakeGenerator:
     """Stands for ImageGenerator. While `gate` is closed a call runs until it is cancelled; `error` is raised by one."""
 
-    def __init__(self) -> None:
-        self.served = ServedModel(model="/models/fake", devices=("cpu",))
+    def __init__(self, served: ServedModel | None = None) -> None:
+        self.served = served or ServedModel(model="/models/fake", devices=("cpu",))
         self.state: PoolState = "loading"
         self.description = MODEL
         self.gate, self.started = threading.Event(), threading.Event()

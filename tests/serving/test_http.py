@@ -19,7 +19,7 @@ from patchpar.serving.image_call import CallRules
 from patchpar.serving.image_request import FIELDS, parse_request
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.settings import RequestLimits, ServerSettings
+from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from tests.serving.fakes import MODEL, FakeGenerator
 from tests.serving.requests import PATH, client_of, disconnected, until
 
@@ -121,7 +121,7 @@ def refusal_of(rules: CallRules, body: dict[str, Any]) -> RequestError | None:
 
 def test_any_body_is_read_or_refused() -> None:
     """Two thousand random bodies: nothing but RequestError, of a client's status."""
-    rules = CallRules(model=MODEL, devices=("cpu",), limits=RequestLimits(), plan="auto")
+    rules = CallRules(model=MODEL, served=ServedModel(model="fake", devices=("cpu",)), limits=RequestLimits())
     random, outcomes = Random(0), Counter[str]()
     values = [None, True, -1, 0, 1, 7, 2**63, 2**70, 0.5, 1e308, "", "auto", "512x512", "\x00", "é" * 99, [], [[]], {}]
     names = [*FIELDS, "sizes", "lora", "", "__class__", "model_config"]

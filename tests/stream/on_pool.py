@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from patchpar.launch.executor import load_engine
+from patchpar.launch.engines import load_engine
 from tests.conftest import POOL_SIZE, RankPool
 from tests.ranks import PoolRank
 

@@ -21,7 +21,7 @@ def over_torch(this: PoolRank, *, collective: bool) -> tuple[Communicator, Torch
     """A communicator over gloo along `HALVES`; if `collective`, as with NCCL one operation for all ranks of an axis."""
     transport = TorchTransport(this.transport.device, DEADLINE, collective=collective)
     if transport.collectives is not None:
-        transport.collectives.form(rank_sets(this.world, **HALVES))
+        transport.collectives.form(rank_sets(range(this.world), **HALVES))
     return Communicator(transport), transport
 
 

@@ -1,4 +1,4 @@
-"""How ranks of one host get a line each to every other, through links that lead to rank 0."""
+"""How ranks of one host get a line each to every other, through their links."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect, extend
 from patchpar.errors import ExchangeError
-from patchpar.launch.channel import SocketPairs, inherited
+from patchpar.launch.links import PeerLink
 
 
 @dataclass
@@ -24,20 +25,22 @@ class OnThread:
 
     rank: int
     world_size: int
-    links: Mapping[int, socket.socket] | None
+    links: Mapping[int, PeerLink] | None
     device: str = "cpu"
     wait_limit: float = 20.0
     waiting: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 def made(world: int) -> list[OnThread]:
-    links = SocketPairs(world)
-    ends = [
-        {peer: socket.fromfd(end, socket.AF_UNIX, socket.SOCK_STREAM) for peer, end in links.of(rank).items()}
-        for rank in range(world)
-    ]
-    links.close()
-    return [OnThread(rank, world, own) for rank, own in enumerate(ends)]
+    links: list[dict[int, PeerLink]] = [{} for _ in range(world)]
+    for pair in combinations(range(world), 2):
+        link(links, *pair)
+    return [OnThread(rank, world, own) for rank, own in enumerate(links)]
+
+
+def link(links: list[dict[int, PeerLink]], one: int, other: int) -> None:
+    ends = socket.socketpair()
+    links[one][other], links[other][one] = PeerLink(one, other, ends[0]), PeerLink(other, one, ends[1])
 
 
 @pytest.fixture
@@ -49,13 +52,13 @@ def endpoints() -> Iterator[list[OnThread]]:
 
 
 def leave(this: OnThread) -> None:
-    for link in (this.links or {}).values():
-        link.close()
+    for each in (this.links or {}).values():
+        each.close()
 
 
-def told(transport: Transport, world: int) -> list[float]:
+def told(transport: Transport, world: int, ranks: tuple[int, ...] | None = None) -> list[float]:
     """What every other rank sends to this one."""
-    others = tuple(rank for rank in range(world) if rank != transport.rank)
+    others = tuple(rank for rank in ranks or range(world) if rank != transport.rank)
     own = torch.tensor([float(transport.rank)])
     incoming = [Incoming(rank, (TensorSpec.of(own),)) for rank in others]
     return [x.item() for (x,) in transport.send_recv([Outgoing(others, (own,))], incoming, "here").wait()]
@@ -82,13 +85,13 @@ def test_no_line_without_rank_0(endpoints: list[OnThread]) -> None:
 
 def test_a_late_rank_0_is_named_after_the_deadline(endpoints: list[OnThread]) -> None:
     endpoints[2].wait_limit = 0.1
-    with pytest.raises(ExchangeError, match=r"rank 2 cannot connect.*rank 0 has not answered for 0.1 s"):
+    with pytest.raises(ExchangeError, match=r"rank 2 cannot connect.*rank 0 has not connected within 0.1 s"):
         connect(endpoints[2])
 
 
 def test_rank_0_names_who_has_gone(endpoints: list[OnThread]) -> None:
     leave(endpoints[3])
-    with pytest.raises(ExchangeError, match=r"rank 0 cannot connect the ranks: rank 3 is gone"):
+    with pytest.raises(ExchangeError, match=r"rank 0 cannot connect to the others: rank 3 is gone"):
         connect(endpoints[0])
 
 
@@ -127,10 +130,56 @@ def test_shared_memory_is_for_one_host() -> None:
         connect(OnThread(0, 2, None), through="shared_memory")
 
 
-def test_what_is_inherited_goes_no_further() -> None:
-    links = SocketPairs(2)
-    own = inherited(links.of(1))
-    assert not any(link.get_inheritable() for link in own.values())
-    for link in own.values():
-        link.detach()
-    links.close()
+def test_ranks_connect_as_they_are_needed(endpoints: list[OnThread]) -> None:
+    """Two pairs, then three, then all: nobody waits for a rank that takes no part."""
+    found: dict[int, Transport] = {}
+
+    def run(this: OnThread, ranks: tuple[int, ...]) -> list[float]:
+        if this.rank not in found:
+            found[this.rank] = connect(this, ranks=ranks)
+        else:
+            assert not extend(found[this.rank], this, ranks)
+        return told(found[this.rank], 4, ranks)
+
+    with ThreadPoolExecutor(4) as threads:
+        for ranks in [(0, 1), (3, 2), (2, 0, 1), (0, 1, 2, 3), (1, 3)]:
+            heard = threads.map(run, [endpoints[rank] for rank in ranks], [ranks] * 4)
+            assert list(heard) == [[float(peer) for peer in ranks if peer != rank] for rank in ranks]
+    for transport in found.values():
+        transport.close()
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_what_was_left_in_a_link_is_lost_with_it(endpoints: list[OnThread], renewed: bool) -> None:
+    """Rank 1 sends a message that rank 0 does not read; both then get another link, and neither reads the old one.
+
+    Without another link rank 0 takes it for the next one.
+    """
+    pair, own = endpoints[:2], torch.tensor([7.0])
+
+    def go_on(this: OnThread, line: Transport) -> tuple[bool, list[float]]:
+        return extend(line, this, (0, 1)), told(line, 2)
+
+    with ThreadPoolExecutor(2) as threads:
+        lines = list(threads.map(lambda this: connect(this, ranks=(0, 1)), pair))
+        lines[1].send_recv([Outgoing((0,), (own,))], [], "left over").wait()
+        if renewed:
+            early = lines[0].send_recv([], [Incoming(1, (TensorSpec.of(own),))], "never waited for")
+            renew(pair)
+        found = list(threads.map(go_on, pair, lines))
+    assert found == [(renewed, [1.0 if renewed else 7.0]), (renewed, [0.0])]
+    if renewed:
+        with pytest.raises(ExchangeError, match="rank 1 is gone"):
+            early.wait()
+    for line in lines:
+        line.close()
+
+
+def renew(pair: list[OnThread]) -> None:
+    """Give two ranks another link."""
+    links = [dict(this.links or {}) for this in pair]
+    for own, peer in [(0, 1), (1, 0)]:
+        links[own][peer].shut()
+    link(links, 0, 1)
+    for this, own_links in zip(pair, links, strict=True):
+        this.links = own_links

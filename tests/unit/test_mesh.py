@@ -41,7 +41,7 @@ def test_ranks_of_the_same_features() -> None:
     assert mesh.of_same_features() == Axis("features", 1, 2, (4, 6))
     assert Mesh(3, range(4), tensor=4).of_same_features() == Axis("features", 0, 1, (3,))
     assert Mesh(1, range(2), patch=2).of_same_features().ranks == (0, 1)
-    assert (0, 2) in rank_sets(4, patch=2, tensor=2)
+    assert (0, 2) in rank_sets(range(4), patch=2, tensor=2)
     assert Mesh(6, range(8), cfg=2, stage=2, patch=2).of_one_branch() == Axis("branch", 2, 4, (4, 5, 6, 7))
 
 
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_with_the_figures() -> None:
 )
 def test_the_sets_of_ranks_are_those_of_all_axes_and_images(degrees: tuple[int, ...]) -> None:
     sizes, num_ranks = dict(zip(AXES, degrees, strict=True)), math.prod(degrees)
-    found = rank_sets(num_ranks, **sizes)
+    found = rank_sets(range(num_ranks), **sizes)
     assert len(set(found)) == len(found)
     for me in range(num_ranks):
         mesh = Mesh(me, range(num_ranks), **sizes)

@@ -38,6 +38,7 @@ class Combined(Part):
 def test_they_are_off_meanwhile_and_as_they_were_after() -> None:
     pipe = Combined()
     context: Any = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
+    context.pause_point = lambda: None
     options = CallOptions(plan=Plan(), quiet=True)
     seen = PipelineCall(pipe, context, StepClock(), options, StatsRecorder(CommStats(), (), tracing=False)).run({})
     assert seen == [{"disable": True}, {"desc": "decoding", "disable": True}]

@@ -173,7 +173,7 @@ def by_one_operation(this: PoolRank) -> list[bool]:
     comm, transport = over_torch(this, collective=True)
     assert transport.collectives is not None
     axis = this.mesh(patch=this.world)["patch"]
-    transport.collectives.form(rank_sets(this.world, patch=this.world))
+    transport.collectives.form(rank_sets(range(this.world), patch=this.world))
     weights = joined(network, comm, axis)
     found = [equal(network(x), wanted) for _ in range(3)]
     weights.restore()

@@ -9,7 +9,7 @@ Messages between two ranks arrive in the order they were sent. Every rank runs t
 so messages need no tags.
 """
 
-from patchpar.comm.transport.connect import alone, connect, form_groups, watched
+from patchpar.comm.transport.connect import alone, connect, extend, form_groups, watched
 from patchpar.comm.transport.delayed import DelayedTransport
 from patchpar.comm.transport.message import (
     Arrived,
@@ -38,6 +38,7 @@ __all__ = [
     "Work",
     "alone",
     "connect",
+    "extend",
     "form_groups",
     "watched",
 ]

@@ -21,3 +21,7 @@ class Poisonable:
                 f"rank {self.rank} at {where}: the ranks' connection is not used again, since messages may be left in "
                 f"it: {self._reason}. Close the pipeline on all ranks and make it anew"
             )
+
+    def recover(self) -> None:
+        """Allow exchanges again: what was left over is lost with the connection it was in."""
+        self._reason, self.is_poisoned = "", False

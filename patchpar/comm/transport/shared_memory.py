@@ -14,8 +14,10 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ class _PeerSocket:
         self.num_arrived = 0  # messages so far
         self.expected = 0  # messages that have a number
         self.known: set[int] = set()  # our segments that the peer has mapped
+        self.unread: Counter[int] = Counter()  # messages to the peer in each of our segments
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here
         self.closed = False
         self._rest = b""
@@ -64,6 +67,7 @@ class _PeerSocket:
         for kind, segment, offset, num_bytes in FRAME.iter_unpack(data[:whole]):
             if kind == DONE:
                 arena.segments[segment].unread -= 1
+                self.unread[segment] -= 1
                 continue
             if kind == NEW_SEGMENT:
                 descriptor = self._descriptors.pop(0)
@@ -73,18 +77,59 @@ class _PeerSocket:
             self.num_arrived += 1
         return True
 
+    def end(self, arena: Arena) -> None:
+        """Close it, and free the space of messages that the peer will not read. Those that have come are lost too."""
+        while self.read(arena):
+            pass
+        for segment, count in self.unread.items():
+            arena.segments[segment].unread -= count
+        self.arrived.clear()
+        self.mapped.clear()
+        self.closed = True
+        self.link.close()
+
+
+Numbered = tuple[_PeerSocket, int]
+"""The socket through which a message comes, and its number among those of this socket."""
+
 
 class SharedMemoryTransport(Poisonable):
-    """Messages from one rank to the other ranks of its host. `deadline`: seconds of one wait."""
+    """Messages from one rank to other ranks of its host, over the sockets `links`. `add` takes further ones.
+
+    `deadline`: seconds of one wait.
+    """
 
     collectives = None
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = rank, device, deadline
         self.waiting: AbstractContextManager[None] = contextlib.nullcontext()
-        self._lines = {peer: _PeerSocket(peer, link) for peer, link in links.items()}
+        self._lines: dict[int, _PeerSocket] = {}
         self._arena = Arena()
-        self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
+        self._spin = 0.0
+        self.add(links)
+
+    def add(self, links: Mapping[int, socket.socket]) -> None:
+        """Take sockets to further ranks, or in place of ended ones. Works of an ended one raise ExchangeError."""
+        for peer, link in links.items():
+            if peer in self._lines:
+                self._lines[peer].end(self._arena)
+            self._lines[peer] = _PeerSocket(peer, link)
+        self._spin = SPIN_SECONDS if len(self._lines) < _own_cores() else 0.0
+
+    @property
+    def has_ended_ones(self) -> bool:
+        """Whether a connection has ended."""
+        return any(self.state_of(peer) == "ended" for peer in self._lines)
+
+    def state_of(self, peer: int) -> Literal["none", "open", "ended"]:
+        """Return whether there is a connection to a rank. An ended one may have lost messages."""
+        line = self._lines.get(peer)
+        if line is None:
+            return "none"
+        while line.read(self._arena):
+            pass
+        return "ended" if line.closed else "open"
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones.
@@ -96,11 +141,11 @@ class SharedMemoryTransport(Poisonable):
             self._send(message, where)
         return SharedMemoryWork(self, incoming, where)
 
-    def number(self, message: Incoming) -> int:
+    def number(self, message: Incoming) -> Numbered:
         """Return the number of the sender's next message: both sides count in the order of their exchanges."""
         line = self._lines[message.peer]
         line.expected += 1
-        return line.expected - 1
+        return line, line.expected - 1
 
     def _send(self, message: Outgoing, where: str) -> None:
         room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
@@ -115,6 +160,7 @@ class SharedMemoryTransport(Poisonable):
         for peer in message.peers:
             segment.unread += 1
             line = self._lines[peer]
+            line.unread[segment.number] += 1
             if segment.number in line.known:
                 self._send_frame(line, FRAME.pack(MESSAGE, segment.number, offset, total), where)
             else:
@@ -137,12 +183,12 @@ class SharedMemoryTransport(Poisonable):
             except OSError as error:
                 raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
 
-    def fetch(self, message: Incoming, number: int, where: str) -> list[Tensor]:
-        """Wait for message `number` of `message.peer` and return its tensors, of any shape.
+    def fetch(self, message: Incoming, numbered: Numbered, where: str) -> list[Tensor]:
+        """Wait for a message of `message.peer` and return its tensors, of any shape. `numbered`: see `number`.
 
         Earlier messages need not have been fetched. Raises ExchangeError.
         """
-        line = self._lines[message.peer]
+        line, number = numbered
         try:
             segment, offset, num_bytes = self._frame_of(line, number, where)
         except ExchangeError as error:
@@ -164,9 +210,9 @@ class SharedMemoryTransport(Poisonable):
             self._send_frame(line, FRAME.pack(DONE, segment, 0, 0), where)
         return received
 
-    def has_come(self, message: Incoming, number: int) -> bool:
-        """Whether message `number` of `message.peer` has arrived, or never will because that rank is gone."""
-        line = self._lines[message.peer]
+    def has_come(self, numbered: Numbered) -> bool:
+        """Whether a message has arrived, or never will because its sender is gone. `numbered`: see `number`."""
+        line, number = numbered
         while number not in line.arrived and line.read(self._arena):
             pass
         return number in line.arrived or line.closed
@@ -227,7 +273,7 @@ class SharedMemoryWork(Work[Messages]):
         """Whether one message can be fetched without blocking."""
         if self._received[index] is not None:
             return True
-        return self._transport.has_come(self.incoming[index], self._numbers[index])
+        return self._transport.has_come(self._numbers[index])
 
     def _receive(self, index: int) -> list[Tensor]:
         return self._transport.fetch(self.incoming[index], self._numbers[index], self.where)

@@ -34,6 +34,7 @@ class RecordingContext:
 
     def __init__(self, rank: int, world_size: int, tape: TapeRecorder) -> None:
         self.rank, self.world_size, self._tape = rank, world_size, tape
+        self.ranks, self.is_first = tuple(range(world_size)), rank == 0
         self.waiting: AbstractContextManager[None] = nullcontext()
 
     def emit(self, event: object) -> None:
@@ -42,6 +43,9 @@ class RecordingContext:
     def ask(self, question: object) -> NoReturn:
         """See RankContext. Raises PlanError: there is no caller."""
         raise PlanError("a recorded call has no caller to ask: leave out what asks it")
+
+    def pause_point(self) -> None:
+        """See RankContext."""
 
     def beat(self, where: str) -> None:
         """See RankContext."""

@@ -1,0 +1,83 @@
+"""Connections between the ranks of one host: a link for every two of them, through which they make lines.
+
+Workers get links from the process that started them (`pool`), and new ones after a fault; ranks of torchrun get theirs
+from rank 0 (`rendezvous`). Nobody listens. A line is a socket pair that the lower rank makes, and of which it sends the
+higher rank an end: each transport has lines of its own.
+"""
+
+import contextlib
+import errno
+import socket
+import time
+import weakref
+
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+RETRY_SECONDS = 0.01
+LINE = b"l"
+
+
+class PeerLink:
+    """The link of `rank` to `peer`, over the connected socket `control`."""
+
+    def __init__(self, rank: int, peer: int, control: socket.socket) -> None:
+        self.rank, self.peer, self._control = rank, peer, control
+        control.set_inheritable(False)
+        self._lines: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def offer(self, give_up: float) -> socket.socket:
+        """On the lower rank: make a line, send the peer its end, and return the other. Raises OSError.
+
+        `give_up`: time.monotonic() until which the peer may take it, else TimeoutError.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                send_descriptor(self._control, LINE, theirs.fileno(), give_up)
+            except BaseException:
+                ours.close()
+                raise
+        return self._known(ours)
+
+    def accept(self, give_up: float) -> socket.socket:
+        """On the higher rank: return the end of a line that the peer has made. Raises OSError as `offer` does."""
+        _, descriptor = receive_descriptor(self._control, len(LINE), give_up)
+        return self._known(socket.socket(fileno=descriptor))
+
+    def _known(self, line: socket.socket) -> socket.socket:
+        self._lines.add(line)
+        return line
+
+    def shut(self) -> None:
+        """End the link and its lines, from any thread: whoever waits for the peer goes on with an error."""
+        for each in (self._control, *self._lines):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        self._control.close()
+
+
+def send_descriptor(link: socket.socket, data: bytes, descriptor: int, give_up: float) -> None:
+    """Send a few bytes with a descriptor. Raises OSError, a TimeoutError where they are not taken until `give_up`."""
+    while True:
+        link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+        try:
+            socket.send_fds(link, [data], [descriptor])  # so few bytes are sent whole or not at all
+            return
+        except OSError as error:
+            # The kernel limits the number of descriptors that have been sent and not received.
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            if time.monotonic() > give_up:
+                raise TimeoutError(str(error)) from error
+            time.sleep(RETRY_SECONDS)
+
+
+def receive_descriptor(link: socket.socket, num_bytes: int, give_up: float) -> tuple[bytes, int]:
+    """Return what `send_descriptor` has sent. Raises OSError, a TimeoutError if it has not come by `give_up`."""
+    link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+    data, descriptors, _, _ = socket.recv_fds(link, num_bytes, 1, CLOSE_ON_EXEC)
+    if not data:
+        raise ConnectionResetError("it has closed the connection")
+    return data, descriptors[0]

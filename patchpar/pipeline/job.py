@@ -1,0 +1,205 @@
+"""One call of a `ParallelPipeline`, from its arguments to its output: in the caller's thread, or in one of its own.
+
+job = pipe.submit(prompt="a red house", ranks=(0, 1))     beside other jobs, on other ranks
+job.progress, job.cancel(), job.result(60), await job
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.pipeline.auto_plan import Rule, without
+from patchpar.pipeline.caller import CallController, move_generators_on, output_of
+from patchpar.pipeline.messages import CallResult
+from patchpar.pipeline.report import Run
+from patchpar.pipeline.state import PipelineState
+from patchpar.pipeline.validate import check_plan_for
+from patchpar.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPlacement:
+    """Where a call runs. `plan`: None chooses one by `rule`. `ranks`: None is all, or as many as the plan takes."""
+
+    rule: Rule
+    plan: Plan | None = None
+    ranks: tuple[int, ...] | None = None
+
+    def check(self, world_size: int, *, weights: Plan | None) -> None:
+        """Raise PlanError if the plan takes another number of ranks than there are.
+
+        `weights`: the plan by which ranks hold them with plan="auto"; None where each holds them whole.
+        """
+        plan, ranks = self.plan, self.ranks
+        if plan is not None and plan.world_size > world_size:
+            raise PlanError(f"plan {plan} takes {plan.world_size} ranks, and there are {world_size}: change a degree")
+        if plan is None and weights is not None and ranks is not None and len(ranks) < world_size:
+            raise PlanError(
+                f"ranks={ranks}: the weights are divided between all {world_size} ranks, since they do not fit one, so "
+                "that all of them work on each call: leave ranks out, or load a smaller model"
+            )
+        if plan is not None and ranks is not None and plan.world_size != len(ranks):
+            raise PlanError(
+                f"plan {plan} takes {plan.world_size} rank{'s' * (plan.world_size > 1)}, and ranks={ranks} are "
+                f"{len(ranks)}: name {plan.world_size}, or give a plan for {len(ranks)}, such as plan='auto'"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProgress:
+    """Finished denoising steps of a call, and how many it has; 0 of 0 before the first."""
+
+    step: int = 0
+    steps: int = 0
+
+
+class PipelineJob:
+    """A call with the arguments of `caller`, on the ranks of `placement`. Awaitable."""
+
+    def __init__(self, state: PipelineState, caller: CallController, placement: CallPlacement) -> None:
+        self._state, self._caller, self._placement = state, caller, placement
+        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
+        self._is_cancelled = False
+        self._is_queued = threading.Event()  # for its ranks
+        self._earlier = state.follow(self._is_queued)
+        self.run: Run | None = None
+        """Statistics of the call, once it has ended."""
+        self.reason = "as requested"
+        """Why it has its plan."""
+
+    @property
+    def progress(self) -> JobProgress:
+        """The steps so far."""
+        step, steps = self._caller.progress
+        return JobProgress(step=step, steps=steps)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, `timeout` seconds at most; return whether it has."""
+        return bool(concurrent.futures.wait([self._future], timeout).done)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the pipeline's output, `timeout` seconds at most.
+
+        Raises TimeoutError, after which the job goes on; CallCancelled; and what a call of the pipeline raises.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"the job has not ended within {timeout:g} s: wait again, or call cancel()")
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """End it: at once while it waits for its ranks, else before its next call of a denoiser. Returns at once."""
+        self._is_cancelled = True
+        if self._state.executor is not None:
+            self._state.executor.wake()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Return the output. If the task that awaits it is cancelled, the job is, too."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        try:
+            return await asyncio.wrap_future(self._future)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    # --- the call -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run it in a thread of its own. Steps are in `progress` only."""
+        self._caller.go_apart()
+        threading.Thread(target=self._run, name="patchpar-job", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._outcome())
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            self._future.set_exception(error)
+
+    def run_here(self) -> Any:
+        """Run it in this thread, after other such calls, and return the output."""
+        with self._state.turns:
+            return self._outcome()
+
+    def _outcome(self) -> Any:
+        try:
+            self._earlier.wait()
+            return self._call()
+        finally:
+            self._is_queued.set()
+
+    def _call(self) -> Any:
+        state, caller = self._state, self._caller
+        executor, start = state.ranks, time.perf_counter()
+        with state.calling(caller):
+            plan, ranks, results = self._call_ranks()
+            state.keep(caller.changes, ranks)
+            if executor.kind == "local":
+                move_generators_on(caller.bound, results)
+            output = output_of(results)
+            figures = tuple(figures for result in results for figures in result.figures)
+            run = Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
+            self.run = state.ended(run, caller.bound)
+        return output
+
+    def _call_ranks(self) -> tuple[Plan, tuple[int, ...], list[CallResult]]:
+        """Return the plan, its ranks and their results. If an automatic plan is not supported, try another one."""
+        state, plan = self._state, self._chosen()
+        ranks = self._ranks_of(plan)
+        try:
+            return plan, ranks, self._generate(plan, ranks)
+        except (UnsupportedModel, PlanError) as error:
+            learnt = without(state.described, plan, error)
+            if self._placement.plan is not None or learnt is None or state.ranks.kind != "local":
+                raise  # with other executors the caller's generators have advanced
+            state.model = learnt
+            return self._call_ranks()
+
+    def _generate(self, plan: Plan, ranks: tuple[int, ...]) -> list[CallResult]:
+        state, caller = self._state, self._caller
+        state.form_groups(plan, ranks)
+        results = state.ranks.call(
+            "generate",
+            caller.kwargs,
+            caller.options(
+                plan, ranks, state.request, installation=state.installation_on(ranks), tracing=state.tracing
+            ),
+            on_event=caller.on_event,
+            on_ask=caller.on_ask,
+            is_cancelled=self._is_unwanted,
+            ranks=None if state.ranks.kind == "torchrun" else ranks,
+            divides=plan.divides_weights,
+        )
+        return [result for result in results if isinstance(result, CallResult)]
+
+    def _is_unwanted(self) -> bool:
+        """Whether it is cancelled. First asked when it is in the queue for its ranks: the next job may follow."""
+        self._is_queued.set()
+        return self._is_cancelled
+
+    def _chosen(self) -> Plan:
+        state, placement, kwargs = self._state, self._placement, self._caller.kwargs
+        plan = placement.plan
+        if plan is None:
+            plan, self.reason = state.choose(placement.rule, placement.ranks, kwargs)
+        names = state.request.devices.names
+        check_plan_for(state.described, plan, kwargs, [names[rank] for rank in self._ranks_of(plan)])
+        return plan
+
+    def _ranks_of(self, plan: Plan) -> tuple[int, ...]:
+        named = self._placement.ranks
+        ranks = tuple(range(plan.world_size)) if named is None else named[: plan.world_size]
+        return tuple(sorted(ranks)) if self._state.ranks.has_groups else ranks  # groups are of ranks in order
