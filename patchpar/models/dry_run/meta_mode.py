@@ -49,7 +49,8 @@ class AttentionKeys(NamedTuple):
     @classmethod
     def of(cls, key: Tensor) -> "AttentionKeys":
         """Return those of keys [B, N, L, D], or [B, L, D]."""
-        return cls(key.shape[0], *_with_heads(key)[1:], key.element_size())
+        batch, heads, tokens, width = _with_heads(key)
+        return cls(batch, heads, tokens, width, key.element_size())
 
 
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is not typed
