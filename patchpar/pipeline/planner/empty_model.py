@@ -9,7 +9,8 @@ from patchpar.models.info import describe, parameters_of
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.kept_tapes import CallFacts
-from patchpar.pipeline.planner.record import Recording, RecordOptions
+from patchpar.pipeline.planner.record import Recording
+from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.plan.plan import Plan
 
 PROMPT = "a photo"
