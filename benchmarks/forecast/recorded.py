@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.forecast.models import Model
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
-from patchpar.pipeline.planner.record import Recording, RecordOptions
+from patchpar.pipeline.planner.record import Recording
+from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.simulate import SimulatedSteps
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.price import ASSUMED, CostAssumptions

@@ -20,9 +20,9 @@ from patchpar.comm.exchange_part import (
     ExchangePart,
     ExchangeScope,
     Halo,
+    KnownCollectives,
     Received,
     by_part,
-    collectives_of,
     halo_of,
     incoming_of,
     moments_part,
@@ -50,27 +50,13 @@ T = TypeVar("T")
 Beat = Callable[[str], object]
 
 
-class _KnownCollectives(dict[tuple[int, ...], Collectives | None]):
-    """The operations of sets of ranks, found once: what is known costs no call of Python. None while there are none."""
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__()
-        self._transport = transport
-
-    def __missing__(self, ranks: tuple[int, ...]) -> Collectives | None:
-        found = collectives_of(self._transport, ranks)
-        if found is not None:
-            self[ranks] = found
-        return found
-
-
 class Communicator:
     """Sends and receives the messages of this rank through one transport and counts them. `seal`: see RankContext."""
 
     def __init__(self, transport: Transport, beat: Beat | None = None, seal: MessageSeal | None = None) -> None:
         self.transport, self.seal, self.traffic = transport, seal, CommStats()
         self._beat = beat
-        self._collectives = _KnownCollectives(transport)
+        self._collectives = KnownCollectives(transport)
 
     def send_recv(
         self,

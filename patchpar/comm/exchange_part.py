@@ -121,6 +121,20 @@ def collectives_of(transport: Transport, ranks: tuple[int, ...]) -> Collectives 
     return transport.collectives if transport.collectives.covers(ranks) else None
 
 
+class KnownCollectives(dict[tuple[int, ...], Collectives | None]):
+    """The operations of sets of ranks, found once: what is known costs no call of Python. None while there are none."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    def __missing__(self, ranks: tuple[int, ...]) -> Collectives | None:
+        found = collectives_of(self._transport, ranks)
+        if found is not None:
+            self[ranks] = found
+        return found
+
+
 def outgoing_of(parts: Sequence[ExchangePart]) -> list[Outgoing]:
     """Return one message for each peer; peers that get the same tensors share one."""
     by_peer: dict[int, list[Tensor]] = {}

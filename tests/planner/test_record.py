@@ -15,7 +15,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
 from patchpar.pipeline.planner import recording_runner
 from patchpar.pipeline.planner.image_ranks import unequal_pairs
-from patchpar.pipeline.planner.record import Recording, RecordOptions
+from patchpar.pipeline.planner.record import Recording
+from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import TapeRecorder
@@ -221,6 +222,17 @@ def test_a_stage_holds_the_weights_of_its_own_blocks() -> None:
     stages = recorded("flux", "stage=2", steps=1)
     blocks = [whole.weight_bytes["transformer"] - each.weight_bytes["transformer"] for each in stages]
     assert all(each > 0.2 * whole.weight_bytes["transformer"] for each in blocks)
+
+
+def test_hosted_stages_are_those_of_whole_weights_with_slots_for_two_blocks() -> None:
+    """Their blocks are on the device after the first call. Copies in every step, of other plans, have no price."""
+    (whole,) = recorded("flux", "stage=2", ranks=1, steps=1)
+    (hosted,) = recorded("flux", "stage=2,weights=hosted", ranks=1, steps=1)
+    assert hosted.tape == whole.tape
+    assert hosted.weight_bytes == whole.weight_bytes
+    assert min(hosted.peaks[phase] - most for phase, most in whole.peaks.items()) > 0
+    with pytest.raises(UnsupportedModel, match="has no price: use weights=sharded"):
+        Recording(None, Plan(patch=2, weights="hosted"), {})
 
 
 def test_a_transformer_without_a_known_token_plan_is_refused() -> None:

@@ -7,7 +7,7 @@ over. What a block leaves behind beside its answer, in an argument or an attribu
 """
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -80,7 +80,7 @@ class BlockReads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """End the run."""
         self._output = frozenset().union(*(self._sources_of(x) for x in tensors_in(output)))
 
-    def after(self, cut: int) -> list[Collection[int]]:
+    def after(self, cut: int) -> list[Set[int]]:
         """Return what the block calls from number `cut` on read, and what the output was computed from."""
         return [*self._reads[cut:], self._output]
 

@@ -11,16 +11,18 @@ without other ranks. So no strategy is described a second time: what it sends is
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from patchpar.errors import PlanError
-from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, with_few_steps
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
+from patchpar.models.dry_run.plan_memory import SLOTS
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.record_options import RecordOptions
@@ -36,15 +38,22 @@ from patchpar.shard.hooks import HookSet
 from patchpar.shard.kernels.fused_op import fused_without_values
 from patchpar.shard.sdpa import SdpaMode
 from patchpar.shard.unet.discover import splits_into_bands
+from patchpar.shard.weights.packed import blocks_of
 
 DENOISE = "denoise"
 
 
 class Recording:
-    """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call."""
+    """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call.
+
+    Stages with hosted weights have the programs of whole ones: after the first call their blocks are on the device.
+    Raises UnsupportedModel for other plans with hosted weights.
+    """
 
     def __init__(self, pipe: Any, plan: Plan, kwargs: Mapping[str, Any], options: RecordOptions | None = None) -> None:
-        self.pipe, self.plan, self.options = pipe, plan, options or RecordOptions()
+        _refuse_copies(plan)
+        self.pipe, self.options, self._is_hosted = pipe, options or RecordOptions(), plan.weights == "hosted"
+        self.plan = replace(plan, weights="whole", resident=0) if self._is_hosted else plan
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
         self.networks: dict[str, nn.Module] = emptied(pipe)
         self._encoded = EncodedValues()
@@ -91,12 +100,20 @@ class Recording:
             return RecordedRank(  # before weights are gathered to restore the networks
                 rank=runner.context.rank,
                 tape=tape.tape,
-                peaks=dict(memory.peaks),
+                peaks={phase: most + self._slots for phase, most in memory.peaks.items()},
                 weight_bytes={name: _weight_bytes(network, memory) for name, network in self.networks.items()},
                 stale_bytes=runner.stale_bytes,
             )
         finally:
             runner.restore()
+
+    @property
+    def _slots(self) -> int:
+        """Bytes of the buffers through which hosted blocks come."""
+        if not self._is_hosted:
+            return 0
+        networks = denoisers_of(self.pipe).values()
+        return sum(SLOTS * max(map(weight_bytes, blocks_of(each).values()), default=0) for each in networks)
 
     @property
     def _is_known(self) -> bool:
@@ -120,6 +137,14 @@ class Recording:
         for denoiser in denoisers_of(self.pipe).values():
             hooks.before(denoiser, begin)
             hooks.after(denoiser, lambda *_: memory.enter(DECODE))
+
+
+def _refuse_copies(plan: Plan) -> None:
+    if plan.weights == "hosted" and plan.stage == 1:
+        raise UnsupportedModel(
+            f"plan {plan} copies blocks from host memory in every step, which has no price: use weights=sharded, or "
+            "stage=N,weights=hosted, whose blocks stay on the device after the first call"
+        )
 
 
 def _weight_bytes(network: nn.Module, memory: LiveBytes) -> int:
