@@ -69,7 +69,6 @@ class PipelineJob:
         self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
         self._is_cancelled = False
         self._is_queued = threading.Event()  # for its ranks
-        self._earlier = state.follow(self._is_queued)
         self.run: Run | None = None
         """Statistics of the call, once it has ended."""
         self.reason = "as requested"
@@ -121,22 +120,24 @@ class PipelineJob:
     def start(self) -> None:
         """Run it in a thread of its own. Steps are in `progress` only."""
         self._caller.go_apart()
-        threading.Thread(target=self._run, name="patchpar-job", daemon=True).start()
+        earlier = self._state.follow(self._is_queued)
+        threading.Thread(target=self._run, args=(earlier,), name="patchpar-job", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, earlier: threading.Event) -> None:
         try:
-            self._future.set_result(self._outcome())
+            self._future.set_result(self._outcome(earlier))
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._future.set_exception(error)
 
     def run_here(self) -> Any:
         """Run it in this thread, after other such calls, and return the output."""
         with self._state.turns:
-            return self._outcome()
+            return self._outcome(self._state.follow(self._is_queued))
 
-    def _outcome(self) -> Any:
+    def _outcome(self, earlier: threading.Event) -> Any:
+        """Return the output. `earlier`: set once the call before this one is in the queue for its ranks."""
         try:
-            self._earlier.wait()
+            earlier.wait()
             return self._call()
         finally:
             self._is_queued.set()

@@ -71,6 +71,17 @@ def test_they_run_at_the_same_time(four: ParallelPipeline) -> None:
         job.result(SECONDS)
 
 
+def test_a_job_does_not_wait_for_calls_that_take_turns(four: ParallelPipeline) -> None:
+    waits = threading.Thread(target=four, kwargs={**CALL, "generator": generator()})
+    with four._state.turns:  # as during a call of another thread
+        waits.start()
+        time.sleep(0.2)
+        submitted(four, (3,), 0).result(SECONDS)
+        assert waits.is_alive()
+    waits.join(SECONDS)
+    assert not waits.is_alive()
+
+
 def test_an_automatic_plan_is_for_the_ranks_of_the_job(four: ParallelPipeline) -> None:
     job = four.submit(**CALL, ranks=(2, 3), generator=generator())
     job.result(SECONDS)

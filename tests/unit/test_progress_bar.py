@@ -23,6 +23,8 @@ class Part:
 class Combined(Part):
     """Tells its parts, and keeps nothing itself."""
 
+    components: Any = {}  # noqa: RUF012  as of a pipeline without networks
+
     def __init__(self) -> None:
         self.prior_pipe, self.decoder_pipe = Part(), Part()
         self.decoder_pipe.set_progress_bar_config(desc="decoding")
