@@ -10,6 +10,8 @@ import torch
 
 from benchmarks.weights.model import save_model
 from patchpar.errors import PlanError
+from patchpar.launch.host_memory import FreeMemory
+from patchpar.models.dry_run.call_memory import NO_CALL
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
@@ -43,7 +45,7 @@ def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int
         whole = {key: x for key, x in whole.items() if key not in in_slots}
         found += sum(x.numel() for x in each._slots) + (each._store.num_bytes if weights == "sharded" else 0)
     found += sum(x.numel() * x.element_size() for x in whole.values())
-    wanted = memory_of(plan, networks, 0).ranks[0]
+    wanted = memory_of(plan, networks).ranks[0]
     number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))
     assert wanted <= found <= wanted + 2 * 64 * 2 * number
 
@@ -54,25 +56,25 @@ def tensors(network: torch.nn.Module) -> list[torch.Tensor]:
 
 def test_plans_from_the_fastest_to_the_smallest(flux: str) -> None:
     networks = network_bytes(empty_pipeline(Path(flux), {}))
-    whole = memory_of(Plan(patch=2), networks, 0).ranks[0]
-    found = list(plans_by_cost(Plan(patch=2), networks, 0, whole - 1000, 2**40))
+    whole = memory_of(Plan(patch=2), networks).ranks[0]
+    found = list(plans_by_cost(Plan(patch=2), networks, NO_CALL, FreeMemory(device=whole - 1000, host=2**40)))
     texts = [str(each.plan).removesuffix(",strategy=exact") for each in found]
     assert texts[:2] == ["patch=2", "patch=2,encoders=one"]
     assert [text for text in texts if "weights=sharded" in text][-1] == "patch=2,weights=sharded"
     assert texts[-1] == "patch=2,weights=hosted"
-    assert found[0].fits(whole, 0)
-    assert not found[0].fits(whole - 1, 0)
+    assert found[0].fits(FreeMemory(device=whole, host=0))
+    assert not found[0].fits(FreeMemory(device=whole - 1, host=0))
     assert found[1].ranks[0] == whole > found[1].ranks[1]
     assert found[-1].host > 0
-    assert not found[-1].fits(whole, 0), "no host memory"
-    assert found[0].fits(None, 2 * whole)
-    assert not found[0].fits(None, 2 * whole - 1), "ranks on the CPU have the host's memory together"
-    one_device = [each.plan for each in plans_by_cost(Plan(), networks, 0, whole, 2**40)]
+    assert not found[-1].fits(FreeMemory(device=whole, host=0)), "no host memory"
+    assert found[0].fits(FreeMemory(device=None, host=2 * whole))
+    assert not found[0].fits(FreeMemory(device=None, host=2 * whole - 1)), "CPU ranks share the host's"
+    one_device = [each.plan for each in plans_by_cost(Plan(), networks, NO_CALL, FreeMemory(device=whole, host=2**40))]
     assert [plan.weights for plan in one_device if not plan.resident] == ["whole", "hosted"]
 
 
 def test_a_refusal_says_that_no_plan_fits(flux: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = memory_of(Plan(patch=2), network_bytes(empty_pipeline(Path(flux), {})), 0).ranks[0]
+    whole = memory_of(Plan(patch=2), network_bytes(empty_pipeline(Path(flux), {}))).ranks[0]
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: whole // 1000)
     with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices"):
         refuse_without_memory(CPU, whole, flux, {}, Plan(patch=2))
@@ -84,8 +86,8 @@ def test_a_refusal_names_the_plan_that_fits(
 ) -> None:
     save_model(tmp_path, heads=2, double=1, single=12, dtype=torch.float32)  # blocks of which two are a small part
     networks = network_bytes(empty_pipeline(tmp_path, {}))
-    whole = memory_of(Plan(patch=world), networks, 0).ranks[0]
-    smallest = memory_of(Plan(patch=world, weights=weights), networks, 0).ranks[0]
+    whole = memory_of(Plan(patch=world), networks).ranks[0]
+    smallest = memory_of(Plan(patch=world, weights=weights), networks).ranks[0]
     assert smallest < whole
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: smallest)
     with pytest.raises(PlanError, match=rf"use plan='[^']*weights={weights}"):
