@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patchpar.models.dry_run.call_memory import CallMemory
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.dry_run.plan_memory import network_bytes
@@ -42,7 +43,7 @@ class LargeModel:
         mode = MetaMode(memory)
         with torch.no_grad(), AttentionReplaced(mode.attend), mode:
             networks["transformer"](**self.call())
-        return ModelForecast(network_bytes(Pipeline(networks)), memory.peak)
+        return ModelForecast(network_bytes(Pipeline(networks)), CallMemory(denoise=memory.peak))
 
 
 def _empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:

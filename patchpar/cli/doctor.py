@@ -21,8 +21,7 @@ from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 PARTS = ("weights", "activations")
-STALE = ("fresh-edges", "displaced")
-"""Strategies of which doctor says what they hold from step to step."""
+BESIDE = ("kept", "host")
 TASK = RequestedTask(verb="doctor")
 """doctor needs a model that generates an image."""
 
@@ -115,9 +114,11 @@ def memory(
     """Return the bytes of an image of the model's default size, found without loading weights.
 
     On one device: those of each network's weights, and the most of other tensors while encoding, denoising and
-    decoding; and what plans for `devices` take, by rank, and whether it is free; and what strategies with stale keys
-    and values hold on each rank, on top. Or the reason why they are unknown.
+    decoding; and what plans for `devices` take, by rank, and whether it is free. Or the reason why they are unknown.
+    `context`: what a process on a GPU takes beside it, which is not free any more when free memory is asked for.
     """
+    from patchpar.launch.accelerators import is_accelerator
+    from patchpar.launch.host_memory import CONTEXT_BYTES
     from patchpar.models.dry_run.dry_run import dry_run
     from patchpar.models.dry_run.empty_pipeline import empty_pipeline
     from patchpar.models.dry_run.plan_memory import network_bytes
@@ -129,42 +130,40 @@ def memory(
         pipe.set_progress_bar_config(disable=True)
         run = dry_run(pipe, prompt=ANY_PROMPT)
     except UnsupportedModel as error:
-        return {"weights": None, "activations": None, "plans": None, "stale": None, "why": str(error)}
-    plans = plans_for(devices, network_bytes(pipe), run.peak_bytes, cards)
-    known = {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "plans": plans}
-    return {**known, "stale": stale(run.attended, devices), "why": ""}
-
-
-def stale(attended: Mapping[Any, int], devices: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of keys and values that each rank holds from step to step, by strategy. `attended`: a DryRun's.
-
-    Empty for one device.
-    """
-    from patchpar.models.dry_run.plan_memory import stale_bytes
-    from patchpar.strategies import parse_strategy
-
-    if len(devices) < 2:
-        return {}
-    late = "cpu" not in devices and len(set(devices)) == len(devices)  # a GPU each: NCCL
-    policies = {name: parse_strategy(name).policy for name in STALE}
-    return {name: stale_bytes(each, attended, len(devices), sends_late=late) for name, each in policies.items()}
+        return {"weights": None, "activations": None, "plans": None, "context": None, "why": str(error)}
+    context = CONTEXT_BYTES if any(map(is_accelerator, devices)) else 0
+    plans = plans_for(devices, network_bytes(pipe), run.memory, cards)
+    found = {"weights": dict(run.weight_bytes), "activations": dict(run.peaks), "plans": plans}
+    return {**found, "context": context, "why": ""}
 
 
 def plans_for(
-    devices: Sequence[str], networks: Mapping[str, Any], activations: int, cards: Sequence[Mapping[str, Any]]
+    devices: Sequence[str], networks: Mapping[str, Any], call: Any, cards: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return what plans for these devices take on each rank and of the host, the fastest first."""
+    """Return what plans for these devices take on each rank and of the host.
+
+    Those that plan="auto" may choose, the fastest first, then others. `call`: a CallMemory.
+    """
     from patchpar import Plan
-    from patchpar.launch.host_memory import free_memory
-    from patchpar.models.dry_run.plan_memory import plans_by_cost
+    from patchpar.launch.host_memory import FreeMemory, free_memory
+    from patchpar.models.dry_run.plan_memory import plans_by_cost, plans_by_name
 
     free_of = {card["device"]: card["free_bytes"] for card in cards}
     of_cards = [free_of.get(device) for device in devices]
     device = min((free for free in of_cards if free is not None), default=None)
-    host = free_memory()
-    found = plans_by_cost(Plan(patch=len(devices)), networks, activations, device, host)
+    free = FreeMemory(device=device, host=free_memory())
+    found = [
+        *plans_by_cost(Plan(patch=len(devices)), networks, call, free),
+        *plans_by_name(len(devices), networks, call, on_gpus=device is not None),
+    ]
     return [
-        {"plan": str(each.plan), "ranks": list(each.ranks), "host": each.host, "fits": each.fits(device, host)}
+        {
+            "plan": str(each.plan),
+            "ranks": list(each.ranks),
+            "kept": each.kept,
+            "host": each.host,
+            "fits": each.fits(free),
+        }
         for each in found
     ]
 
@@ -208,8 +207,6 @@ def _print(findings: dict[str, Any]) -> None:
         typer.echo(f"memory    {_memory_text(findings['memory'])}")
         for line in _plan_lines(findings["memory"]["plans"] or ()):
             typer.echo(f"          {line}")
-        for name, size in (findings["memory"]["stale"] or {}).items():
-            typer.echo(f"          {name}: {_gib(size)} of keys and values more on each rank, from step to step")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"image     {plan['ran']}")
@@ -220,17 +217,21 @@ def _memory_text(found: dict[str, Any]) -> str:
         return f"unknown: {found['why']}"
     texts = [", ".join(f"{name} {_gib(size)}" for name, size in found[part].items()) for part in PARTS]
     total = sum(found["weights"].values()) + max(found["activations"].values())
-    return f"{_gib(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image"
+    context = f", and {_gib(found['context'])} for the context of a process" if found["context"] else ""
+    return f"{_gib(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image{context}"
 
 
 def _plan_lines(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a table: what each plan takes on the first rank and on the others, and of the host."""
+    """Yield a table: what each plan takes on the first rank and on the others, and of the host.
+
+    `kept`: how much of it are keys and values of the last step.
+    """
     width = max((len(each["plan"]) for each in plans), default=0)
     if plans:
-        yield f"{'plan':{width}}  {'rank 0':>9}  {'others':>9}  {'host':>9}  fits"
+        yield f"{'plan':{width}}  {'rank 0':>9}  {'others':>9}  {'kept':>9}  {'host':>9}  fits"
     for each in plans:
         first, *others = each["ranks"]
-        cells = (_gib(first), _gib(others[0]) if others else "", _gib(each["host"]) if each["host"] else "")
+        cells = (_gib(first), _gib(others[0]) if others else "", *(_gib(each[x]) if each[x] else "" for x in BESIDE))
         fits = {True: "yes", False: "no", None: "unknown"}[each["fits"]]
         yield f"{each['plan']:{width}}  {'  '.join(f'{cell:>9}' for cell in cells)}  {fits}"
 

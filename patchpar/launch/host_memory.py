@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+CONTEXT_BYTES = 700_000_000
+"""Of a GPU's memory, for the CUDA context and kernels of a process."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:

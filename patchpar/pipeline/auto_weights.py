@@ -18,6 +18,7 @@ from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from patchpar.models.dry_run.call_memory import CallMemory
     from patchpar.models.dry_run.plan_memory import NetworkBytes, PlanMemory
 
 USED = 0.95  # of what is free: allocators keep some of it
@@ -45,10 +46,15 @@ class WeightChoice:
 
 @dataclass(frozen=True, slots=True)
 class ModelForecast:
-    """Bytes of a model's networks, and of activations of an image of its default size; 0 where they are unknown."""
+    """Bytes of a model's networks, and of a call for an image of its default size; None where these are unknown."""
 
     networks: Mapping[str, NetworkBytes]
-    activations: int
+    call: CallMemory | None = None
+
+    @property
+    def activations(self) -> int:
+        """Bytes of tensors beside the weights, on one device."""
+        return 0 if self.call is None else self.call.peak
 
     @classmethod
     def of(cls, empty: Any) -> ModelForecast:
@@ -59,10 +65,9 @@ class ModelForecast:
         empty.set_progress_bar_config(disable=True)
         networks = network_bytes(empty)
         try:
-            peak = dry_run(empty, prompt=ANY_PROMPT).peak_bytes
+            return cls(networks, dry_run(empty, prompt=ANY_PROMPT).memory)
         except (PatchparError, TypeError, ValueError, LookupError, AttributeError, RuntimeError):
-            peak = 0  # it needs more than a prompt, or values
-        return cls(networks, peak)
+            return cls(networks)  # it needs more than a prompt, or values
 
 
 def is_small(weight_bytes: int, devices: int, free: FreeMemory) -> bool:
@@ -75,14 +80,14 @@ def is_small(weight_bytes: int, devices: int, free: FreeMemory) -> bool:
 def choose_weights(model: ModelForecast, devices: int, free: FreeMemory) -> WeightChoice:
     """Return the weights of plans for all of so many devices. Raises PlanError where no plan fits."""
     usable, base = free.times(USED), Plan(patch=devices)
-    of_a_rank = model.activations // devices  # about, where the image is divided
-    for activations in (model.activations, of_a_rank):
-        found = fitting(base, replace(model, activations=activations), usable)
+    divided = replace(model, call=None if model.call is None else model.call.divided(devices))
+    for each in (model, divided):
+        found = fitting(base, each, usable)
         if found is not None:
             return _choice(found, model, free, is_tight=False)
-    alone = replace(model, activations=0)
+    alone = replace(model, call=None)
     for found in _plans(base, alone, usable):
-        if not found.plan.resident and found.fits(usable.device, usable.host):
+        if not found.plan.resident and found.fits(usable):
             return _choice(found, model, free, is_tight=True)
     least = min(_plans(base, alone, usable), key=lambda each: (max(each.ranks), each.host))
     raise PlanError(
@@ -96,7 +101,7 @@ def fitting(base: Plan, model: ModelForecast, free: FreeMemory) -> PlanMemory | 
     if base.stage * base.tensor > 1:
         base = Plan(data=base.data, patch=base.world_size // base.data)
     whole = replace(base, weights="whole", resident=0, encoders="auto")
-    return next((each for each in _plans(whole, model, free) if each.fits(free.device, free.host)), None)
+    return next((each for each in _plans(whole, model, free) if each.fits(free)), None)
 
 
 def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
@@ -110,9 +115,10 @@ def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
 
 
 def _plans(base: Plan, model: ModelForecast, free: FreeMemory) -> Iterator[PlanMemory]:
+    from patchpar.models.dry_run.call_memory import NO_CALL
     from patchpar.models.dry_run.plan_memory import plans_by_cost
 
-    yield from plans_by_cost(base, model.networks, model.activations, free.device, free.host)
+    yield from plans_by_cost(base, model.networks, model.call or NO_CALL, free)
 
 
 def _choice(found: PlanMemory, model: ModelForecast, free: FreeMemory, *, is_tight: bool) -> WeightChoice:

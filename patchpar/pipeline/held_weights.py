@@ -56,7 +56,7 @@ def _plan_that_fits(model: str, options: Mapping[str, Any], base: Plan, free: in
         networks = network_bytes(empty_pipeline(Path(model), with_dtype(options)))
     except UnsupportedModel:  # quantised: unknown before it is loaded
         return ""
-    return advice(base, ModelForecast(networks, 0), FreeMemory(device=free, host=free_memory()))
+    return advice(base, ModelForecast(networks), FreeMemory(device=free, host=free_memory()))
 
 
 class HeldWeights:

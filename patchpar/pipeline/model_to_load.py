@@ -128,7 +128,7 @@ class ModelInFiles(ModelToLoad):
             from patchpar.models.dry_run.plan_memory import network_bytes  # imports torch
 
             try:
-                forecast = ModelForecast(network_bytes(self._empty()), 0)
+                forecast = ModelForecast(network_bytes(self._empty()))
             except UnsupportedModel:
                 return ""
             base = Plan(patch=len(devices)) if plan is None else plan

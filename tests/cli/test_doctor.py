@@ -41,11 +41,11 @@ def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["plan"]["chosen"] == "cfg=2"
     assert found["memory"]["weights"]["unet"] > 0
     assert set(found["memory"]["activations"]) == {"encode", "denoise", "decode"}
-    whole, *_, hosted = found["memory"]["plans"]
-    assert "weights=hosted" in hosted["plan"]
+    plans = {each["plan"]: each for each in found["memory"]["plans"]}
+    whole, hosted = plans["patch=2,strategy=exact"], plans["patch=2,weights=hosted,strategy=exact"]
     assert max(whole["ranks"]) > max(hosted["ranks"])
     assert hosted["host"] > 0 == whole["host"]
-    assert 0 < found["memory"]["stale"]["displaced"] < found["memory"]["stale"]["fresh-edges"]
+    assert plans["patch=2,strategy=fresh-edges"]["kept"] > 0 == whole["kept"]
     assert found["host"]["cores"] >= 1
     assert fake.opened[0].closed
 

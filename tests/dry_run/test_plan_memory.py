@@ -10,12 +10,13 @@ import torch
 
 from benchmarks.weights.model import save_model
 from patchpar.errors import PlanError
+from patchpar.launch.host_memory import FreeMemory
+from patchpar.models.dry_run.call_memory import NO_CALL
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
-from patchpar.models.dry_run.meta_mode import AttentionKeys
-from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost, stale_bytes
+from patchpar.models.dry_run.kept_tokens import Attentions, AttentionSize, kept_bytes
+from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
 from patchpar.plan.plan import Plan
-from patchpar.strategies import parse_strategy
 from tests.weights.loading import saved
 
 GIB = 2**30
@@ -45,24 +46,24 @@ def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int
         whole = {key: x for key, x in whole.items() if key not in in_slots}
         found += sum(x.numel() for x in each._slots) + (each._store.num_bytes if weights == "sharded" else 0)
     found += sum(x.numel() * x.element_size() for x in whole.values())
-    wanted = memory_of(plan, networks, 0).ranks[0]
+    wanted = memory_of(plan, networks).ranks[0]
     number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))
     assert wanted <= found <= wanted + 2 * 64 * 2 * number
 
 
-FLUX_1024 = {AttentionKeys(1, 24, 512 + 64 * 64, 128, 2): 57}
-SDXL_2048 = {AttentionKeys(2, 10, 128 * 128, 64, 2): 10, AttentionKeys(2, 20, 64 * 64, 64, 2): 60}
+FLUX_1024 = {AttentionSize(1, 24, 512 + 64 * 64, 128, 2): 57}
+SDXL_2048 = {AttentionSize(2, 10, 128 * 128, 64, 2): 10, AttentionSize(2, 20, 64 * 64, 64, 2): 60}
 
 
-@pytest.mark.parametrize("attended", [FLUX_1024, SDXL_2048], ids=["FLUX", "SDXL"])
-def test_stale_keys_and_values_on_each_of_four_gpus(attended: dict[AttentionKeys, int]) -> None:
+@pytest.mark.parametrize("attentions", [FLUX_1024, SDXL_2048], ids=["FLUX", "SDXL"])
+def test_stale_keys_and_values_on_each_of_four_gpus(attentions: Attentions) -> None:
     """Of all tokens a rank keeps those of one step, and messages of a few attentions; between CPU ranks two steps."""
-    policy = parse_strategy("fresh-edges").policy
-    sizes = [2 * each.batch * each.heads * each.tokens * each.width * each.itemsize * n for each, n in attended.items()]
-    late, early = (stale_bytes(policy, attended, 4, sends_late=late) for late in (True, False))
-    assert sum(sizes) < late < 1.2 * sum(sizes)
-    assert 1.7 * sum(sizes) < early < 2.2 * sum(sizes)
-    assert stale_bytes(parse_strategy("exact").policy, attended, 4, sends_late=True) == 0
+    plan = Plan(patch=4, strategy="fresh-edges")
+    whole = sum(each.num_bytes * number for each, number in attentions.items())
+    late, early = (kept_bytes(plan, attentions, 1.0, late=late) for late in (True, False))
+    assert whole < late < 1.2 * whole
+    assert 1.7 * whole < early < 2.2 * whole
+    assert kept_bytes(Plan(patch=4), attentions, 1.0, late=True) == 0
 
 
 def tensors(network: torch.nn.Module) -> list[torch.Tensor]:
@@ -71,25 +72,25 @@ def tensors(network: torch.nn.Module) -> list[torch.Tensor]:
 
 def test_plans_from_the_fastest_to_the_smallest(flux: str) -> None:
     networks = network_bytes(empty_pipeline(Path(flux), {}))
-    whole = memory_of(Plan(patch=2), networks, 0).ranks[0]
-    found = list(plans_by_cost(Plan(patch=2), networks, 0, whole - 1000, 2**40))
+    whole = memory_of(Plan(patch=2), networks).ranks[0]
+    found = list(plans_by_cost(Plan(patch=2), networks, NO_CALL, FreeMemory(device=whole - 1000, host=2**40)))
     texts = [str(each.plan).removesuffix(",strategy=exact") for each in found]
     assert texts[:2] == ["patch=2", "patch=2,encoders=one"]
     assert [text for text in texts if "weights=sharded" in text][-1] == "patch=2,weights=sharded"
     assert texts[-1] == "patch=2,weights=hosted"
-    assert found[0].fits(whole, 0)
-    assert not found[0].fits(whole - 1, 0)
+    assert found[0].fits(FreeMemory(device=whole, host=0))
+    assert not found[0].fits(FreeMemory(device=whole - 1, host=0))
     assert found[1].ranks[0] == whole > found[1].ranks[1]
     assert found[-1].host > 0
-    assert not found[-1].fits(whole, 0), "no host memory"
-    assert found[0].fits(None, 2 * whole)
-    assert not found[0].fits(None, 2 * whole - 1), "ranks on the CPU have the host's memory together"
-    one_device = [each.plan for each in plans_by_cost(Plan(), networks, 0, whole, 2**40)]
+    assert not found[-1].fits(FreeMemory(device=whole, host=0)), "no host memory"
+    assert found[0].fits(FreeMemory(device=None, host=2 * whole))
+    assert not found[0].fits(FreeMemory(device=None, host=2 * whole - 1)), "CPU ranks share the host's"
+    one_device = [each.plan for each in plans_by_cost(Plan(), networks, NO_CALL, FreeMemory(device=whole, host=2**40))]
     assert [plan.weights for plan in one_device if not plan.resident] == ["whole", "hosted"]
 
 
 def test_a_refusal_says_that_no_plan_fits(flux: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = memory_of(Plan(patch=2), network_bytes(empty_pipeline(Path(flux), {})), 0).ranks[0]
+    whole = memory_of(Plan(patch=2), network_bytes(empty_pipeline(Path(flux), {}))).ranks[0]
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: whole // 1000)
     with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices"):
         refuse_without_memory(CPU, whole, flux, {}, Plan(patch=2))
@@ -101,8 +102,8 @@ def test_a_refusal_names_the_plan_that_fits(
 ) -> None:
     save_model(tmp_path, heads=2, double=1, single=12, dtype=torch.float32)  # blocks of which two are a small part
     networks = network_bytes(empty_pipeline(tmp_path, {}))
-    whole = memory_of(Plan(patch=world), networks, 0).ranks[0]
-    smallest = memory_of(Plan(patch=world, weights=weights), networks, 0).ranks[0]
+    whole = memory_of(Plan(patch=world), networks).ranks[0]
+    smallest = memory_of(Plan(patch=world, weights=weights), networks).ranks[0]
     assert smallest < whole
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: smallest)
     with pytest.raises(PlanError, match=rf"use plan='[^']*weights={weights}"):

@@ -13,6 +13,7 @@ from benchmarks.weights.model import CALL, save_model
 from patchpar import ParallelPipeline, Plan
 from patchpar.errors import PlanError
 from patchpar.launch.host_memory import FreeMemory
+from patchpar.models.dry_run.call_memory import CallMemory
 from patchpar.models.dry_run.empty_pipeline import emptied_copy, empty_pipeline
 from patchpar.models.dry_run.plan_memory import NetworkBytes, memory_of, network_bytes
 from patchpar.models.info import describe
@@ -29,7 +30,7 @@ NETWORKS = {
     "text_encoder": NetworkBytes(outside=GIB // 2, blocks=(GIB // 2,) * 17, is_encoder=True, is_divided=True),
     "vae": NetworkBytes(outside=GIB // 4, blocks=(), is_encoder=False, is_divided=False),
 }
-MODEL = ModelForecast(NETWORKS, 2 * GIB)
+MODEL = ModelForecast(NETWORKS, CallMemory(denoise=2 * GIB))
 TERABYTE = 1000 * GIB
 
 
@@ -68,11 +69,11 @@ def test_no_plan_fits() -> None:
 
 
 def test_activations_that_fit_beside_nothing_are_divided_and_said() -> None:
-    divided = choose_weights(replace(MODEL, activations=20 * GIB), 2, free(21, 40))
+    divided = choose_weights(replace(MODEL, call=CallMemory(denoise=20 * GIB)), 2, free(21, 40))
     assert divided.plan is not None
     assert divided.plan.weights == "hosted"
     assert not divided.is_tight, "each rank has about a half of them"
-    tight = choose_weights(replace(MODEL, activations=60 * GIB), 2, free(21, 40))
+    tight = choose_weights(replace(MODEL, call=CallMemory(denoise=60 * GIB)), 2, free(21, 40))
     assert tight.plan == Plan(patch=2, weights="sharded"), "no resident blocks"
     assert tight.is_tight
     assert "may not fit" in tight.reason
@@ -134,8 +135,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def room_for_parts(pipe: Any) -> int:
     """Host memory in which two ranks have room for divided weights, and not for whole ones."""
     networks = network_bytes(pipe)
-    divided = sum(memory_of(Plan(patch=2, weights="sharded"), networks, 0).ranks)
-    whole = sum(memory_of(Plan(patch=2, encoders="one"), networks, 0).ranks)
+    divided = sum(memory_of(Plan(patch=2, weights="sharded"), networks).ranks)
+    whole = sum(memory_of(Plan(patch=2, encoders="one"), networks).ranks)
     assert divided < whole
     return int((divided + whole) / 2 / USED)
 
@@ -144,7 +145,7 @@ def room_for_parts(pipe: Any) -> int:
 def test_a_pipeline_in_memory_is_divided_where_it_does_not_fit(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_pipeline(folder, {})
     plain.set_progress_bar_config(disable=True)
-    room, forecast = room_for_parts(plain), ModelForecast(network_bytes(plain), 0)
+    room, forecast = room_for_parts(plain), ModelForecast(network_bytes(plain))
     monkeypatch.setattr("patchpar.pipeline.model_to_load.free_memory", lambda: room)
     monkeypatch.setattr(ModelInMemory, "forecast", lambda self: forecast)
     wanted = plain(**CALL, generator=torch.Generator().manual_seed(0)).images
@@ -163,7 +164,7 @@ def test_a_folder_is_forecast_before_anything_is_loaded(folder: str, monkeypatch
     assert model.weights_for(["cpu", "cpu"], None) == whole
     assert model.weights_for(["cuda:0"], None) is None, "its ranks know what is free"
     monkeypatch.setattr("patchpar.pipeline.model_to_load.free_memory", lambda: room)
-    monkeypatch.setattr(ModelForecast, "of", lambda empty: ModelForecast(network_bytes(empty), 0))
+    monkeypatch.setattr(ModelForecast, "of", lambda empty: ModelForecast(network_bytes(empty)))
     found = model.weights_for(["cpu", "cpu"], None)
     assert found is not None
     assert found.plan is not None

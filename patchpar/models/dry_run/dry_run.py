@@ -9,20 +9,23 @@ It holds for any pipeline at any size, whether the model fits this machine or no
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.models.dry_run.call_memory import CallMemory
+from patchpar.models.dry_run.kept_tokens import Attentions, AttentionSize
 from patchpar.models.dry_run.live_bytes import LiveBytes
-from patchpar.models.dry_run.meta_mode import META, AttentionKeys, MetaMode
+from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.sdpa import AttentionReplaced
+from patchpar.shard.sdpa import AttentionCall, AttentionReplaced
 
 ENCODE, DENOISE, DECODE = "encode", "denoise", "decode"
 STEPS = 2  # enough for what the scheduler keeps of a step for the next one
@@ -33,20 +36,25 @@ class DryRun:
     """What a call does on one device. `weight_bytes` of each network, by its name.
 
     `peak_bytes`: the most that tensors take beside the weights, in each phase: before the first call of a denoiser,
-    until the end of its last call, and after it. `calls` of denoisers, and the FLOPs of one of them. `attended`: keys
-    of the attentions in one step whose queries are as many, and how many such attentions there are.
+    until the end of its last call, and after it. `calls` of denoisers, and the FLOPs of one of them. `attentions`: of
+    tokens to themselves in one step, with how many there are of each size.
     """
 
     weight_bytes: Mapping[str, int]
     peaks: Mapping[str, int]
     calls: int
     flops_per_call: float
-    attended: Mapping[AttentionKeys, int]
+    attentions: Attentions
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes of tensors beside the weights."""
         return max(self.peaks.values())
+
+    @property
+    def memory(self) -> CallMemory:
+        """What a rank of a plan takes depends on this."""
+        return CallMemory(**self.peaks, attentions=self.attentions)
 
 
 def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
@@ -62,8 +70,9 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
         hooks.before(denoiser, lambda *_: counted.begin(mode))
         hooks.after(denoiser, lambda *_: counted.end(mode))
     few_steps = with_few_steps(pipe, kwargs)
+    attend = partial(counted.attend, mode.attend)
     try:
-        with on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(mode.attend), mode:
+        with on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(attend), mode:
             pipe(**few_steps)
     except (NotImplementedError, RuntimeError) as error:
         raise needs_values(pipe, error) from error
@@ -74,7 +83,7 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
         peaks=dict(memory.peaks),
         calls=counted.calls,
         flops_per_call=counted.flops / max(1, counted.calls),
-        attended={keys: -(-number // STEPS) for keys, number in counted.attended.items()},
+        attentions=counted.attentions_of(few_steps.get("num_inference_steps", 1)),
     )
 
 
@@ -108,22 +117,32 @@ def needs_values(pipe: Any, error: Exception) -> UnsupportedModel:
 
 
 class _DenoiserCalls:
-    """Counts calls and FLOPs of all denoisers, and says where the phases begin."""
+    """Counts calls, FLOPs and attentions of all denoisers, and says where the phases begin."""
 
     def __init__(self) -> None:
         self.calls, self.flops, self._before = 0, 0, 0
-        self.attended = Counter[AttentionKeys]()
+        self._attentions: Counter[AttentionSize] = Counter()
+        self._is_inside = False
 
     def begin(self, mode: MetaMode) -> None:
         mode.memory.enter(DENOISE)
         mode.memory.merge(DECODE, into=DENOISE)  # what followed the last call was a part of its step
-        self.calls, self._before = self.calls + 1, mode.flops
-        mode.attended.clear()
+        self.calls, self._before, self._is_inside = self.calls + 1, mode.flops, True
 
     def end(self, mode: MetaMode) -> None:
+        self._is_inside = False
         self.flops += mode.flops - self._before
-        self.attended += mode.attended
         mode.memory.enter(DECODE)
+
+    def attend(self, attend: Callable[[AttentionCall], Tensor], call: AttentionCall) -> Tensor:
+        size = AttentionSize.of(call) if self._is_inside else None
+        if size is not None:
+            self._attentions[size] += 1
+        return attend(call)
+
+    def attentions_of(self, steps: int) -> dict[AttentionSize, int]:
+        """Return those of one of so many steps."""
+        return {size: -(-count // steps) for size, count in self._attentions.items()}
 
 
 @contextmanager

@@ -5,9 +5,8 @@ goes on with its small tensors on the CPU (timesteps, token ids), and networks o
 that is not there, it gets one that is made up.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,22 +36,6 @@ KnownForms = dict[Any, tuple[ResultForm, Operator]]
 """By operator and form of its arguments."""
 
 
-class AttentionKeys(NamedTuple):
-    """Keys of an attention, of which its values have as many bytes: `heads` of `width` numbers of `itemsize` bytes."""
-
-    batch: int
-    heads: int
-    tokens: int
-    width: int
-    itemsize: int
-
-    @classmethod
-    def of(cls, key: Tensor) -> "AttentionKeys":
-        """Return those of keys [B, N, L, D], or [B, L, D]."""
-        batch, heads, tokens, width = _with_heads(key)
-        return cls(batch, heads, tokens, width, key.element_size())
-
-
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is not typed
     """Counts what runs inside: `memory` of all new tensors, and `flops` of matrix products and convolutions.
 
@@ -64,8 +47,6 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.flops, self._note = memory, 0, note
-        self.attended = Counter[AttentionKeys]()
-        """Attentions whose queries are as many as their keys."""
         self.known = {} if known is None else known
         self._last: Operator | None = None  # counted since the last result
 
@@ -113,8 +94,6 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
         if not _is_empty(call.query):
             return call.run()
-        if call.key.shape[-2] == call.query.shape[-2]:
-            self.attended[AttentionKeys.of(call.key)] += 1
         shapes = [_with_heads(x) for x in (call.query, call.key, call.value)]
         found = call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
         self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))

@@ -1,14 +1,15 @@
 """What fits: the memory of each rank under a plan, by a formula, before a model is loaded.
 
-    device of a rank  =  weights that stay whole  +  its part of blocks, and resident ones  +  slots  +  activations
+    device of a rank  =  weights that stay whole  +  its part of blocks, and resident ones  +  slots
+                         +  activations  +  keys and values of the last step
     host memory       =  hosted blocks, once for each image
 
-A stage whose blocks are hosted keeps its own ones on its device; about as many bytes as the other stages.
+A stage whose blocks are hosted keeps its own ones on its device; about as many bytes as the other stages. Features
+(axis tensor) and stages with whole weights hold all of them until the first call ends, and less afterwards.
 
-Strategies with stale values hold keys and values of all tokens from one step to the next, on top: `stale_bytes`.
-
-Activations are those of a call on one device, the most that a rank of several can have. Buffers of kernels and drivers
-come on top.
+Activations are the most of three phases: encoding and denoising as on one device, which is the most that a rank of
+several can have, and decoding in bands. On a GPU the context of the process comes on top, which is there when free
+memory is asked for; so do buffers of kernels and of NCCL.
 """
 
 from collections import Counter
@@ -19,17 +20,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.models.dry_run.meta_mode import AttentionKeys
+from patchpar.launch.host_memory import FreeMemory
+from patchpar.models.dry_run.call_memory import NO_CALL, CallMemory
+from patchpar.models.dry_run.kept_tokens import kept_bytes
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
-from patchpar.plan.bands import split_bands
-from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
-from patchpar.plan.kv_selection import TokensAcross
-from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.shard.stages.balance import balanced
-from patchpar.shard.stale.stale_layout import StaleLayout
-from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.unet.discover import splits_into_bands
 from patchpar.shard.weights.packed import blocks_of, resident_of
 
 SLOTS = 2  # of each network with divided weights
@@ -44,6 +42,7 @@ class NetworkBytes:
     blocks: tuple[int, ...]
     is_encoder: bool
     is_divided: bool  # by weights=sharded and weights=hosted
+    has_bands: bool = False  # as a UNet, which has neither pieces nor features to divide
 
     @property
     def whole(self) -> int:
@@ -58,18 +57,20 @@ class PlanMemory:
     plan: Plan
     ranks: tuple[int, ...]
     host: int
+    kept: int = 0
+    """Of them the keys and values that are kept from step to step."""
 
-    def fits(self, device: int | None, host: int | None) -> bool | None:
-        """Return whether it fits with so many free bytes on each device and of the host; None where they are unknown.
+    def fits(self, free: FreeMemory) -> bool | None:
+        """Return whether it fits in what is free on each device and of the host; None where that is unknown.
 
-        `device` is None for ranks on the CPU, whose memory is that of the host.
+        `free.device` is None for ranks on the CPU, whose memory is that of the host.
         """
-        if host is None:
+        if free.host is None:
             return None
         images = self.plan.data
-        if device is None:
-            return images * sum(self.ranks) + self.host <= host
-        return max(self.ranks) <= device and self.host <= host
+        if free.device is None:
+            return images * sum(self.ranks) + self.host <= free.host
+        return max(self.ranks) <= free.device and self.host <= free.host
 
 
 def network_bytes(pipe: Any) -> dict[str, NetworkBytes]:
@@ -78,89 +79,87 @@ def network_bytes(pipe: Any) -> dict[str, NetworkBytes]:
     denoisers, encoders = denoisers_of(pipe), encoders_of(pipe)
     return {
         name: _bytes_of(
-            network, is_encoder=name in encoders, is_divided=name in denoisers or name.startswith(TEXT_ENCODER)
+            network,
+            is_encoder=name in encoders,
+            is_divided=name in denoisers or name.startswith(TEXT_ENCODER),
+            has_bands=name in denoisers and splits_into_bands(network),
         )
         for name, network in networks.items()
     }
 
 
-def memory_of(plan: Plan, networks: Mapping[str, NetworkBytes], activations: int) -> PlanMemory:
-    """Return the memory of a plan.
-
-    Axis `tensor` is left out, and `stage` with whole weights, whose ranks hold less once the first call ends.
-    """
+def memory_of(
+    plan: Plan, networks: Mapping[str, NetworkBytes], call: CallMemory = NO_CALL, *, on_gpus: bool = False
+) -> PlanMemory:
+    """Return the memory of a plan for a call with these activations."""
     size = plan.world_size // plan.data
-    kept = sum(_on_a_rank(each, plan, size) for each in networks.values())
+    weights = sum(_on_a_rank(each, plan, size) for each in networks.values())
     encoders = sum(each.whole for each in networks.values() if each.is_encoder) if plan.encoders == "one" else 0
-    ranks = (kept + activations, *[kept - encoders + activations] * (size - 1))
+    kept = kept_bytes(plan, call.attentions, _of_the_busiest_stage(networks, plan.stage), late=on_gpus)
+    beside = call.on_rank(size) + kept
     in_slots = (sum(_blocks_in_slots(each.blocks, plan.resident)) for each in networks.values() if each.is_divided)
-    return PlanMemory(plan=plan, ranks=ranks, host=plan.data * sum(in_slots) if plan.weights == "hosted" else 0)
+    return PlanMemory(
+        plan=plan,
+        ranks=(weights + beside, *[weights - encoders + beside] * (size - 1)),
+        host=plan.data * sum(in_slots) if plan.weights == "hosted" else 0,
+        kept=kept,
+    )
 
 
 def plans_by_cost(
-    base: Plan, networks: Mapping[str, NetworkBytes], activations: int, device: int | None, host: int | None
+    base: Plan, networks: Mapping[str, NetworkBytes], call: CallMemory, free: FreeMemory
 ) -> Iterator[PlanMemory]:
     """Yield what plans with the axes of `base` take, from the one that costs least time to the one that costs most.
 
-    Of resident blocks as many as fit with so many free bytes on each device and of the host; see `PlanMemory.fits`.
+    Of resident blocks as many as fit in what is free; see `PlanMemory.fits`.
     """
-    yield memory_of(base, networks, activations)
+    on_gpus = free.device is not None
+    yield memory_of(base, networks, call, on_gpus=on_gpus)
     several = base.world_size > base.data
     if several and any(each.is_encoder for each in networks.values()):
-        yield memory_of(replace(base, encoders="one"), networks, activations)
+        yield memory_of(replace(base, encoders="one"), networks, call, on_gpus=on_gpus)
     for kind in ("sharded",) * several + ("hosted",):
         divided = replace(base, weights=kind)
-        if resident := _most_resident(divided, networks, activations, device, host):
+        if resident := _most_resident(divided, networks, call, free):
             yield resident
-        yield memory_of(divided, networks, activations)
+        yield memory_of(divided, networks, call, on_gpus=on_gpus)
 
 
-def stale_bytes(policy: ExchangePolicy, attended: Mapping[AttentionKeys, int], ranks: int, *, sends_late: bool) -> int:
-    """Return the bytes of keys and values that a rank of so many holds from one step to the next.
-
-    `attended`: of a step on one device, see `DryRun`; text among their tokens counts as if it were kept. `sends_late`:
-    as between GPUs over NCCL, see `shard.stale.send_window`. 0 for a policy that keeps none.
-    """
-    if not isinstance(policy.context, StaleKV):
-        return 0
-    held, shared, axis = 0, 0, Axis("patch", 0, ranks, tuple(range(ranks)))
-    for keys, number in attended.items():
-        if keys.tokens < ranks:
-            continue
-        layout = StaleLayout(
-            policy.context,
-            axis,
-            LevelGrid(split_bands(keys.tokens, ranks, 1), TokensAcross(1), -2),
-            token=(2, keys.batch, keys.heads, keys.width),
-            itemsize=keys.itemsize,
-            joins=policy.published or policy.context.narrow_to is not None,
-            may_wait=sends_late,
-        )
-        held += number * layout.num_bytes.total
-        shared = max(shared, layout.workspace_bytes + layout.window_bytes)
-    return held + shared
+def plans_by_name(
+    devices: int, networks: Mapping[str, NetworkBytes], call: CallMemory, *, on_gpus: bool
+) -> Iterator[PlanMemory]:
+    """Yield what plans take that are used by name only: with stale values, stages, pieces and features."""
+    denoisers = [each for each in networks.values() if each.is_divided and not each.is_encoder]
+    if devices == 1 or not denoisers:
+        return
+    plans = [Plan(patch=devices, strategy="fresh-edges")]
+    if min(len(each.blocks) for each in denoisers) >= devices:
+        plans.append(Plan(stage=devices, weights="hosted"))
+        if not any(each.has_bands for each in denoisers):
+            plans.append(Plan(stage=devices, weights="hosted", strategy="piped"))
+            plans.append(Plan(tensor=devices, weights="hosted"))
+    for plan in plans:
+        yield memory_of(plan, networks, call, on_gpus=on_gpus)
 
 
 def _most_resident(
-    plan: Plan, networks: Mapping[str, NetworkBytes], activations: int, device: int | None, host: int | None
+    plan: Plan, networks: Mapping[str, NetworkBytes], call: CallMemory, free: FreeMemory
 ) -> PlanMemory | None:
     most = max((len(each.blocks) for each in networks.values() if each.is_divided), default=0)
     for resident in range(most - 1, 0, -1):
-        found = memory_of(replace(plan, resident=resident), networks, activations)
-        if found.fits(device, host):
+        found = memory_of(replace(plan, resident=resident), networks, call, on_gpus=free.device is not None)
+        if found.fits(free):
             return found
     return None
 
 
-def _bytes_of(network: nn.Module, *, is_encoder: bool, is_divided: bool) -> NetworkBytes:
+def _bytes_of(network: nn.Module, **facts: bool) -> NetworkBytes:
     """Return the bytes of a network; a weight that two blocks have in common counts as outside of them."""
     total = _sum_of({id(x): x for x in (*network.parameters(), *network.buffers())})
     found = [{id(x): x for x in (*block.parameters(), *block.buffers())} for block in blocks_of(network).values()]
     owners = Counter(key for each in found for key in each)
     blocks = [_sum_of({key: x for key, x in each.items() if owners[key] == 1}) for each in found]
-    return NetworkBytes(
-        outside=total - sum(blocks), blocks=tuple(filter(None, blocks)), is_encoder=is_encoder, is_divided=is_divided
-    )
+    return NetworkBytes(outside=total - sum(blocks), blocks=tuple(filter(None, blocks)), **facts)
 
 
 def _sum_of(tensors: Mapping[int, Tensor]) -> int:
@@ -177,6 +176,14 @@ def _on_a_rank(network: NetworkBytes, plan: Plan, size: int) -> int:
     if plan.stage > 1 and not network.is_encoder:
         own = _largest_run(in_slots, plan.stage)
     return network.whole - divided + own + slots
+
+
+def _of_the_busiest_stage(networks: Mapping[str, NetworkBytes], stages: int) -> float:
+    """Return the part of a denoiser's blocks that the stage with most of them has; of several, the largest part."""
+    denoisers = [each.blocks for each in networks.values() if each.is_divided and not each.is_encoder and each.blocks]
+    if stages == 1 or not denoisers:
+        return 1.0
+    return max(_largest_run(blocks, stages) / sum(blocks) for blocks in denoisers)
 
 
 def _largest_run(blocks: Sequence[int], stages: int) -> int:

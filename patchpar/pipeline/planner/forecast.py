@@ -7,6 +7,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from patchpar.launch.host_memory import CONTEXT_BYTES
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
@@ -20,8 +21,6 @@ from patchpar.plan.replay.tape import Kernel, Operator, Tape, Wait, bytes_sent, 
 from patchpar.plan.replay.topology import Topology
 
 AnyMachine = Machine | MeasuredMachine
-CONTEXT_BYTES = 700_000_000
-"""Of a GPU's memory, for the CUDA context and kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ class StaleLayout:
         tokens += self.newest.counts[self.axis.rank] if self.is_late else 0
         bias = self.attended.total * self.itemsize if self.averages else 0
         arriving = self.newest.total * size if self.derived and options.bits == 16 and not self.is_late else 0
-        return StaleBytes(tokens * size + self._sample_bytes + bias, arriving)
+        return StaleBytes(tokens * size + self.sample_bytes + bias, arriving)
 
     @property
     def workspace_bytes(self) -> int:
@@ -121,7 +121,7 @@ class StaleLayout:
         return NUM_BUFFERS * self.newest.total * prod(self.token) * self.itemsize if self.is_late else 0
 
     @property
-    def _sample_bytes(self) -> int:
+    def sample_bytes(self) -> int:
         """Bytes of the means and samples of own tokens that fits are made of."""
         if self.options.correction == "none":
             return 0
