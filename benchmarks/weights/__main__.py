@@ -2,6 +2,7 @@
 
     python -m benchmarks.weights --write docs/figures/weights.md
     python -m benchmarks.weights --heads 4 --double 1 --single 20 --ranks 2 --runs 1
+    python -m benchmarks.weights --heads 20 --ranks 4 --kind sharded --runs 0       # memory only, 5 GB of it
 
 A FLUX-type transformer with random weights is saved in bfloat16 and loaded by CPU workers, in that dtype and in
 float16, which has to be cast. Memory: what only the process of a rank has (Private_* in /proc/self/smaps_rollup,
@@ -14,6 +15,7 @@ get them then, so that there is also the time with every weight copied once.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,9 @@ def main() -> None:
     parser.add_argument("--double", type=int, default=8, help="blocks with text and image apart")
     parser.add_argument("--single", type=int, default=20, help="blocks with both together")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--runs", type=int, default=5, help="loads of each kind")
+    parser.add_argument("--runs", type=int, default=5, help="loads of each kind; 0: no times")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="of weights whose memory is measured")
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -58,19 +62,28 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         f"{64 * options.heads}), W = {_mb(weights)} in bfloat16 and in float16, on CPU workers with one thread each. "
         "Memory is what only the process of a rank has, beyond what it had before: the most of all ranks. Limit: the "
         "part of W that a rank keeps (of hosted weights while they are loaded; then all ranks have them in common), "
-        f"the slots, and {MARGIN:.0%} of W. Load times are medians of {options.runs} in turns; of whole weights also "
-        "with each copied once, since a CPU only maps those in the dtype of their files. `python -m "
-        "benchmarks.weights`",
+        f"the slots, and {MARGIN:.0%} of W. {_how_timed(options.runs)}Load of the machine at the start: "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. `python -m benchmarks.weights`",
     ]
     for ranks in options.ranks:
-        for dtype, how in DTYPES.items():
+        for dtype in options.dtype or DTYPES:
             of_torch = getattr(torch, dtype)
-            memory = {kind: memory_of(str(folder), ranks, of_torch, kind) for kind in KINDS}
-            seconds = load_seconds(str(folder), ranks, of_torch, options.runs)
-            lines += ["", f"## {ranks} ranks, {dtype} ({how})", "", *table(memory, seconds, weights, ranks)]
+            memory = {kind: memory_of(str(folder), ranks, of_torch, kind) for kind in options.kind or KINDS}
+            seconds = load_seconds(str(folder), ranks, of_torch, options.runs) if options.runs else {}
+            lines += ["", f"## {ranks} ranks, {dtype} ({DTYPES[dtype]})", "", *table(memory, seconds, weights, ranks)]
+            print("\n".join(lines[-3 - len(memory) :]), flush=True)
             if options.write:  # what is measured so far
                 write_page("\n".join(lines) + "\n", options.write)
     return lines
+
+
+def _how_timed(runs: int) -> str:
+    if not runs:
+        return ""
+    return (
+        f"Load times are medians of {runs} in turns; of whole weights also with each copied once, since a CPU only "
+        "maps those in the dtype of their files. "
+    )
 
 
 def memory_of(folder: str, ranks: int, dtype: Any, kind: str) -> Figures:
@@ -101,15 +114,21 @@ def load_seconds(folder: str, ranks: int, dtype: Any, runs: int) -> dict[str, fl
 
 def table(memory: dict[str, Figures], seconds: dict[str, float], weights: int, ranks: int) -> Iterator[str]:
     """Lines of a table, with what each kind may take."""
-    yield "| weights | while loading | limit | first image | next image | limit | slots | load | of whole, copied |"
-    yield "|" + "---|" * 9
+    times = "load | of whole, copied |" if seconds else ""
+    yield f"| weights | while loading | limit | first image | next image | limit | slots | {times}".rstrip()
+    yield "|" + "---|" * (9 if seconds else 7)
     for kind, found in memory.items():
         of_rank = {"whole": weights, "sharded": weights / ranks, "hosted": weights / ranks}[kind]
         margin, kept = MARGIN * weights, 0 if kind == "hosted" else of_rank
-        load = f"{seconds[kind]:.2f} s" + (f" ({seconds[COPIED]:.2f} s)" if kind == "whole" else "")
         cells = [found["loading"], of_rank + margin, found["first"], found["generating"]]
         cells += [kept + found["slots"] + margin, found["slots"]]
-        yield f"| {kind} | {' | '.join(map(_mb, cells))} | {load} | {seconds[kind] / seconds[COPIED]:.2f} |"
+        yield f"| {' | '.join([kind, *map(_mb, cells), *_times(kind, seconds)])} |"
+
+
+def _times(kind: str, seconds: dict[str, float]) -> Iterator[str]:
+    if seconds:
+        copied = f" ({seconds[COPIED]:.2f} s)" if kind == "whole" else ""
+        yield from (f"{seconds[kind]:.2f} s{copied}", f"{seconds[kind] / seconds[COPIED]:.2f}")
 
 
 def _mb(size: float) -> str:
