@@ -32,7 +32,7 @@ MOST_LAUNCHES = {
     "exact:ulysses=4": 1.15,
 }
 """In a steady step, of those of the plain model."""
-MOST_OPERATIONS = {(SDXL, "exact"): 260, (SDXL, "fresh-edges"): 400, (FLUX, "exact"): 120}
+MOST_OPERATIONS = {(SDXL, "exact"): 260, (SDXL, "fresh-edges"): 400, (FLUX, "exact"): 120, (FLUX, "fresh-edges"): 400}
 MOST_ADDED = 6
 """Launches of an attention with stale keys and values above those of the plain one."""
 ATTENTIONS = {SDXL: 70, FLUX: 57}
