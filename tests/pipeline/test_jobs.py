@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from patchpar import CallCancelled, ParallelPipeline, PlanError, WorkerDied
+from tests.breadth import first_of
 from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
 from tests.tiny import build
 
@@ -44,7 +45,7 @@ def submitted(pipe: ParallelPipeline, ranks: tuple[int, ...], number: int, **opt
     return pipe.submit(**call, ranks=ranks, plan=plan_for(ranks, number), generator=generator(number))
 
 
-@pytest.mark.parametrize("groups", SETS)
+@pytest.mark.parametrize("groups", first_of(SETS, SETS[2]))
 def test_jobs_on_different_ranks_make_the_image_they_make_alone(
     four: ParallelPipeline, plain: Any, groups: Any
 ) -> None:
@@ -216,7 +217,8 @@ def test_weights_that_are_divided_bind_their_ranks(four: ParallelPipeline, plain
     assert [[each.rank for each in job.run.ranks] for job in jobs] == [[0, 1], [1, 2], [0]]
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(40, marks=pytest.mark.breadth)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("number", [3, 40])
 def test_random_sequences_of_jobs(four: ParallelPipeline, number: int) -> None:
     """Any sets of ranks, some cancelled: descriptors and threads are as before."""
     chance, wanted = random.Random(number), submitted(four, (0,), 0).result(SECONDS)
