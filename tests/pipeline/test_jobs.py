@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from patchpar import CallCancelled, ParallelPipeline, PlanError, WorkerDied
-from tests.breadth import first_of
 from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
 from tests.tiny import build
 
@@ -45,7 +44,7 @@ def submitted(pipe: ParallelPipeline, ranks: tuple[int, ...], number: int, **opt
     return pipe.submit(**call, ranks=ranks, plan=plan_for(ranks, number), generator=generator(number))
 
 
-@pytest.mark.parametrize("groups", first_of(SETS, SETS[2]))
+@pytest.mark.parametrize("groups", [*(pytest.param(each, marks=pytest.mark.breadth) for each in SETS[:2]), SETS[2]])
 def test_jobs_on_different_ranks_make_the_image_they_make_alone(
     four: ParallelPipeline, plain: Any, groups: Any
 ) -> None:
