@@ -64,7 +64,7 @@ def one_image(thread_rank: Any, run: Run) -> list[Tensor]:
 
 
 def of(thread_rank: ThreadRank) -> tuple[Transport, Any]:
-    return thread_rank.transport, thread_rank.mesh(patch=thread_rank.world)["patch"]
+    return thread_rank.transport, thread_rank.mesh(patch=thread_rank.world)["patch"].ranks
 
 
 def branches(thread_rank: Any, run: Run) -> list[Tensor]:

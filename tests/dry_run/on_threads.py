@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.cfg.split import guidance_of
 from tests import tiny
+from tests.contexts import ThreadContext
 from tests.tokens.piped import _own
 from tests.unit.threads import on_threads
 from tests.vae.allocations import Allocations
@@ -46,7 +46,7 @@ def memory_of_ranks(name: str, plan: str, **arguments: Any) -> list[TensorBytes]
         comm, vae_comm = Communicator(transport), Communicator(transport)
         installed.install_denoisers(wanted, mesh, comm, clock, lambda: guidance_of(pipe, kwargs), None)
         installed.install_vaes("auto", vae_comm, None)
-        context: Any = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
+        context: Any = ThreadContext()
         with Allocations() as found:
             for _ in range(2):
                 found.peak = found.alive

@@ -6,9 +6,8 @@ Ranks are threads over NCCL's simulator, and a tape of operators takes the place
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,30 +25,13 @@ from patchpar.plan.plan import Plan
 from patchpar.shard.graphs.recorder import recorder_for
 from tests import tiny
 from tests.conformance.stand_in import StandIn
+from tests.contexts import ThreadContext
 from tests.gpu.op_tape import TapeRecorder
 
 STEPS = 5
 SIZES = ((64, 64), (64, 96))  # rows, columns
 PLANS = ("patch=2", "patch=2,strategy=displaced:warmup_steps=1", "cfg=2,patch=2,strategy=fresh-edges")
 Between = Callable[[PipelineRunner], object]
-
-
-@dataclass(frozen=True)
-class ThreadContext:
-    """A rank that is a thread."""
-
-    rank: int
-    world_size: int
-    device: str = "cpu"
-    deadline: float = 60.0
-    wait_limit: float = 60.0
-    waiting: Any = field(default_factory=nullcontext)
-    links: Any = None
-    seal: Any = None
-
-    def emit(self, event: object) -> None: ...
-
-    def beat(self, where: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

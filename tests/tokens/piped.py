@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of
 from tests import tiny
+from tests.contexts import ThreadContext
 from tests.unit.threads import on_threads
 
 from . import on_ranks
@@ -53,7 +53,7 @@ def shared(
             wanted, mesh, Communicator(transport), clock, lambda: guidance_of(pipe, arguments), verifications
         )
         installed.control(exchange=exchange, vae="on")
-        context: Any = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
+        context: Any = ThreadContext()
         case = PipelineCall(pipe, context, clock, CallOptions(plan=wanted, quiet=True), installed.begin(tracing=False))
         try:
             with torch.no_grad():

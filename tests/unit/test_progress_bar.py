@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from patchpar.comm.traffic import CommStats
@@ -11,6 +10,7 @@ from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from tests.contexts import ThreadContext
 
 
 class Part:
@@ -39,7 +39,7 @@ class Combined(Part):
 
 def test_they_are_off_meanwhile_and_as_they_were_after() -> None:
     pipe = Combined()
-    context: Any = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
+    context: Any = ThreadContext()
     context.pause_point = lambda: None
     options = CallOptions(plan=Plan(), quiet=True)
     seen = PipelineCall(pipe, context, StepClock(), options, StatsRecorder(CommStats(), (), tracing=False)).run({})

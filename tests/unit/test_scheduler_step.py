@@ -18,6 +18,7 @@ from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.scheduler_step import SchedulerStepOverride
+from tests.contexts import ThreadContext
 
 SCHEDULERS = (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.UniPCMultistepScheduler)
 
@@ -39,7 +40,7 @@ def scheduler_of(kind: Any) -> Any:
 
 
 def run(pipe: Pipe, clock: StepClock) -> Any:
-    context = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
+    context = ThreadContext()
     options = CallOptions(plan=Plan())
     return PipelineCall(pipe, context, clock, options, StatsRecorder(CommStats(), (), tracing=False)).run({})  # type: ignore[arg-type]
 
