@@ -161,7 +161,7 @@ def test_rows_of_what_is_encoded_for_all() -> None:
     assert torch.equal(layers, torch.arange(40.0).view(4, 2, 5)[:, 1:])
     guided, _ = given.among((short, None), (whole, whole > 0))  # two branches, one after the other
     assert torch.equal(guided, whole[[1, 3]])
-    with pytest.raises(PlanError, match=r"of which of the 2 prompts each of its 4 rows.*data=1"):
+    with pytest.raises(PlanError, match=r"which of the 4 rows belong to which of the 2 prompts is unknown.*data=1"):
         given.among((short,), (whole,), images=3)
 
 

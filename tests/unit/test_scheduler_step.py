@@ -28,6 +28,7 @@ class Pipe:
 
     def __init__(self, scheduler: Any, loop: Any) -> None:
         self.scheduler, self.loop = scheduler, loop
+        self.components = {"scheduler": scheduler}
 
     def __call__(self) -> Any:
         return self.loop(self.scheduler)
