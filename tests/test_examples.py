@@ -55,7 +55,7 @@ class Opened(ParallelPipeline):
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        assert set(options) <= {"devices", "plan", "torch_dtype", "variant", "graphs"}, options
+        assert set(options) <= {"devices", "plan", "torch_dtype", "variant", "graphs", "secret_file"}, options
         return cls(tiny.build(FAMILIES.get(model, "sdxl")).pipe, **options)
 
     def __call__(self, *args: Any, **arguments: Any) -> Any:

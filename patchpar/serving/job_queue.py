@@ -175,12 +175,6 @@ class WorkQueue:
         with self._changed:
             return sum(not job.view.is_over for job in self._waiting)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job runs."""
-        with self._changed:
-            return bool(self._running)
-
     def append(self, work: Callable[[Job], Any], *, takes: int = 1) -> Job:
         """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait."""
         with self._changed:

@@ -83,7 +83,7 @@ def strict() -> Any:
 
 def is_busy(service: ImageService) -> bool:
     """Whether a request runs."""
-    return service._queue._running is not None
+    return bool(service._queue._running)
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_jobs_run_at_the_same_time_as_far_as_there_is_room(queue: WorkQueue) -> 
     jobs = [work.add(name, takes) for name, takes in [("a", 2), ("b", 1), ("wide", 9), ("c", 1)]]
     work.runs("a", "b")
     assert [job.view.ahead for job in jobs[2:]] == [2, 3]
-    assert (queue.waiting, queue.is_busy) == (2, True)
+    assert (queue.waiting, bool(queue._running)) == (2, True)
     work.ends["a"].set()
     assert jobs[0].outcome.result(SECONDS) == "a"
     work.runs("a", "b")
@@ -77,7 +77,7 @@ def test_a_wide_job_that_is_cancelled_lets_those_behind_it_go(queue: WorkQueue) 
     wide.cancel()
     work.runs("a", "b")
     queue.close()
-    assert not queue.is_busy
+    assert not bool(queue._running)
 
 
 def test_a_function_for_a_cancelled_job_is_called_once_it_is_known(queue: WorkQueue) -> None:
