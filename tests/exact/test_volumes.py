@@ -89,6 +89,7 @@ def test_displaced_patches_of_the_paper_receive_what_it_states(shapes: dict[int,
     assert f"{points(shapes, pixels, PUBLISHED):.0f}" == DISTRIFUSION[pixels]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_halos_for_neighbours_only_save_six_sevenths_of_them(shapes: dict[int, Shapes], pixels: int) -> None:
     ours, theirs = (received(shapes[pixels], 8, s, inner(8)).by_kind["halo"] for s in ("displaced", PUBLISHED))
@@ -96,6 +97,7 @@ def test_halos_for_neighbours_only_save_six_sevenths_of_them(shapes: dict[int, S
     assert points(shapes, pixels, "displaced") == pytest.approx(points(shapes, pixels, PUBLISHED) - theirs + ours)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_fractions_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixels: int) -> None:
     """A band of each neighbour: a tenth at most, where the paper's code, which sends all of it, takes a quarter."""
@@ -124,6 +126,7 @@ def test_averages_in_four_bits_of_the_embedded_model(pixels: int, world: int, fr
     assert ours.by_kind["halo"] > ours.points / 2
 
 
+@pytest.mark.breadth
 def test_strategies_differ_in_what_they_receive(shapes: dict[int, Shapes]) -> None:
     """So that a count equal to one strategy's formula is none of another's, but for those that differ in time only."""
     same_when_fresh = {"displaced"}
@@ -132,6 +135,7 @@ def test_strategies_differ_in_what_they_receive(shapes: dict[int, Shapes]) -> No
     assert {points(shapes, 1024, strategy) for strategy in same_when_fresh} == {points(shapes, 1024, "exact")}
 
 
+@pytest.mark.breadth
 def test_partials_hold_a_fifteenth_of_whole_keys_and_values(shapes: dict[int, Shapes]) -> None:
     """Outputs of this rank's tokens instead of keys and values of everybody's: 2 n times less, but for log-sum-exp."""
     whole, partials = (

@@ -45,6 +45,7 @@ def test_one_device(one: ParallelPipeline) -> None:
     assert torch.equal(one(**call()).images, got)
 
 
+@pytest.mark.breadth
 def test_two_devices() -> None:
     plan = Plan(patch=2, strategy=CASE.strategy)
     with ParallelPipeline(build("sd").pipe, devices="cpu:2", plan=plan) as pipe:

@@ -246,7 +246,8 @@ def traces(pool: LocalExecutor) -> Any:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
-@pytest.mark.parametrize("number", [6, pytest.param(200, marks=pytest.mark.breadth)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("number", [6, 200])
 def test_no_sequence_leaves_anything_behind(pool: LocalExecutor, number: int) -> None:
     """Random sets of ranks at the same time, of which some lose a rank."""
     chance = random.Random(number)

@@ -19,6 +19,7 @@ from tests.breadth import first_of
 from tests.planner.on_ranks import call_of
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("name", "plan", "side", "number"),
     first_of(

@@ -206,6 +206,7 @@ def sana(name: str) -> tiny.Tiny:
 PLANS = ("patch=2", "patch=3", "cfg=2,patch=2")
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("plan", first_of(PLANS, "cfg=2,patch=2"))
 def test_a_pipeline(plan: str, tmp_path: Path) -> None:
     want = piped.plain("sana", sana)
