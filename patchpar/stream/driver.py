@@ -204,11 +204,17 @@ class StreamDriver(RankDriver):
         if self._track is None or self._track.is_here(block):
             return True
         seconds = self._track.seconds_until_silence(block)
-        if seconds is not None and (self._timer is None or not self._timer.is_alive()):
-            self._timer = threading.Timer(seconds, self.look)
+        if seconds is not None and self._timer is None:
+            self._timer = threading.Timer(seconds, self._look_again)
             self._timer.daemon = True
             self._timer.start()
         return False
+
+    def _look_again(self) -> None:
+        """After a wait for audio. Another block may wait by now, for longer: it gets a timer of its own."""
+        with self.changed:
+            self._timer = None
+            self.look()
 
     def _has_ended(self, block: int) -> bool:
         if self._is_stopping or block == self._limits.blocks:

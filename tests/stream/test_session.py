@@ -504,6 +504,14 @@ def test_a_stream_that_is_kept_alive_goes_on_by_itself() -> None:
     assert not any(chunk.audio.any() for chunk in chunks if chunk.audio is not None)
 
 
+def test_a_stream_is_kept_alive_after_speech_that_came_in_time() -> None:
+    """The wait for the first block's audio is still under way when the second begins to wait for its own."""
+    track = AudioTrack(AUDIO, FRAMES, KeepAlive())
+    with session(Ranks(), blocks=3, credit=3, track=track).begin() as stream:
+        stream.push_audio(noise(300) * 0.3, AUDIO.rate)
+        assert [chunk.block for chunk in stream] == [0, 1, 2]
+
+
 def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
     with session(Ranks(), blocks=9, pace="realtime").begin() as stream:
         next(stream)
