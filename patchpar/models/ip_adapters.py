@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi
 
 from patchpar.errors import PlanError
 from patchpar.models.adapters import CONVERT, SUFFIX, check_source, check_strength, entry, several
 from patchpar.models.files import HUB_NAME, PICKLES, pickles_in, refuse_other_weights
+from patchpar.models.hub import fetched
 from patchpar.models.remote_code import refuse_code_of_network
 
 METHOD = "load_ip_adapter"
@@ -111,7 +112,7 @@ def _folder_of(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> Path:
         raise PlanError(f"{METHOD}: {encoder} is no folder here and no hub name, so no image encoder, {WITHOUT}")
     if not here.is_dir():
         wanted = [f"{encoder.inside}/{each}".lstrip("/") for each in ("*.json", f"*{SUFFIX}")]
-        here = _fetched(encoder.source, wanted, options, FOR_ENCODERS)
+        here = fetched(encoder.source, wanted, options, passed_on=FOR_ENCODERS, subject=_named(encoder.source))
     folder = here / encoder.inside
     if not any((folder / name).is_file() for name in WEIGHTS):
         pickles = pickles_in(folder)
@@ -157,13 +158,8 @@ def _here(adapter: IPAdapter, options: Mapping[str, Any]) -> Any:
     if isinstance(adapter.source, Mapping) or Path(adapter.source).is_dir():
         return adapter.source
     file = Path(adapter.subfolder or "", adapter.file).as_posix()
-    return str(_fetched(adapter.source, [file], options, FOR_ADAPTERS))
+    return str(fetched(adapter.source, [file], options, passed_on=FOR_ADAPTERS, subject=_named(adapter.source)))
 
 
-def _fetched(name: str, wanted: list[str], options: Mapping[str, Any], passed_on: Iterable[str]) -> Path:
-    """Return a local folder with the wanted files of a repository of the hub."""
-    passed = {option: options[option] for option in passed_on if options.get(option) is not None}
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, **passed))
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{METHOD}: {name!r} could not be downloaded from the hub: {error}") from error
+def _named(repository: str) -> str:
+    return f"{METHOD}: {repository!r}"

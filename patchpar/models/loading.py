@@ -14,6 +14,7 @@ from torch import nn
 
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.models.files import refuse_other_weights
+from patchpar.models.hub import no_folder, not_fetched
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 
@@ -60,9 +61,7 @@ def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
     try:
         return Path(kind.download(name, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
-        raise PlanError(
-            f"{name!r} is no folder here, and as a name it could not be downloaded from the hub: {error}"
-        ) from error
+        raise not_fetched(no_folder(name), error) from error
 
 
 def for_task(pipe: Any, task: str | None) -> Any:

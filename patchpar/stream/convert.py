@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.files import PICKLES
 from patchpar.stream.causal.checkpoint import transformer_of
 from patchpar.stream.causal.model_folder import LOADED_BY_US
 from patchpar.stream.causal.original_names import as_diffusers
@@ -24,7 +25,7 @@ from patchpar.stream.families import family_of
 from patchpar.stream.hub import local_folder
 from patchpar.stream.model_index import HIGH_NOISE
 
-PICKLES = (".pt", ".pth", ".ckpt", ".bin")
+SUFFIXES = tuple(pattern.removeprefix("*") for pattern in PICKLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,12 @@ def convert_checkpoint(
 def _read(file: Path) -> dict[str, Any]:
     """Return the entries of a checkpoint: tensors, or dictionaries of tensors. Raises PlanError."""
     if not file.is_file():
-        raise PlanError(f"{file} is no file: give a checkpoint in .safetensors or {', '.join(PICKLES)}")
+        raise PlanError(f"{file} is no file: give a checkpoint in .safetensors or {', '.join(SUFFIXES)}")
     try:
         if file.suffix == ".safetensors":
             return dict(load_file(file))
-        if file.suffix not in PICKLES:
-            raise PlanError(f"{file}: {file.suffix or 'no suffix'} is no checkpoint; give .safetensors or {PICKLES[0]}")
+        if file.suffix not in SUFFIXES:
+            raise PlanError(f"{file}: {file.suffix or 'no suffix'} is no checkpoint; give .safetensors or .pt")
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise PlanError(

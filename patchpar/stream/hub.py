@@ -6,11 +6,10 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.models.files import resolve_model
+from patchpar.models.hub import OPTIONS, fetched, no_folder
 
 WANTED = ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*.png", "*.jpg")
 """Configurations, weights in the components' folders, tokenizers and reference images: no pickles and no code."""
-FOR_HUB = ("cache_dir", "revision", "token", "proxies", "force_download", "local_files_only")
-"""Options of from_pretrained that say how to download."""
 
 
 def local_folder(
@@ -23,21 +22,13 @@ def local_folder(
     """
     path, known, folder = resolve_model(model, options, besides=besides)
     if folder is None:
-        rest = {name: value for name, value in known.items() if name not in FOR_HUB}
+        rest = {name: value for name, value in known.items() if name not in OPTIONS}
         path, known, _ = resolve_model(_downloaded(path, known), rest, besides=besides)
     return Path(path), known
 
 
 def _downloaded(name: str, options: Mapping[str, Any]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    passed = {option: options[option] for option in FOR_HUB if options.get(option) is not None}
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[*WANTED], **passed))
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            f"{name!r} is no folder here, and as a name it could not be downloaded from the hub: {error}"
-        ) from error
+    folder = fetched(name, WANTED, options, subject=no_folder(name))
     if not (folder / "model_index.json").is_file():
         raise PlanError(
             f"{name} has no model_index.json, so it is no pipeline: if it has a checkpoint of the transformer alone, "

@@ -6,6 +6,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import read_object
 from patchpar.stream.causal_options import MOST_FRAMES
+from patchpar.stream.families import FAMILIES
 from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.json_fields import number, whole
 
@@ -56,14 +57,11 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
     window = whole("sliding_window_num_frames", causal.get("sliding_window_num_frames", 21), 1, MOST_FRAMES)
     seen = seen if seen > 0 else window
     shift = number("shift", scheduler.get("shift", 5.0), 0.01, 100)
+    known = FAMILIES["self-forcing"].stream
     return {
+        **known,
         "sigmas": FlowSchedule.shifted(4, shift=shift).sigmas,
-        "sampler": "renoise",
-        "fps": 16,
-        "height": 480,
-        "width": 832,
-        "blocks": {"frames": frames, "window": max(1, seen // frames), "history": "clean"},
-        "adapt_sink": False,
+        "blocks": {**known["blocks"], "frames": frames, "window": max(1, seen // frames)},
     }
 
 

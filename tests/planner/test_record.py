@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from patchpar.comm.transport import Incoming, TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
 from patchpar.pipeline.planner import recording_runner
+from patchpar.pipeline.planner.empty_call import arguments_of_first_call
 from patchpar.pipeline.planner.image_ranks import unequal_pairs
 from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import RecordOptions
@@ -23,7 +23,6 @@ from patchpar.pipeline.planner.tape_recorder import TapeRecorder
 from patchpar.pipeline.planner.token_plans import KnownTokens
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
-from patchpar.shard.hooks import HookSet
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_plan import TokenPlan
@@ -241,22 +240,9 @@ def test_a_transformer_without_a_known_token_plan_is_refused() -> None:
         recording.of_rank(0)
 
 
-class FirstCall(Exception):
-    """The denoiser is called."""
-
-
 def tokens_by_values(model: tiny.Tiny) -> TokenPlan:
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-        raise FirstCall
-
-    with HookSet() as hooks:
-        hooks.before(model.denoiser, first, with_kwargs=True)
-        with pytest.raises(FirstCall):
-            model.pipe(**call_of("flux"))
-    return discover_tokens(model.denoiser, model.denoiser.forward, *calls[0])
+    call = arguments_of_first_call(model.denoiser, lambda: model.pipe(**call_of("flux")))
+    return discover_tokens(model.denoiser, model.denoiser.forward, call.args, call.kwargs)
 
 
 @pytest.mark.breadth

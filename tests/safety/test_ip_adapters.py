@@ -103,7 +103,7 @@ def test_of_the_hub_neither(pickled: Path, tmp_path: Path, monkeypatch: pytest.M
         return str(fetched)
 
     names = ["sdxl/ip.safetensors", "sdxl/image_encoder/config.json", "sdxl/image_encoder/pytorch_model.bin"]
-    monkeypatch.setattr("patchpar.models.ip_adapters.snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, name: names)
     with pytest.raises(PlanError, match=f"org/adapters/sdxl/{PICKLE}"):
         with_checked_sources(Pipe().load_ip_adapter, ["org/adapters"], {**ADAPTER, "revision": "v2", "token": "t"})

@@ -38,7 +38,7 @@ class CutsWithoutValues(CutSearch):
                 self._reads.end(self._plain(self._noted))
         missing = {number for number in range(self.first, cut) if number not in carried}
         left = {left_by(number) for number in range(self.first, cut)}
-        return not any(set(each) & (missing | left) for each in self._reads.after(cut))
+        return not any(each & (missing | left) for each in self._reads.after(cut))
 
     def _noted(self, number: int, path: str, run: Run) -> Any:
         assert self._reads is not None

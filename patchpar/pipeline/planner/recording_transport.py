@@ -119,7 +119,7 @@ class RecordingCollectives:
         bulk: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
-        self._note_own(incoming, where, bulk=bulk)
+        self._note_own(own, incoming, where, bulk=bulk)
         return self._transport.expected(incoming, where, rows)
 
     def gather_messages(
@@ -133,16 +133,15 @@ class RecordingCollectives:
         bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
+        self._note_own(own, incoming, where, bulk=bulk)
+        return self._transport.expected(incoming, where, at_once=True)
+
+    def _note_own(self, own: Tensor, incoming: Sequence[Incoming], where: str, *, bulk: bool) -> None:
         own_bytes = own.numel() * own.element_size()
         for message in incoming:
             # With parts in a ratio a rank sends other bytes than it gets; else own ones are aligned.
             is_alike = 0 <= own_bytes - message.num_bytes < MOST_PADDING
             self._transport.note(message.peer, message.num_bytes if is_alike else own_bytes, where, bulk=bulk)
-        return self._transport.expected(incoming, where, at_once=True)
-
-    def _note_own(self, incoming: Sequence[Incoming], where: str, *, bulk: bool) -> None:
-        for message in incoming:  # all ranks send as much; in the buffers it is aligned
-            self._transport.note(message.peer, message.num_bytes, where, bulk=bulk)
 
     def all_to_all(
         self,

@@ -1,0 +1,33 @@
+"""Downloading files of a repository of the hub."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+
+OPTIONS = ("cache_dir", "revision", "token", "proxies", "force_download", "local_files_only")
+"""Those of from_pretrained that say how to download."""
+
+
+def fetched(
+    name: str, wanted: Sequence[str], options: Mapping[str, Any], *, passed_on: Iterable[str] = OPTIONS, subject: str
+) -> Path:
+    """Return a local folder with the wanted files of a repository. `subject`: of the message. Raises PlanError."""
+    from huggingface_hub import snapshot_download
+
+    passed = {option: options[option] for option in passed_on if options.get(option) is not None}
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*wanted], **passed))
+    except (OSError, ValueError) as error:
+        raise not_fetched(subject, error) from error
+
+
+def not_fetched(subject: str, error: Exception) -> PlanError:
+    """Return the error for something of the hub that cannot be downloaded."""
+    return PlanError(f"{subject} could not be downloaded from the hub: {error}")
+
+
+def no_folder(name: str) -> str:
+    """Return the subject of the message for a model."""
+    return f"{name!r} is no folder here, and as a name it"
