@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import contents
+from patchpar.plan.replay.machine import PUBLISHED_OFF
 
 REPOSITORY = Path(__file__).parent.parent
 FIGURES = REPOSITORY / "docs" / "figures"
@@ -180,6 +181,14 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize(("page", "words"), [*sentences()], ids=lambda value: value[:40])
 def test_sentences(page: str, words: str) -> None:
     assert words in (REPOSITORY / page).read_text()
+
+
+def test_the_range_of_predictions_is_that_of_the_published_rows() -> None:
+    found = [
+        float(row["predicted s"]) / float(row["published s"]) - 1
+        for row in written("forecast", "Published times of one device")
+    ]
+    assert (min(found), max(found)) == pytest.approx(PUBLISHED_OFF, abs=0.01)
 
 
 @pytest.mark.parametrize("page", sorted(FIGURES.glob("*.md")), ids=lambda page: page.stem)
