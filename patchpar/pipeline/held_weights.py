@@ -7,6 +7,7 @@ blocks goes to the device as always.
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.deferred_casts import DeferredCasts
-from patchpar.models.loading import for_task, load_pipeline, with_dtype
+from patchpar.models.files import floating_dtypes
+from patchpar.models.loading import dtype_of, for_task, load_pipeline, with_dtype
 from patchpar.pipeline.auto_weights import ModelForecast, advice, is_small, shortage
 from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values, refuse_before_dividing
 from patchpar.plan.mesh import Axis, Mesh
@@ -80,6 +82,17 @@ def _forecast(model: str, options: Mapping[str, Any]) -> ModelForecast | None:
         return None
 
 
+def _is_cast(model: str, options: Mapping[str, Any]) -> bool:
+    """Whether large weights may be cast while they are loaded: noting casts takes time for every tensor.
+
+    In float16 both libraries keep some layers in float32.
+    """
+    dtype = str(dtype_of(options) or torch.float32).removeprefix("torch.")
+    if not Path(model).is_dir() or dtype == "float16":
+        return True
+    return floating_dtypes(Path(model), options.get("variant")) != {dtype}
+
+
 class HeldWeights:
     """The networks of one rank's pipeline that are in shards before a plan is installed. `connect`: to other ranks."""
 
@@ -109,7 +122,7 @@ class HeldWeights:
         if not self._divides(plan):
             return for_task(load_pipeline(model, options), task)
         casts = DeferredCasts()
-        with casts.loading():
+        with casts.loading() if _is_cast(model, options) else nullcontext():
             pipe = for_task(load_pipeline(model, options), task)
         self.hold(pipe, plan, casts)
         return pipe
