@@ -9,7 +9,7 @@ float16, which has to be cast. Memory: what only the process of a rank has (Priv
 sampled every 20 ms), beyond what it had before; the most of all ranks, of new processes. W: bytes of all weights;
 slots: the buffers in which blocks run. Times: medians, of the slowest rank; the kinds of weights take turns. In the
 dtype of the files whole weights on a CPU are pages of the files, which are not read while they are loaded: a GPU would
-get them then, so that there is also the time with every weight copied once.
+get them then, so that there is also the time with every weight copied once, to memory that is kept.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
         f"{64 * options.heads}), W = {_mb(weights)} in bfloat16 and in float16, on CPU workers with one thread each. "
         "Memory is what only the process of a rank has, beyond what it had before: the most of all ranks. Limit: the "
-        "part of W that a rank keeps (of hosted weights while they are loaded; then all ranks have them in common), "
-        f"the slots, and {MARGIN:.0%} of W. {_how_timed(options.runs)}Load of the machine at the start: "
-        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. `python -m benchmarks.weights`",
+        f"part of W that a rank keeps, the slots, and {MARGIN:.0%} of W. Of hosted weights that part is in host "
+        "memory, which the system counts as a process's own until another one has read it, in the first image "
+        "(unshared: before it, and after the last); then all ranks have it in common, and the limit is less. "
+        f"{_how_timed(options.runs)}Load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} "
+        "cores. `python -m benchmarks.weights`",
     ]
     for ranks in options.ranks:
         for dtype in options.dtype or DTYPES:
@@ -115,14 +117,16 @@ def load_seconds(folder: str, ranks: int, dtype: Any, runs: int) -> dict[str, fl
 def table(memory: dict[str, Figures], seconds: dict[str, float], weights: int, ranks: int) -> Iterator[str]:
     """Lines of a table, with what each kind may take."""
     times = "load | of whole, copied |" if seconds else ""
-    yield f"| weights | while loading | limit | first image | next image | limit | slots | {times}".rstrip()
-    yield "|" + "---|" * (9 if seconds else 7)
+    heads = "weights | while loading | limit | first image | limit | next image | limit | slots | unshared |"
+    yield f"| {heads} {times}".rstrip()
+    yield "|" + "---|" * (11 if seconds else 9)
     for kind, found in memory.items():
         of_rank = {"whole": weights, "sharded": weights / ranks, "hosted": weights / ranks}[kind]
         margin, kept = MARGIN * weights, 0 if kind == "hosted" else of_rank
-        cells = [found["loading"], of_rank + margin, found["first"], found["generating"]]
-        cells += [kept + found["slots"] + margin, found["slots"]]
-        yield f"| {' | '.join([kind, *map(_mb, cells), *_times(kind, seconds)])} |"
+        cells = [found["loading"], of_rank + margin, found["first"], of_rank + found["slots"] + margin]
+        cells += [found["generating"], kept + found["slots"] + margin, found["slots"]]
+        unshared = f"{_mb(found['unshared'])}, {_mb(found['unshared after'])}" if kind == "hosted" else ""
+        yield f"| {' | '.join([kind, *map(_mb, cells), unshared, *_times(kind, seconds)])} |"
 
 
 def _times(kind: str, seconds: dict[str, float]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 
 SECONDS = 0.02  # between two samples
+SEGMENT = "patchpar-weights"  # what the system calls the memory of hosted weights
 
 
 def memory_of_process() -> tuple[int, int]:
@@ -27,6 +28,18 @@ def memory_of_process() -> tuple[int, int]:
         sizes[name.rstrip(":")] = int(size) * 1024
     private, shared = (sizes[f"{kind}_Clean"] + sizes[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
     return private, shared
+
+
+def unshared_host_memory() -> int:
+    """Bytes of hosted weights that only this process has read or written so far: others have them from then on."""
+    total, is_segment = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, size, *_ = line.split()
+        if not name.endswith(":"):  # the first line of a mapping, with its addresses and the name of its file
+            is_segment = SEGMENT in line
+        elif is_segment and name.startswith("Private_"):
+            total += int(size) * 1024
+    return total
 
 
 def return_freed_memory() -> None:
@@ -70,6 +83,7 @@ class MeasuredRank(PipelineRunner):
             self.load(folder, {"torch_dtype": dtype}, 0, plan)
         self.pipe.set_progress_bar_config(disable=True)
         return_freed_memory()
+        unshared = unshared_host_memory()
         with PeakMemory() as first:
             self._generate(plan)
         return_freed_memory()
@@ -81,6 +95,8 @@ class MeasuredRank(PipelineRunner):
             "loading": loading.bytes - before,
             "first": first.bytes - before,
             "generating": generating.bytes - before,
+            "unshared": unshared,
+            "unshared after": unshared_host_memory(),
             "slots": sum(sum(x.numel() for x in each._slots) for each in in_slots),
         }
 
@@ -91,7 +107,7 @@ class MeasuredRank(PipelineRunner):
         if copied:
             networks = [each for each in rank.pipe.components.values() if isinstance(each, torch.nn.Module)]
             for x in (x for network in networks for x in network.parameters()):
-                x.detach().clone()
+                x.data = x.detach().clone()
         return time.perf_counter() - start
 
     def _generate(self, plan: Plan) -> None:

@@ -114,6 +114,11 @@ class _CastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         super().__init__()  # type: ignore[no-untyped-call]
         self._into = casts
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch, which else wraps each operator: nothing is compiled inside."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

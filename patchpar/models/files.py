@@ -23,6 +23,11 @@ EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-f
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
 """A repository name of the hub; `./folder` and `~/folder` are none."""
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"} | {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""Names of dtypes in safetensors files, and in torch."""
 MAX_HEADER = 100_000_000
 """Bytes: the longest header that the safetensors format allows."""
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
@@ -152,8 +157,21 @@ def refuse_other_weights(folder: Path) -> None:
                 raise PlanError(f"{index} names {name!r:.80}, which is no safetensors file of this folder")
 
 
+def floating_dtypes(path: Path, variant: str | None = None) -> frozenset[str]:
+    """Return the floating-point dtypes of a local model folder's weights, as in torch. Raises PlanError."""
+    parts = ModelIndex.read(path).parts
+    tensors = [each for part in parts for file in _weights(path / part.name, variant) for each in _tensors_of(file)[2]]
+    return frozenset(FLOATING[each["dtype"]] for each in tensors if each.get("dtype") in FLOATING)
+
+
 def _checked_sizes(file: Path) -> tuple[int, int]:
     """Return (bytes, number of weights) of a safetensors file. Raises PlanError if it is incomplete."""
+    size, count, _ = _tensors_of(file)
+    return size, count
+
+
+def _tensors_of(file: Path) -> tuple[int, int, list[Any]]:
+    """Return bytes, the number of weights, and what the header has of each tensor. Raises PlanError."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -170,7 +188,7 @@ def _checked_sizes(file: Path) -> tuple[int, int]:
         raise PlanError(f"{file} is not a whole safetensors file: its header cannot be read. Fetch it again") from error
     if end != size:
         raise PlanError(f"{file} should have {end} bytes but has {size}: fetch it again")
-    return size, count
+    return size, count, tensors
 
 
 def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PatchparError, PlanError
@@ -69,6 +70,15 @@ class ModelForecast:
         except (PatchparError, TypeError, ValueError, LookupError, AttributeError, RuntimeError):
             return cls(networks)  # it needs more than a prompt, or values
 
+    @classmethod
+    def of_folder(cls, folder: Path, options: Mapping[str, Any]) -> ModelForecast:
+        """Return that of a model folder, with `options` of from_pretrained. Raises UnsupportedModel, PlanError."""
+        from patchpar.models.dry_run.empty_pipeline import empty_pipeline
+        from patchpar.models.loading import with_dtype
+
+        others = {name: value for name, value in with_dtype(options).items() if name != "task"}
+        return cls.of(empty_pipeline(folder, others))
+
 
 def is_small(weight_bytes: int, devices: int, free: FreeMemory) -> bool:
     """Whether whole weights certainly fit on so many devices, or too little is known to say that they do not."""
@@ -105,13 +115,38 @@ def fitting(base: Plan, model: ModelForecast, free: FreeMemory) -> PlanMemory | 
 
 
 def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
-    """Return the advice to use the fastest plan that fits, which ends with a comma; empty where that is `base`."""
-    best = fitting(base, model, free)
-    if best is None:
-        return "no plan for these devices has room for them: use more devices, "
-    if best.plan == base:  # the refusal counts otherwise
+    """Return what `base` takes, term by term, and the advice to use the fastest plan that fits. It ends with a comma.
+
+    The fastest whose weights fit, where activations of an image of the default size fit beside none.
+    """
+    taken = f"plan {base} takes {_amount(_memory_of(base, model, free))}; "
+    for each in (model, replace(model, call=None)):
+        best = fitting(base, each, free)
+        if best is not None and best.plan == base:  # the refusal counts otherwise
+            return taken
+        if best is not None:
+            return f"{taken}use plan={str(best.plan)!r}, which takes {_amount(best)}, "
+    return f"{taken}no plan for these devices has room for them: use more devices, "
+
+
+def shortage(plan: Plan, model: ModelForecast, free: FreeMemory) -> str:
+    """Return that a plan whose weights fit has no room for the rest of an image of the default size; empty if it has.
+
+    With its memory, term by term, and the fastest plan that fits.
+    """
+    if model.call is None or _memory_of(plan, model, free).fits(free) is not False:
         return ""
-    return f"use plan={str(best.plan)!r} (weights of {_amount(best)}), "
+    return (
+        f"an image of the default size does not fit beside the weights: {_free(free)} free; "
+        f"{advice(plan, model, free)}or generate smaller images"
+    )
+
+
+def _memory_of(plan: Plan, model: ModelForecast, free: FreeMemory) -> PlanMemory:
+    from patchpar.models.dry_run.call_memory import NO_CALL
+    from patchpar.models.dry_run.plan_memory import memory_of
+
+    return memory_of(plan, model.networks, model.call or NO_CALL, on_gpus=free.device is not None)
 
 
 def _plans(base: Plan, model: ModelForecast, free: FreeMemory) -> Iterator[PlanMemory]:
@@ -138,7 +173,7 @@ def _choice(found: PlanMemory, model: ModelForecast, free: FreeMemory, *, is_tig
 
 def _amount(found: PlanMemory) -> str:
     host = f", and {found.host / GIB:.1f} GiB of host memory" if found.host else ""
-    return f"{max(found.ranks) / GIB:.1f} GiB on a device{host}"
+    return f"{max(found.ranks) / GIB:.1f} GiB on a device{host} ({found.terms})"
 
 
 def _free(free: FreeMemory) -> str:

@@ -5,7 +5,9 @@ blocks goes to the device as always.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,16 @@ from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.deferred_casts import DeferredCasts
-from patchpar.models.dry_run.empty_pipeline import empty_pipeline
-from patchpar.models.dry_run.plan_memory import network_bytes
-from patchpar.models.loading import for_task, load_pipeline, with_dtype
-from patchpar.pipeline.auto_weights import ModelForecast, advice
+from patchpar.models.files import floating_dtypes
+from patchpar.models.loading import dtype_of, for_task, load_pipeline, with_dtype
+from patchpar.pipeline.auto_weights import ModelForecast, advice, is_small, shortage
 from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values, refuse_before_dividing
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.sharded import ShardedWeights
 
+log = logging.getLogger(__name__)
 Held = Mapping[nn.Module, ShardedWeights | None]
 """What is known of networks before their first call: their weights in shards; None for one that has to stay whole."""
 
@@ -42,21 +44,53 @@ def refuse_without_memory(
     free = free_bytes(device)
     if free is not None and weight_bytes > free:
         raise PlanError(
-            f"the weights take {weight_bytes / 2**30:.1f} GiB, but {device} has only {free / 2**30:.1f} GiB free: "
-            f"{_plan_that_fits(model, options, base, free)}load them in a smaller dtype (torch_dtype=torch.float16), "
-            "or free some of it"
+            f"the weights take {weight_bytes / 2**30:.1f} GiB, but {device} has only {free / 2**30:.1f} GiB free "
+            f"beside the context of this process: {_plan_that_fits(model, options, base, free)}load them in a smaller "
+            "dtype (torch_dtype=torch.float16), or free some of it"
         )
 
 
+def warn_without_room(
+    device: torch.device, weight_bytes: int, model: str, options: Mapping[str, Any], plan: Plan
+) -> None:
+    """Log where weights fit on a device, and an image of the default size does not fit beside them by `plan`.
+
+    Not for a CPU, as `refuse_without_memory`. Nothing is computed for weights that are small.
+    """
+    free = FreeMemory(device=free_bytes(device), host=free_memory())
+    if free.device is None or is_small(weight_bytes, 1, free):
+        return
+    forecast = _forecast(model, options)
+    text = "" if forecast is None else shortage(plan, forecast, free)
+    if text:
+        log.warning("%s: %s", device, text)
+
+
 def _plan_that_fits(model: str, options: Mapping[str, Any], base: Plan, free: int) -> str:
-    """Return advice to use the plan whose weights fit and that costs least time; empty where none is known."""
+    """Return what `base` takes, and advice to use the fastest plan that fits; empty where nothing is known."""
+    forecast = _forecast(model, options)
+    return "" if forecast is None else advice(base, forecast, FreeMemory(device=free, host=free_memory()))
+
+
+def _forecast(model: str, options: Mapping[str, Any]) -> ModelForecast | None:
+    """Return that of a model folder; None for others, and quantised ones, which are unknown before they are loaded."""
     if not Path(model).is_dir():
-        return ""
+        return None
     try:
-        networks = network_bytes(empty_pipeline(Path(model), with_dtype(options)))
-    except UnsupportedModel:  # quantised: unknown before it is loaded
-        return ""
-    return advice(base, ModelForecast(networks), FreeMemory(device=free, host=free_memory()))
+        return ModelForecast.of_folder(Path(model), options)
+    except UnsupportedModel:
+        return None
+
+
+def _is_cast(model: str, options: Mapping[str, Any]) -> bool:
+    """Whether large weights may be cast while they are loaded: noting casts takes time for every tensor.
+
+    In float16 both libraries keep some layers in float32.
+    """
+    dtype = str(dtype_of(options) or torch.float32).removeprefix("torch.")
+    if not Path(model).is_dir() or dtype == "float16":
+        return True
+    return floating_dtypes(Path(model), options.get("variant")) != {dtype}
 
 
 class HeldWeights:
@@ -88,7 +122,7 @@ class HeldWeights:
         if not self._divides(plan):
             return for_task(load_pipeline(model, options), task)
         casts = DeferredCasts()
-        with casts.loading():
+        with casts.loading() if _is_cast(model, options) else nullcontext():
             pipe = for_task(load_pipeline(model, options), task)
         self.hold(pipe, plan, casts)
         return pipe

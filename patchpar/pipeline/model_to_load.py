@@ -3,9 +3,11 @@
 Torch is imported only where a forecast is needed.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import Executor
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.files import ModelFolder, check_memory, needed_bytes, resolve_model
-from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small
+from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
 from patchpar.plan.plan import Plan
 
 CPU = "cpu"
+log = logging.getLogger(__name__)
 
 
 class ModelToLoad(ABC):
@@ -104,7 +107,8 @@ class ModelInFiles(ModelToLoad):
 
     def forecast(self) -> ModelForecast:
         """See ModelToLoad."""
-        return ModelForecast.of(self._empty())
+        assert self.folder is not None
+        return ModelForecast.of_folder(self.folder.path, self.options)
 
     def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
         """See ModelToLoad."""
@@ -113,28 +117,24 @@ class ModelInFiles(ModelToLoad):
 
     def check(self, devices: Sequence[str], plan: Plan | None) -> None:
         """See ModelToLoad."""
-        check_memory(self.source, self.folder, self.options, devices, plan, self._advice(devices, plan))
+        check_memory(self.source, self.folder, self.options, devices, plan, partial(self._advice, devices, plan))
+        free = FreeMemory(device=None, host=free_memory())
+        if plan is None or set(devices) != {CPU} or is_small(self.weight_bytes, len(devices), free):
+            return
+        text = self._forecast_text(lambda forecast: shortage(plan, forecast, free))
+        if text:
+            log.warning("%s", text)
 
-    def _empty(self) -> Any:
-        """Return the pipeline without weights. Raises UnsupportedModel for a quantised one."""
-        from patchpar.models.dry_run.empty_pipeline import empty_pipeline  # imports diffusers
-        from patchpar.models.loading import with_dtype
+    def _advice(self, devices: Sequence[str], plan: Plan | None) -> str:
+        base, free = Plan(patch=len(devices)) if plan is None else plan, FreeMemory(device=None, host=free_memory())
+        return self._forecast_text(lambda forecast: advice(base, forecast, free))
 
-        assert self.folder is not None
-        return empty_pipeline(self.folder.path, with_dtype(self.options))
-
-    def _advice(self, devices: Sequence[str], plan: Plan | None) -> Callable[[], str]:
-        def text() -> str:
-            from patchpar.models.dry_run.plan_memory import network_bytes  # imports torch
-
-            try:
-                forecast = ModelForecast(network_bytes(self._empty()))
-            except UnsupportedModel:
-                return ""
-            base = Plan(patch=len(devices)) if plan is None else plan
-            return advice(base, forecast, FreeMemory(device=None, host=free_memory()))
-
-        return text
+    def _forecast_text(self, text: Callable[[ModelForecast], str]) -> str:
+        """Return a text about what the model takes; empty where that is unknown."""
+        try:
+            return "" if self.folder is None else text(self.forecast())
+        except UnsupportedModel:  # quantised: unknown before it is loaded
+            return ""
 
 
 @dataclass(frozen=True, slots=True)

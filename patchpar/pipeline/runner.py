@@ -27,7 +27,7 @@ from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.encoder_placement import EncoderPlacement
-from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
+from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
@@ -80,6 +80,8 @@ class PipelineRunner:
         """
         wanted = Plan(patch=self.context.world_size) if plan is None else plan
         refuse_without_memory(self.device, weight_bytes, model, options, wanted)
+        if self.context.rank == 0 and plan is not None:
+            warn_without_room(self.device, weight_bytes, model, options, plan)
         self.restore()
         pipe = self._held.load(model, options, plan)
         self._encoders.arrange(pipe, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from benchmarks.weights.model import save_model
 from patchpar.errors import PlanError
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.models.dry_run.call_memory import NO_CALL
+from patchpar.models.dry_run.call_memory import NO_CALL, CallMemory
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.dry_run.kept_tokens import Attentions, AttentionSize, kept_bytes
-from patchpar.models.dry_run.plan_memory import memory_of, network_bytes, plans_by_cost
+from patchpar.models.dry_run.memory_terms import WeightTerms
+from patchpar.models.dry_run.plan_memory import NetworkBytes, memory_of, network_bytes, plans_by_cost
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory
 from patchpar.plan.plan import Plan
 from tests.weights.loading import saved
@@ -49,6 +51,23 @@ def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int
     wanted = memory_of(plan, networks).ranks[0]
     number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))
     assert wanted <= found <= wanted + 2 * 64 * 2 * number
+
+
+def test_the_terms_add_up_and_are_named() -> None:
+    """Weights, resident blocks, slots, activations of each phase with the VAE in bands, and keys and values."""
+    network = NetworkBytes(outside=2 * GIB, blocks=(GIB,) * 10, is_encoder=False, is_divided=True)
+    attentions = {AttentionSize(1, 16, 2**14, 128, 2): 16}
+    call = CallMemory(encode=GIB, denoise=2 * GIB, decode=8 * GIB, attentions=attentions)
+    plan = Plan(patch=2, weights="sharded", resident=2, strategy="fresh-edges")
+    found = memory_of(plan, {"transformer": network}, call, on_gpus=True)
+    weights = WeightTerms(whole=2 * GIB, blocks=4 * GIB, resident=2 * GIB, slots=2 * GIB)
+    assert found.terms.weights == weights
+    assert found.ranks[0] == found.terms.total == weights.total + found.terms.decode + found.kept
+    assert 2 * GIB < found.kept < 3 * GIB
+    text = "2.0 weights + 4.0 its part of the blocks + 2.0 resident blocks + 2.0 slots + 4.6 activations "
+    assert str(found.terms).startswith(f"{text}(encoding 1.0, denoising 2.0, VAE 4.6) + 2.")
+    assert str(found.terms).endswith(" keys and values")
+    assert "not known" in str(memory_of(plan, {"transformer": network}).terms)
 
 
 FLUX_1024 = {AttentionSize(1, 24, 512 + 64 * 64, 128, 2): 57}
@@ -92,8 +111,12 @@ def test_plans_from_the_fastest_to_the_smallest(flux: str) -> None:
 def test_a_refusal_says_that_no_plan_fits(flux: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = memory_of(Plan(patch=2), network_bytes(empty_pipeline(Path(flux), {}))).ranks[0]
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: whole // 1000)
-    with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices"):
+    with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices") as caught:
         refuse_without_memory(CPU, whole, flux, {}, Plan(patch=2))
+    assert re.search(
+        r"plan patch=2\S* takes \d\.\d GiB on a device \(\S+ weights \+ \S+ activations", str(caught.value)
+    )
+    assert "beside the context of this process" in str(caught.value)
 
 
 @pytest.mark.parametrize(("world", "weights"), [(2, "sharded"), (1, "hosted")])
@@ -106,5 +129,5 @@ def test_a_refusal_names_the_plan_that_fits(
     smallest = memory_of(Plan(patch=world, weights=weights), networks).ranks[0]
     assert smallest < whole
     monkeypatch.setattr("patchpar.pipeline.held_weights.free_bytes", lambda device: smallest)
-    with pytest.raises(PlanError, match=rf"use plan='[^']*weights={weights}"):
+    with pytest.raises(PlanError, match=rf"use plan='[^']*weights={weights}[^']*', which takes .*slots"):
         refuse_without_memory(CPU, whole, str(tmp_path), {}, Plan(patch=world))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from patchpar.models.dry_run.plan_memory import NetworkBytes, memory_of, network
 from patchpar.models.info import describe
 from patchpar.models.loading import load_pipeline
 from patchpar.pipeline.auto_plan import choose, choose_for_upscale
-from patchpar.pipeline.auto_weights import USED, ModelForecast, WeightChoice, advice, choose_weights, is_small
+from patchpar.pipeline.auto_weights import USED, ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory
 from tests import tiny
 from tests.tensors import relative
@@ -97,6 +98,36 @@ def test_the_least_of_all_ranks_counts() -> None:
 def test_advice_is_for_the_devices_of_the_plan() -> None:
     assert "use plan='patch=2,weights=sharded" in advice(Plan(tensor=2), MODEL, free(21.5, 0))
     assert "use plan='weights=hosted" in advice(Plan(), MODEL, free(8, 40))
+
+
+def test_a_refusal_has_the_formula_of_both_plans() -> None:
+    text = advice(Plan(patch=2), MODEL, free(21.5, 0))
+    assert text.startswith("plan patch=2,strategy=exact takes 34.2 GiB on a device (32.2 weights + 2.0 activations (")
+    assert re.search(r"use plan='patch=2,weights=sharded\S*', which takes .*its part of the blocks \+ .*slots", text)
+
+
+def test_an_image_that_does_not_fit_beside_the_weights_is_said() -> None:
+    large = replace(MODEL, call=CallMemory(denoise=9 * GIB, decode=GIB))
+    text = shortage(Plan(patch=2), large, FreeMemory(device=40 * GIB, host=0))
+    assert "does not fit beside the weights: 40.0 GiB of a device" in text
+    assert "(32.2 weights + 9.0 activations (encoding 0.0, denoising 9.0, VAE 0.6))" in text
+    assert "use plan='patch=2,weights=sharded" in text
+    assert text.endswith("or generate smaller images")
+    assert not shortage(Plan(patch=2), large, FreeMemory(device=42 * GIB, host=0))
+    assert not shortage(Plan(patch=2), replace(MODEL, call=None), FreeMemory(device=GIB, host=0)), "not known"
+
+
+def test_a_named_plan_whose_weights_fit_alone_is_loaded_with_a_warning(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, call = ModelInFiles.of(folder, {}), CallMemory(denoise=8 * GIB)
+    monkeypatch.setattr(ModelForecast, "of", lambda empty: ModelForecast(network_bytes(empty), call))
+    for host, warned in ((4 * GIB, True), (100 * GIB, False)):
+        monkeypatch.setattr("patchpar.pipeline.model_to_load.free_memory", lambda host=host: host)
+        monkeypatch.setattr("patchpar.pipeline.model_to_load.is_small", lambda *_: False)
+        caplog.clear()
+        model.check(["cpu", "cpu"], Plan(patch=2))
+        assert ("does not fit beside the weights" in caplog.text) == warned
 
 
 def test_the_plan_of_a_call_has_all_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,23 @@ def two_forms(this: PoolRank) -> list[bool]:
     found = [equal(stages.denoise(network.forward, **entry.call(variant)), wanted[variant]) for variant in order]
     stages.restore()
     return found
+
+
+@torch.no_grad()
+def with_a_slow_block(this: PoolRank, slow: int | None, only_on: int | None) -> dict[str, Any]:
+    """Where five equal blocks are cut if one of them sleeps longer than the others, on all ranks or on one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = networks.Chain().eval().requires_grad_(False)
+    for number, block in enumerate(network.blocks):
+        seconds = 0.04 if number == slow and only_on in (None, this.rank) else 0.01
+        block.linear.register_forward_pre_hook(lambda *_, seconds=seconds: time.sleep(seconds))
+    x = networks.sample()
+    wanted, stages = network(x), staged(this, network)
+    found = [equal(stages.denoise(network.forward, x), wanted) for _ in range(2)]
+    cuts = stages._layouts[0][1].cuts
+    stages.restore()
+    return {"equal": found, "cuts": cuts}
 
 
 class Otherwise(networks.Chain):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from patchpar.errors import WorkerError
-from patchpar.shard.stages.balance import balanced
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import UnsupportedModel, WorkerError
+from patchpar.plan.mesh import Mesh
+from patchpar.shard.stages.balance import balanced, balanced_by_time
+from patchpar.shard.stages.block_seconds import seconds_of_blocks
 from tests.breadth import first_of
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
+from tests.unit.threads import on_threads
 
 ON_RANKS = "tests.stages.on_ranks"
 IN_EVERY_RUN = ("FluxTransformer2DModel", "HunyuanDiT2DModel")
@@ -92,6 +98,57 @@ def test_what_cannot_run_in_stages_is_refused_on_every_rank(ranks: Any, case: st
 def test_blocks_in_another_order_are_refused(ranks: Any) -> None:
     for message in ranks.run(f"{ON_RANKS}:another_order", 2):
         assert "calls blocks.4 as block 0, other than at the first call" in message
+
+
+@pytest.mark.parametrize(
+    ("slow", "only_on", "cuts"), [(None, None, (2,)), (0, None, (1,)), (4, None, (4,)), (4, 1, (2,))]
+)
+def test_a_slow_block_moves_the_cut(ranks: Any, slow: int | None, only_on: int | None, cuts: tuple[int, ...]) -> None:
+    """By measured seconds, which all ranks agree on: what one rank alone waits for is not the block's."""
+    for found in ranks.run(f"{ON_RANKS}:with_a_slow_block", 2, slow, only_on):
+        assert found == {"equal": [True] * 2, "cuts": cuts}
+
+
+def test_ranks_agree_on_the_seconds_of_blocks() -> None:
+    def on_rank(transport: Any) -> list[float]:
+        def plain(on_call: Any) -> None:
+            for number in range(3):
+                on_call(number, f"blocks.{number}", partial(time.sleep, 0.02 * ((number + transport.rank) % 3)))
+
+        mesh = (Communicator(transport), Mesh(transport.rank, range(3), stage=3)["stage"])
+        return seconds_of_blocks(plain, mesh)
+
+    first, *others = on_threads(3, on_rank, deadline=30.0)
+    assert others == [first] * 2
+    assert all(each < 0.02 for each in first), "of each block that of the rank on which it does not sleep"
+
+
+def test_ranks_that_run_different_numbers_of_blocks_are_refused() -> None:
+    def on_rank(transport: Any) -> list[float]:
+        def plain(on_call: Any) -> None:
+            for number in range(2 + transport.rank):
+                on_call(number, f"blocks.{number}", lambda: None)
+
+        return seconds_of_blocks(plain, (Communicator(transport), Mesh(transport.rank, range(2), stage=2)["stage"]))
+
+    for error in on_threads(2, on_rank, deadline=30.0):
+        assert isinstance(error, UnsupportedModel)
+        assert "different numbers of blocks" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),
+    [
+        ([0.01, 0.01, 0.01, 0.01], (2,)),
+        ([0.04, 0.01, 0.01, 0.01], (1,)),
+        ([0.0004, 0.0001, 0.0001, 0.0001], (2,)),  # less than a millisecond is noise
+        ([0.0104, 0.01, 0.0105, 0.01, 0.01], (2,)),  # and a few percent are
+        ([], (2,)),
+    ],
+)
+def test_cuts_by_seconds_where_they_are_clearly_better(seconds: list[float], wanted: tuple[int, ...]) -> None:
+    costs = [1.0] * (len(seconds) or 4)
+    assert balanced_by_time(costs, seconds, range(1, len(costs)), 2) == wanted
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Nf4Linear       codes of four bits in a parameter of bytes, and the scale in a p
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,31 @@ class Int8Weight(Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale)
         raise NotImplementedError(f"{func} of a quantised weight")
+
+
+class OpaqueWeight(Tensor):
+    """A weight [out, in] that is elsewhere, and says nothing of where."""
+
+    inner: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> OpaqueWeight:
+        made = torch.Tensor._make_wrapper_subclass(OpaqueWeight, x.shape, dtype=x.dtype, device=x.device)
+        made.inner = x  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, *bias = args
+            return F.linear(x, weight.inner, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls.of(args[0].inner)
+        raise NotImplementedError(f"{func} of an opaque weight")
 
 
 class PackedWeight(nn.Parameter):
@@ -101,10 +127,26 @@ def _int8(width: int) -> nn.Module:
 LINEARS: dict[str, Callable[[int], nn.Module]] = {"int8": _int8, "packed": PackedLinear, "nf4": Nf4Linear}
 
 
+def _opaque(width: int) -> nn.Module:
+    linear = nn.Linear(width, width)
+    linear.weight = nn.Parameter(OpaqueWeight.of(linear.weight.detach()), requires_grad=False)
+    return linear
+
+
+def _packed_object(width: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is to remove these dtypes
+        return torch.ao.nn.quantized.dynamic.Linear(width, width)
+
+
+OPAQUE: dict[str, Callable[[int], nn.Module]] = {"opaque": _opaque, "object": _packed_object}
+"""Forms that cannot be packed, since their bytes are no plain tensors: a subclass that says nothing, and an object."""
+
+
 class QuantisedBlock(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), LINEARS[kind](WIDTH)
+        self.norm, self.linear = nn.LayerNorm(WIDTH), (LINEARS | OPAQUE)[kind](WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(self.norm(x)))

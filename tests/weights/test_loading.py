@@ -13,6 +13,7 @@ from benchmarks.weights.__main__ import memory_of
 from benchmarks.weights.model import save_model
 from patchpar.comm.collectives import Communicator
 from patchpar.models.deferred_casts import DeferredCasts
+from patchpar.models.files import floating_dtypes
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.pipeline.held_weights import HeldWeights
 from patchpar.plan.plan import Plan
@@ -64,6 +65,18 @@ def test_the_shards_of_all_ranks_are_the_bytes_of_the_model(flux: str, dtype: to
         assert outside
         assert all(torch.equal(x, of_plain[path]) for path, x in outside.items())
         assert all(x.dtype == of_plain[path].dtype for path, x in networks[1].named_parameters())
+
+
+@pytest.mark.parametrize(("dtype", "noted"), [(torch.float32, False), (torch.float16, True)])
+def test_casts_are_looked_for_only_where_there_are_some(
+    flux: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, noted: bool
+) -> None:
+    """The mode that notes them takes longer for each tensor than to map it."""
+    found, plain = [], DeferredCasts.loading
+    monkeypatch.setattr(DeferredCasts, "loading", lambda casts: found.append(casts) or plain(casts))
+    HeldWeights(0, torch.device("cpu"), no_comm).load(flux, {"torch_dtype": dtype}, PLAN)
+    assert bool(found) == noted
+    assert floating_dtypes(Path(flux)) == {"float32"}
 
 
 def test_casts_are_noted_and_made_later(flux: str) -> None:

@@ -27,10 +27,13 @@ class CallMemory:
         """Return about what each rank has of a call whose image is divided between so many."""
         return replace(self, denoise=self.denoise // ranks)
 
+    def decode_on_rank(self, ranks: int) -> int:
+        """Return the most bytes while decoding on one of so many ranks of an image, which decode it in bands."""
+        return self.decode if ranks == 1 else min(self.decode, math.ceil(self.decode * VAE_MARGIN / ranks))
+
     def on_rank(self, ranks: int) -> int:
-        """Return the most bytes on one of so many ranks of an image, which decode it together, in bands."""
-        decode = self.decode if ranks == 1 else min(self.decode, math.ceil(self.decode * VAE_MARGIN / ranks))
-        return max(self.encode, self.denoise, decode)
+        """Return the most bytes on one of so many ranks of an image."""
+        return max(self.encode, self.denoise, self.decode_on_rank(ranks))
 
 
 NO_CALL = CallMemory()

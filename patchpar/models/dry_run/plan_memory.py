@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.models.dry_run.call_memory import NO_CALL, CallMemory
 from patchpar.models.dry_run.kept_tokens import kept_bytes
+from patchpar.models.dry_run.memory_terms import MemoryTerms, WeightTerms
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.plan.plan import Plan
@@ -57,8 +58,13 @@ class PlanMemory:
     plan: Plan
     ranks: tuple[int, ...]
     host: int
-    kept: int = 0
-    """Of them the keys and values that are kept from step to step."""
+    terms: MemoryTerms
+    """What that of the first rank consists of."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes of keys and values that are kept from step to step."""
+        return self.terms.kept
 
     def fits(self, free: FreeMemory) -> bool | None:
         """Return whether it fits in what is free on each device and of the host; None where that is unknown.
@@ -93,16 +99,20 @@ def memory_of(
 ) -> PlanMemory:
     """Return the memory of a plan for a call with these activations."""
     size = plan.world_size // plan.data
-    weights = sum(_on_a_rank(each, plan, size) for each in networks.values())
+    terms = MemoryTerms(
+        weights=sum((_on_a_rank(each, plan, size) for each in networks.values()), WeightTerms()),
+        encode=call.encode,
+        denoise=call.denoise,
+        decode=call.decode_on_rank(size),
+        kept=kept_bytes(plan, call.attentions, _of_the_busiest_stage(networks, plan.stage), late=on_gpus),
+    )
     encoders = sum(each.whole for each in networks.values() if each.is_encoder) if plan.encoders == "one" else 0
-    kept = kept_bytes(plan, call.attentions, _of_the_busiest_stage(networks, plan.stage), late=on_gpus)
-    beside = call.on_rank(size) + kept
     in_slots = (sum(_blocks_in_slots(each.blocks, plan.resident)) for each in networks.values() if each.is_divided)
     return PlanMemory(
         plan=plan,
-        ranks=(weights + beside, *[weights - encoders + beside] * (size - 1)),
+        ranks=(terms.total, *[terms.total - encoders] * (size - 1)),
         host=plan.data * sum(in_slots) if plan.weights == "hosted" else 0,
-        kept=kept,
+        terms=terms,
     )
 
 
@@ -166,16 +176,17 @@ def _sum_of(tensors: Mapping[int, Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
-def _on_a_rank(network: NetworkBytes, plan: Plan, size: int) -> int:
+def _on_a_rank(network: NetworkBytes, plan: Plan, size: int) -> WeightTerms:
     """Return the bytes of weights and slots of one network on the device of a rank that runs it."""
     if plan.weights == "whole" or not network.is_divided:
-        return network.whole
+        return WeightTerms(whole=network.whole)
     in_slots = _blocks_in_slots(network.blocks, plan.resident)
     divided, slots = sum(in_slots), min(SLOTS, len(in_slots)) * max(in_slots, default=0)
     own = -(-divided // size) if plan.weights == "sharded" else 0
     if plan.stage > 1 and not network.is_encoder:
         own = _largest_run(in_slots, plan.stage)
-    return network.whole - divided + own + slots
+    resident = sum(network.blocks) - divided
+    return WeightTerms(whole=network.outside, blocks=own, resident=resident, slots=slots)
 
 
 def _of_the_busiest_stage(networks: Mapping[str, NetworkBytes], stages: int) -> float:

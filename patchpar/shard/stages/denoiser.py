@@ -8,7 +8,7 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
+from patchpar.shard.stages.block_seconds import seconds_of_blocks
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch
@@ -69,6 +70,8 @@ class StagedDenoiser:
         """The weights, if blocks are in host memory; set it before the first call."""
         self.find_cuts: type[CutSearch] = CutSearch
         """How cuts are found; set it before the first call."""
+        self.together = mesh
+        """The ranks that have to find the same cuts, and call each method together; set it before the first call."""
         self._weights: StageWeights | HostedStageWeights | None = None
         self._placeholders = Placeholders(self.comm.transport.device)
         self._watched = WatchedNetwork(denoiser)
@@ -169,7 +172,9 @@ class StagedDenoiser:
         recorder = Recorder(self.denoiser)
         wanted = self._plain(forward, call, recorder)
         output = refuse_kept_state(self.denoiser, wanted, before, call)
-        search = self.find_cuts(self.denoiser, partial(self._plain, forward, call), recorder.calls, wanted)
+        plain = partial(self._plain, forward, call)
+        search = self.find_cuts(self.denoiser, plain, recorder.calls, wanted)
+        search.seconds = seconds_of_blocks(plain, self.together)
         layout = search.layout(self.axis.size)
         self._check_same(layout)
         if self.verifications is not None:
@@ -180,7 +185,7 @@ class StagedDenoiser:
             compare = partial(self._compared, layout, output, forward, call, wanted)
             self.error = verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         if self.axis.rank == 0:
-            log.info("%s in stages: %s", type(self.denoiser).__name__, layout)
+            log.info("%s in stages: %s%s", type(self.denoiser).__name__, layout, _seconds(layout, search.seconds))
         return layout, output
 
     def _plain(self, forward: Forward, call: Call, on_call: OnCall) -> Any:
@@ -227,6 +232,13 @@ class StagedDenoiser:
         weights, self._weights, self._hooks = self._weights, None, None
         if weights is not None:
             weights.gather()
+
+
+def _seconds(layout: StageLayout, seconds: Sequence[float]) -> str:
+    """Return what the stages take by the measured seconds of blocks, for logs."""
+    runs = [layout.own_calls(stage) for stage in range(len(layout.cuts) + 1)]
+    own = ", ".join(f"{1e3 * sum(seconds[run.start : run.stop]):.3g}" for run in runs)
+    return f" ({own} ms)" if seconds else ""
 
 
 def _difference(got: Tensor, want: Tensor) -> float:

@@ -49,6 +49,7 @@ class StagedPatches:
 
     def __init__(self, patched: SharedDenoiser, stages: StagedDenoiser, together: AxisComm) -> None:
         self.patched, self.stages, self._together = patched, stages, together
+        stages.together = together
         self._known: list[tuple[Any, StageLayout, OutputStructure]] = []  # by the signature of calls
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.pytree import map_leaves, tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.shard.stages.balance import balanced
+from patchpar.shard.stages.balance import balanced_by_time
 from patchpar.shard.stages.block_hooks import Run
 from patchpar.shard.stages.block_outputs import Placeholders
 from patchpar.shard.stages.layout import RecordedCall, StageLayout
@@ -30,7 +30,12 @@ Plain = Callable[[Callable[[int, str, Run], Any]], Any]
 
 
 class CutSearch:
-    """The cuts of one network for one form of its calls. `plain`: its whole run; `calls`: those recorded there."""
+    """The cuts of one network for one form of its calls. `plain`: its whole run; `calls`: those recorded there.
+
+    `seconds`: of each of them, measured; set them before the layout, the same on all ranks.
+    """
+
+    seconds: Sequence[float] = ()
 
     def __init__(self, network: nn.Module, plain: Plain, calls: Sequence[RecordedCall], wanted: Any) -> None:
         self.network, self.calls, self.first = network, tuple(calls), first_of_large(network, calls)
@@ -50,7 +55,8 @@ class CutSearch:
         costs = costs if any(costs) else [1.0] * count
         wrong: set[int] = set()
         while True:
-            found = balanced(costs, [cut for cut in range(1, count) if cut not in wrong], stages)
+            possible = [cut for cut in range(1, count) if cut not in wrong]
+            found = balanced_by_time(costs, self.seconds[self.first :], possible, stages)
             if found is None:
                 raise UnsupportedModel(
                     f"{kind} can be cut into {count - len(wrong)} stages at most: at {len(wrong)} of {count - 1} "

@@ -10,6 +10,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import uncounted
+from patchpar.shard.weights.opaque import say_what_stays_whole
 from patchpar.shard.weights.packed import PackedBlock, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
 
@@ -27,6 +28,7 @@ class StageWeights:
     def __init__(self, network: nn.Module, comm: Communicator, axis: Axis) -> None:
         self._comm, self._axis = comm, axis
         self._blocks = packed_blocks(network, comm.transport.device)
+        say_what_stays_whole(network, [block.module for block in self._blocks], axis)
         self.holders: Holders = {}  # of released blocks
 
     def release(self, holders: Holders) -> None:

@@ -2,7 +2,8 @@
 
     block       an item of an outermost ModuleList: blocks run one after the other, and each is called as a module
     packed      parameters and buffers of a block, each at an aligned offset, in its own strides
-    left out    tensors outside blocks; tensors whose memory overlaps that of another block or of the rest (tied)
+    left out    tensors outside blocks; tensors whose memory overlaps that of another block or of the rest (tied);
+                weights that are no plain tensors (`opaque`)
 
 A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`).
 """
@@ -19,6 +20,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in, is_compiled
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import is_alike
+from patchpar.shard.weights.opaque import is_plain, opaque_weights
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
@@ -145,6 +147,11 @@ def packed_blocks(network: nn.Module, device: torch.device, *, on_the_host: bool
     found = _packed(network, blocks)
     total = sum(block.num_bytes for block in found)
     found = [block for block in found if block.num_bytes * LEAST >= total]
+    if not found and (opaque := opaque_weights(blocks.values())):
+        raise UnsupportedModel(
+            f"the blocks of {kind} have no weights that are plain tensors in memory, but {opaque}: use weights=whole, "
+            "or a quantisation whose weights are tensors or can be flattened into some, as that of torchao"
+        )
     if not found:
         raise UnsupportedModel(
             f"{kind} has no list of blocks with weights of their own (nn.ModuleList), so that none can be sharded: "
@@ -217,7 +224,7 @@ def _tensors_of(network: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tu
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     for x in (*module._parameters.values(), *module._buffers.values()):
         if x is not None:
-            yield from (plain for plain in _plain_tensors(x) if plain.numel())
+            yield from (plain for plain in _plain_tensors(x) if plain.numel() and is_plain(plain))
 
 
 def _plain_tensors(x: Tensor) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.weights.opaque import say_what_stays_whole
 from patchpar.shard.weights.packed import (
     NAN_BYTE,
     CopyMemory,
@@ -56,6 +57,7 @@ class ShardedWeights:
         self.times_whole = 1
         """How many such weights, of other ranks, make the whole ones that `restore` is for."""
         blocks = packed_blocks(network, store.device, on_the_host=copy is not None)
+        say_what_stays_whole(network, [block.module for block in blocks], self.axis)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
         largest = max(map(store.rows, self.blocks), default=0)

@@ -1,0 +1,134 @@
+"""Networks of every class with divided weights under a strategy, a step cache or compiled: what ranks of the pool run.
+
+The oracle is the same with whole weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers.hooks import FirstBlockCacheConfig
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.compiled import uncompiled
+from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
+from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.strategies import parse_strategy
+from tests.ranks import PoolRank
+from tests.stages.on_ranks import built
+from tests.tiny.transformers import TRANSFORMERS
+from tests.weights.on_ranks import divided as in_parts
+from tests.weights.on_ranks import equal, same_state, state_of, tensors
+
+KINDS = ("sharded", "hosted")
+STRATEGIES = ("exact", "fresh-edges:warmup_steps=1", "pcpp:warmup_steps=1")
+STEPS = 3
+SKIPS_ALL = 1e9  # a threshold of the first-block cache under which every change of its output is
+
+
+@torch.no_grad()
+def every_strategy(this: PoolRank, name: str) -> dict[str, Any]:
+    """By strategy and kind of weights: whether the outputs of all steps are equal, or why the network is refused."""
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        wanted = _under(this, name, strategy, None)
+        for kind in KINDS:
+            divided = _under(this, name, strategy, kind)
+            refused = divided if isinstance(divided, str) and divided == wanted else ""
+            found[f"{strategy} {kind}"] = refused or _alike(divided, wanted)
+    return found
+
+
+def _alike(found: Any, wanted: Any) -> bool:
+    return not isinstance(found, str) and not isinstance(wanted, str) and equal(found, wanted)
+
+
+def _under(this: PoolRank, name: str, strategy: str, kind: str | None) -> list[Tensor] | str:
+    """The outputs of steps of an image in patches, or why there are none. Weights are as before afterwards."""
+    network, call = built(name)
+    before, clock, comm, axis = state_of(network), StepClock(), this.comm(), this.mesh(patch=this.world)["patch"]
+    weights = None if kind is None else _divided(this, network, call(), kind)
+    patched = parse_strategy(strategy).install(network, comm, axis, clock=clock)
+    outputs: list[Tensor] = []
+    try:
+        for given in _inputs(name, call()):
+            clock.next_call()
+            outputs += [x.clone() for x in tensors(patched.denoise(network.forward, **given))]
+            clock.tick()
+        patched.finish()
+    except UnsupportedModel as error:
+        return str(error)
+    finally:
+        patched.restore()
+        if weights is not None:
+            weights.restore()
+    assert same_state(network, before)
+    return outputs
+
+
+def _divided(this: PoolRank, network: Any, call: dict[str, Any], kind: str) -> ShardedWeights:
+    """The network's weights, divided as a pipeline does it."""
+    weights = in_parts(this, network, kind)
+    with caches_set_aside(network), uncompiled(network):
+        keep_what_is_read_outside(weights, lambda: network(**call))
+    return weights
+
+
+def _inputs(name: str, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments of steps whose latents change a little, so that stale values are not fresh ones."""
+    latent = TRANSFORMERS[name].tokens if name in TRANSFORMERS else "sample"
+    for step in range(STEPS):
+        yield call | {latent: call[latent] * (1 + 0.1 * step)}
+
+
+@torch.no_grad()
+def step_cache(this: PoolRank, name: str) -> dict[str, Any]:
+    """Calls of which the second leaves out all blocks but the first, if the class has the first-block cache."""
+    outputs: dict[str, list[Tensor]] = {}
+    for kind in ("whole", *KINDS):
+        network, call = built(name)
+        try:
+            network.enable_cache(FirstBlockCacheConfig(threshold=SKIPS_ALL))  # type: ignore[operator]
+        except (AttributeError, ValueError, NotImplementedError, KeyError) as error:
+            return {"none": f"{type(error).__name__}: {error}"}
+        weights = None if kind == "whole" else _divided(this, network, call(), kind)
+        outputs[kind] = []
+        with network.cache_context("image"):  # type: ignore[operator]
+            for given in _inputs(name, call()):
+                outputs[kind] += [x.clone() for x in tensors(network(**given))]
+        if weights is not None:
+            weights.restore()
+    without, call = built(name)
+    plain = [x for given in _inputs(name, call()) for x in tensors(without(**given))]
+    return {
+        **{kind: equal(outputs[kind], outputs["whole"]) for kind in KINDS},
+        "skips": not equal(outputs["whole"], plain),
+    }
+
+
+@torch.no_grad()
+def compiled(this: PoolRank, name: str) -> dict[str, Any]:
+    """Calls of compiled blocks, and whether they made as many graphs as with whole weights."""
+    from torch._dynamo.utils import counters  # takes seconds
+
+    found: dict[str, tuple[list[Tensor], int]] = {}
+    for kind in ("whole", *KINDS):
+        network, call = built(name)
+        try:
+            network.compile_repeated_blocks(backend="eager")  # type: ignore[operator]
+        except (AttributeError, ValueError) as error:
+            return {"none": f"{type(error).__name__}: {error}"}
+        torch._dynamo.reset()
+        counters.clear()
+        weights = None if kind == "whole" else _divided(this, network, call(), kind)
+        outputs = [x.clone() for given in _inputs(name, call()) for x in tensors(network(**given))]
+        found[kind] = outputs, counters["stats"]["unique_graphs"]
+        if weights is not None:
+            weights.restore()
+    wanted, graphs = found["whole"]
+    return {kind: equal(found[kind][0], wanted) and found[kind][1] == graphs > 0 for kind in KINDS}

@@ -1,0 +1,60 @@
+"""Weights that are no plain tensors stay whole on every rank, which is said; networks with no others are refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Mesh
+from patchpar.shard.weights.packed import packed_blocks
+from patchpar.shard.weights.sharded import SLOTS
+from tests.unit.threads import on_threads
+from tests.weights import networks, quantised
+from tests.weights.on_ranks import equal, joined
+
+NAMED = {"opaque": "5 OpaqueWeight (torch.float32) in Linear", "object": "5 ScriptObject in LinearPackedParams"}
+RANKS = 2
+
+
+@pytest.mark.parametrize("kind", ["sharded", "hosted"])
+@pytest.mark.parametrize("form", quantised.OPAQUE)
+def test_they_stay_whole_beside_others_and_are_named(caplog: pytest.LogCaptureFixture, form: str, kind: str) -> None:
+    made, x = [quantised.build(form) for _ in range(RANKS)], networks.sample()  # threads share torch's random state
+
+    @torch.no_grad()
+    def on_rank(transport: Any) -> list[bool]:
+        network, axis = made[transport.rank], Mesh(transport.rank, range(RANKS), patch=RANKS)["patch"]
+        wanted = network(x)
+        weights = joined(network, Communicator(transport), axis, kind)
+        assert len(weights.blocks) == 5 > SLOTS, "the norms"
+        found = [equal(network(x), wanted) for _ in range(2)]
+        weights._slots[0].zero_()
+        weights._start = weights._take = lambda *_: None  # type: ignore[assignment, method-assign]
+        weights._holds = [0, 1]
+        return [*found, not equal(network(x), wanted)]
+
+    with caplog.at_level(logging.WARNING):
+        assert on_threads(RANKS, on_rank) == [[True] * 3] * RANKS
+    (message,) = (each.message for each in caplog.records if "no plain tensors" in each.message)
+    assert message.startswith("QuantisedChain has weights that are no plain tensors")
+    assert NAMED[form] in message
+    assert "stay whole on every rank" in message
+
+
+@pytest.mark.parametrize("form", quantised.OPAQUE)
+def test_a_network_with_no_others_is_refused_by_name(form: str) -> None:
+    network = nn.Module()
+    network.blocks = nn.ModuleList(quantised.OPAQUE[form](networks.WIDTH) for _ in range(5))
+    for block in network.blocks:
+        block.bias = None
+    with pytest.raises(UnsupportedModel) as caught:
+        packed_blocks(network, torch.device("cpu"))
+    assert NAMED[form] in str(caught.value)
+    assert "no weights that are plain tensors in memory" in str(caught.value)
+    assert "use weights=whole, or a quantisation whose weights are tensors" in str(caught.value)

@@ -1,0 +1,72 @@
+"""Divided weights beside everything else that a plan can have: for every class of networks and kind of pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from patchpar.plan.plan import Plan
+from tests import tiny
+from tests.breadth import first_of
+from tests.exact import denoisers
+from tests.tiny.transformers import TRANSFORMERS
+from tests.weights.strategies import KINDS
+
+ON_RANKS = "tests.weights.strategies"
+NAMES = [*TRANSFORMERS, *denoisers.KINDS]
+NETWORKS = {"sdxl": "UNet", "sd3": "joint transformer", "pixart": "cross-attention transformer", "wan": "video"}
+OF_EACH_KIND = ("PixArtTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel", "sdxl")
+"""Networks that no strategy refuses."""
+PLANS = [
+    "patch=2",
+    "patch=3",
+    "cfg=2",
+    "cfg=2,patch=2",
+    "patch=2,strategy=fresh-edges:warmup_steps=1",
+    "patch=2,strategy=pcpp:warmup_steps=1",
+]
+
+
+@pytest.mark.parametrize("name", first_of(NAMES, "PixArtTransformer2DModel"))
+def test_strategies_on_networks_of_diffusers(ranks: Any, name: str) -> None:
+    """Bits of the same strategy with whole weights, or the same refusal."""
+    for found in ranks.run(f"{ON_RANKS}:every_strategy", 2, name):
+        assert len(found) == 6
+        assert all(each is True or (isinstance(each, str) and name not in OF_EACH_KIND) for each in found.values())
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_step_caches_on_networks_of_diffusers(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:step_cache", 2, name):
+        assert "none" in found or all(found.values()), found
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_blocks_of_networks_of_diffusers(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:compiled", 2, name):
+        assert "none" in found or all(found.values()), found
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_plans_of_each_kind_of_network(ranks: Any, name: str, plan: str, kind: str) -> None:
+    same_latents(ranks, name, plan, kind)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*tiny.BATCHED, *tiny.SEQUENTIAL])
+def test_guidance_in_one_call_and_in_two(ranks: Any, name: str, kind: str) -> None:
+    same_latents(ranks, name, "cfg=2", kind)
+
+
+def same_latents(ranks: Any, name: str, plan: str, kind: str) -> None:
+    found = ranks.run("tests.weights.pipelines:both", 4, name, plan, None, kind)[: Plan.parse(plan).world_size]
+    for each in found:
+        assert each is None or (all(each["equal"]) and each["restored"] and each["blocks"])
+    assert any(each is not None and each["equal"] for each in found)
