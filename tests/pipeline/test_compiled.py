@@ -59,18 +59,6 @@ def test_compiled_before(name: str, compiled: Callable[[Any], None], words: str)
         ParallelPipeline(pipe, devices="cpu:2", plan="patch=2")
 
 
-@pytest.mark.parametrize("compiled", [_wrapped_transformer, _transformer_in_place])
-def test_in_the_process_of_its_one_rank_it_is_refused_too(compiled: Callable[[Any], None]) -> None:
-    """Where nothing is sent to workers: the weights of a plan for one device are taken apart."""
-    pipe = build("flux").pipe
-    compiled(pipe)
-    with (
-        pytest.raises(UnsupportedModel, match="FluxTransformer2DModel is compiled as a whole"),
-        ParallelPipeline(pipe, devices="cpu:1", plan="weights=hosted") as alone,
-    ):
-        alone(prompt="a small red house", height=64, width=64, num_inference_steps=1)
-
-
 @pytest.mark.parametrize("plan", ["patch=2", "cfg=2"])
 def test_compiled_after(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
     parallel.plan = plan
