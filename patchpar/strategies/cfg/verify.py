@@ -17,7 +17,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
-from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.fingerprint import Fingerprint, WatchedNetwork
 from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.step_caches import caches_set_aside
@@ -32,6 +32,9 @@ from patchpar.shard.verification import (
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
+
+
+EMPTY = Fingerprint({}, {})
 
 
 class GuidanceCheck:
@@ -68,6 +71,7 @@ class GuidanceCheck:
         """
         self._look()
         form, kept = call_signature(call), with_own_lists(call)
+        before = self._watched.now() if form not in self._seen else EMPTY
 
         def compared() -> Any:
             with caches_set_aside(self.denoiser):
@@ -85,10 +89,16 @@ class GuidanceCheck:
             way_out="run it with cfg=1 and give the devices to another axis, e.g. patch",
         )
         joined = self.foreign.run(guarded)
-        if self.clock.branches > 1:  # otherwise each branch has its own call, and no batch is split
-            with self.foreign.set_aside(plain) as from_before:
-                self._verify(from_before, call, joined)
+        if self.clock.branches > 1 and form not in self._seen:  # otherwise each branch has its own call
+            if self.foreign.is_needed:  # it has been compared
+                self._remember(form, before)
+            else:
+                self._verify(plain, call, joined)
         return joined
+
+    def _remember(self, form: Any, before: Fingerprint) -> None:
+        self._seen.append(form)
+        self._watched.record(before)
 
     def carriers_of(self, plain: Callable[..., Any], call: Call) -> Mapping[str, int | None]:
         """Return which dims of the arguments carry the batch, see `BatchArguments.of`. Raises as `run`."""
@@ -114,8 +124,6 @@ class GuidanceCheck:
 
     def _verify(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
         form = call_signature(call)
-        if form in self._seen:
-            return
         split = {"strategy": "cfg", "places": self.axis.size}
         facts = facts_of(self.denoiser, self.comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
@@ -127,8 +135,7 @@ class GuidanceCheck:
         with caches_set_aside(self.denoiser):
             compare = partial(self._compared, plain, call, joined)
             verify_once(self.verifications, facts, (self.comm, self._together), compare, what, way_out)
-        self._seen.append(form)
-        self._watched.record(before)
+        self._remember(form, before)
 
     def _compared(self, plain: Callable[..., Any], call: Call, joined: Any) -> Iterator[list[Comparison]]:
         args, kwargs = call
