@@ -33,7 +33,6 @@ from patchpar.shard.verification import (
 )
 from patchpar.shard.verification_cache import VerificationCache
 
-
 EMPTY = Fingerprint({}, {})
 
 
@@ -71,7 +70,7 @@ class GuidanceCheck:
         """
         self._look()
         form, kept = call_signature(call), with_own_lists(call)
-        before = self._watched.now() if form not in self._seen else EMPTY
+        before = self._watched.now() if self.foreign.is_needed and form not in self._seen else EMPTY
 
         def compared() -> Any:
             with caches_set_aside(self.denoiser):
