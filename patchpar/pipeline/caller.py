@@ -71,6 +71,7 @@ class CallController:
             ranks=ranks,
             installation=installation,
             verify=request.verify,
+            trusted_code=request.trusted_code,
             vae=request.vae,
             graphs=request.graphs,
             symmetric_memory=request.symmetric_memory,

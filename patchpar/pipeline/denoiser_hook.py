@@ -17,7 +17,7 @@ from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
-from patchpar.shard.step_caches import CacheVote
+from patchpar.shard.step_caches import CacheVote, cache_of
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import (
     kept_by_processors,
@@ -87,9 +87,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                     if looks:  # iterates over all modules, so not at every call
                         self._by_branch = layer.layers_of(module)
                     layer.by_branch = self._by_branch
-                    layer.carriers = {} if self.check is None else self.check.carriers.of(plain, kept)
-            result = forward(*args, **kwargs)
-            self._check(plain, kept, result)
+                    layer.carriers = {} if self.check is None else self.check.carriers_of(plain, kept)
+            result = self._checked(partial(forward, *args, **kwargs), plain, kept)
             if before is not None:
                 refuse_what_processors_keep(module, str(self.plan), before)
         age = "stale" if self._stale_calls() > stale_before else "exact"
@@ -99,9 +98,13 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
 
-    def _check(self, plain: Callable[..., Any], call: tuple[Any, Any], result: Any) -> None:
-        if self.check is not None:
-            self.check(plain, call, result)
+    def _checked(self, split: Callable[[], Any], plain: Callable[..., Any], call: tuple[Any, Any]) -> Any:
+        if self.check is None:
+            return split()
+        shared = [layer for layer in self.layers if isinstance(layer, SharedDenoiser)]
+        self.check.inner = [layer.foreign for layer in shared]
+        remembers = any(layer.history is not None for layer in shared) or cache_of(self.check.denoiser) is not None
+        return self.check.run(split, plain, call, remembers=remembers)
 
     def _divide_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
         plain = _on_lists_of_its_own(plain)

@@ -79,7 +79,7 @@ class InstalledPlan:
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm = mesh, comm
         if plan.tensor > 1 and verifications is not None:
-            verifications = AgreedCache(verifications.folder, comm, mesh["tensor"])
+            verifications = AgreedCache(verifications.folder, comm, mesh["tensor"], trusted=verifications.trusted)
         self._split_guidance(plan, clock, verifications)
         if plan.weights != "whole":
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
@@ -118,7 +118,9 @@ class InstalledPlan:
         assert self.comm is not None
         if self.mesh["tensor"].size > 1:
             if self.weights is not None and verifications is not None:  # all ranks gather blocks for a search
-                verifications = AgreedCache(verifications.folder, self.comm, self.mesh.of_one_image())
+                verifications = AgreedCache(
+                    verifications.folder, self.comm, self.mesh.of_one_image(), trusted=verifications.trusted
+                )
             hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
             self.tensors.append(hook.tensor)
         if isinstance(plan.strategy, PipedStages):

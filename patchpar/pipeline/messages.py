@@ -30,18 +30,19 @@ class CallOptions:
     `plan`: how the ranks divide the call. `ranks`: those that do, in the order of its mesh; None for the first ones.
     Others that take part in the call stay idle. `installation`: a number that ranks have in common until one of them
     makes a call with others; ranks that have another one install the plan anew, as all have to do so together.
-    `verify`: whether a split denoiser is verified first; a path is the folder of the verification results. `vae`: how
-    its VAE runs, see `shard.vae.modes`. `graphs`: see `pipeline.graph_option`. `symmetric_memory`: small exchanges go
-    through memory that GPUs share, where there is such. `random`: None keeps the ranks' own random states.
-    `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: all ranks take rank 0's random state and
-    final state, since under torchrun each process has its own. `quiet`: no progress bar on the ranks, since the caller
-    shows one. `tracing`: record every event.
+    `verify`: whether a split denoiser is verified first; a path is the folder of the verification results.
+    `trusted_code`: see `VerificationCache`. `vae`: how its VAE runs, see `shard.vae.modes`. `graphs`: see
+    `pipeline.graph_option`. `symmetric_memory`: small exchanges go through memory that GPUs share, where there is such.
+    `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
+    `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
+    own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event.
     """
 
     plan: Plan
     ranks: tuple[int, ...] | None = None
     installation: int = 0
     verify: bool | Path = True
+    trusted_code: tuple[str, ...] = ()
     vae: str = "auto"
     graphs: bool | str = False
     symmetric_memory: bool = False
@@ -59,7 +60,7 @@ class CallOptions:
     @property
     def to_install(self) -> dict[str, Any]:
         """What the ranks install before the call, unless they have."""
-        names = ("plan", "verify", "vae", "graphs", "symmetric_memory")
+        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory")
         return {name: getattr(self, name) for name in names} | {"ranks": self.members}
 
 

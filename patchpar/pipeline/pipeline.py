@@ -40,6 +40,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
     seconds that a rank may make no progress. `start_method`: how CPU workers start, "forkserver" (from a process that
     has imported torch and diffusers), "spawn" (each anew), or "auto". `verify`: compare each split denoiser with its
     plain forward when it is first used, and each VAE; a folder stores the results there instead of in the user's cache.
+    `trusted_code`: names of modules or packages whose code in a denoiser is compared at its first call only, rather
+    than whenever it does something new (docs/accuracy.md).
     `vae`: how several devices encode and decode, see `shard.vae.modes`. `graphs`: replay steady denoiser calls as CUDA
     graphs, see `pipeline.graph_option`. `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
     `secret_file`: a file with a secret, the same on all hosts, by which ranks of torchrun on several hosts know one
@@ -58,6 +60,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         start_timeout: float = 600.0,
         start_method: str = "auto",
         verify: bool | Path = True,
+        trusted_code: Iterable[str] = (),
         vae: str = "auto",
         graphs: bool | str = False,
         symmetric_memory: bool = False,
@@ -67,7 +70,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; pass a folder or name to from_pretrained")
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method, "vae": vae}
-        start |= {"secret_file": secret_file, "trusted_network": trusted_network}
+        start |= {"secret_file": secret_file, "trusted_network": trusted_network, "trusted_code": trusted_code}
         request = check_request(devices, plan, **start, verify=verify, graphs=graphs, symmetric_memory=symmetric_memory)
         if request.starts_workers:
             refuse_to_send_compiled(pipe.components)
@@ -85,6 +88,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         start_timeout: float = 600.0,
         start_method: str = "auto",
         verify: bool | Path = True,
+        trusted_code: Iterable[str] = (),
         vae: Any = "auto",
         graphs: bool | str = False,
         symmetric_memory: bool = False,
@@ -101,7 +105,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         """
         vae, options = way_and_network(vae, options)
         start = {"deadline": deadline, "start_timeout": start_timeout, "start_method": start_method, "vae": vae}
-        start |= {"secret_file": secret_file, "trusted_network": trusted_network}
+        start |= {"secret_file": secret_file, "trusted_network": trusted_network, "trusted_code": trusted_code}
         request = check_request(devices, plan, **start, verify=verify, graphs=graphs, symmetric_memory=symmetric_memory)
         check_options(options)
         self = cls.__new__(cls)

@@ -152,7 +152,7 @@ class PipelineRunner:
         if self._transport is not None:  # also on ranks that stay idle
             self.form(plan, wanted.members, symmetric_memory=wanted.symmetric_memory)
         if mesh is not None and works:
-            verifications = VerificationCache.of(wanted.verify)
+            verifications = VerificationCache.of(wanted.verify, wanted.trusted_code)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)

@@ -1,6 +1,6 @@
 """Check the arguments of ParallelPipeline and start its ranks: plan, devices, executor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class PipelineOptions:
     start_timeout: float
     start_method: str
     verify: bool | Path
+    trusted_code: tuple[str, ...]
     vae: str
     graphs: bool | str
     symmetric_memory: bool
@@ -82,6 +83,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     start_timeout: object,
     start_method: object,
     verify: object,
+    trusted_code: object = (),
     vae: object,
     graphs: object = False,
     symmetric_memory: object = False,
@@ -104,12 +106,24 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
         start_timeout=_seconds("start_timeout", start_timeout),
         start_method=_start_method(start_method, found),
         verify=verify,
+        trusted_code=_names_of_code(trusted_code),
         vae=check_mode(vae),
         graphs=check_graphs(graphs, known),
         symmetric_memory=_symmetric_memory(symmetric_memory, known),
         secret_file=secret,
         trusted_network=is_trusted,
     )
+
+
+def _names_of_code(names: object) -> tuple[str, ...]:
+    """Return the checked option. Raises PlanError."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise PlanError(f"trusted_code={names!r}: use a list of names of modules or packages, e.g. ['my_module']")
+    found = tuple(names)
+    for name in found:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise PlanError(f"trusted_code: {name!r} is no name of a module or package, such as 'my_module'")
+    return tuple(sorted(set(found)))
 
 
 def _network_trust(secret_file: object, trusted_network: object) -> tuple[Path | None, bool]:

@@ -10,7 +10,8 @@ from torch import nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.fingerprint import Fingerprint, WatchedNetwork
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.graphs.step_graphs import Stateless, StepGraphs
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
@@ -42,6 +43,7 @@ class SharedDenoiser:
         self.exchange = "on"
         self.history = StaleState(self.mesh[0], self.policy, self.clock) if self.policy.remembers else None
         self.watched, self.unsure = WatchedNetwork(self.denoiser), False
+        self.foreign = ForeignCheck(self.denoiser, self.mesh, self.verifications)
         self.graphs: StepGraphs | None = None
         self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
 
@@ -70,6 +72,12 @@ class SharedDenoiser:
         self._unlearn()
         if self.history is not None:
             self.history = self.history.anew()
+
+    def _look(self) -> Fingerprint:
+        """Return the fingerprint of a network that is not known yet, whose foreign code is known from now on."""
+        before = self.watched.now()
+        self.foreign.look(before)
+        return before
 
     def _make_sure(self) -> None:
         """Discard what is known of the denoiser if it has changed since its last verification."""

@@ -61,10 +61,15 @@ Facts = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Facts by module path, class or "torch"; `foreign`: descriptions of code from no known library."""
+    """Facts by module path, class or "torch"; `origins`: descriptions of code from no known library, with its name."""
 
     facts: Mapping[str, Facts]
-    foreign: tuple[str, ...]
+    origins: Mapping[str, str]
+
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Descriptions of code from no known library."""
+        return tuple(self.origins)
 
     @property
     def digest(self) -> str:
@@ -126,7 +131,7 @@ class _Reader:
     """Reads the facts of one network and notes foreign code."""
 
     def __init__(self) -> None:
-        self._foreign: dict[str, None] = {}
+        self._foreign: dict[str, str] = {}
         self._where = ""
 
     def read(self, network: nn.Module) -> Fingerprint:
@@ -135,7 +140,7 @@ class _Reader:
         for kind in dict.fromkeys(type(module) for module in modules.values()):
             facts[f"class {_name_of(kind)}"] = self._of_class(kind)
         facts["torch"] = self._of_torch()
-        return Fingerprint(facts, tuple(self._foreign))
+        return Fingerprint(facts, self._foreign)
 
     # --- modules, classes, torch ------------------------------------------------------------------------------------
 
@@ -161,7 +166,7 @@ class _Reader:
     def _of_class(self, kind: type) -> Facts:
         self._where = _name_of(kind)
         if package_of(kind.__module__) not in KNOWN:
-            self._foreign[f"the class {self._where}"] = None
+            self._foreign[f"the class {self._where}"] = self._where
         found: list[tuple[str, Any]] = []
         for name in CALLED:
             function = getattr(kind, name, None)
@@ -172,12 +177,7 @@ class _Reader:
 
     def _of_torch(self) -> Facts:
         self._where = "torch"
-        found = [
-            (f"{module.__name__}.{name}", self._code(value))
-            for module in TORCH_MODULES
-            for name, value in ((name, beneath(value)) for name, value in vars(module).items())
-            if _replaces_torchs(value)
-        ]
+        found = [(name, self._code(function)) for name, function in replaced_functions()]
         return (*found, *((name, self._codes(getattr(torch_modules, name).values())) for name in GLOBAL_HOOKS))
 
     # --- values and code --------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class _Reader:
         """Return class, code of `__call__` and attributes of an object such as an attention processor."""
         kind = type(value)
         if package_of(kind.__module__) not in KNOWN:
-            self._foreign[f"a {_name_of(kind)} in {self._where}"] = None
+            self._foreign[f"a {_name_of(kind)} in {self._where}"] = _name_of(kind)
         called = [self._code(vars(base)["__call__"]) for base in kind.__mro__ if _calls(base)]
         attributes = {name: each for name, each in getattr(value, "__dict__", {}).items() if name != "fn_ref"}
         return _name_of(kind), tuple(called), tuple((n, self._factor(n, each, depth)) for n, each in attributes.items())
@@ -235,7 +235,15 @@ class _Reader:
 
     def _note(self, name: str, module: str) -> None:
         if module and package_of(module) not in KNOWN:
-            self._foreign[f"{name} of {module} in {self._where}"] = None
+            self._foreign[f"{name} of {module} in {self._where}"] = f"{module}.{name}"
+
+
+def replaced_functions() -> Iterator[tuple[str, Any]]:
+    """Yield the functions of torch.nn.functional and torch.fft that another library has replaced, with their names."""
+    for module in TORCH_MODULES:
+        for name, value in vars(module).items():
+            if _replaces_torchs(function := beneath(value)):
+                yield f"{module.__name__}.{name}", function
 
 
 def _replaces_torchs(value: Any) -> bool:

@@ -10,8 +10,8 @@ import importlib.metadata
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +24,14 @@ NOWHERE = Path(os.devnull)  # no file can be made below it
 
 @dataclass(frozen=True, slots=True)
 class VerificationCache:
-    """Verification results in `folder`."""
+    """Verification results in `folder`.
+
+    `trusted`: names of modules and packages whose code in a network is verified once, at the first call.
+    """
 
     folder: Path
+    _: KW_ONLY
+    trusted: frozenset[str] = frozenset()
 
     @classmethod
     def in_home(cls, name: str = "verified") -> "VerificationCache":
@@ -38,11 +43,12 @@ class VerificationCache:
         return cls(home / ".cache" / "patchpar" / name)
 
     @classmethod
-    def of(cls, verify: bool | Path) -> "VerificationCache | None":
+    def of(cls, verify: bool | Path, trusted: Iterable[str] = ()) -> "VerificationCache | None":
         """Return the cache for the option `verify`: in a folder, this user's (True), or none (False)."""
-        if isinstance(verify, Path):
-            return cls(verify)
-        return cls.in_home() if verify else None
+        if verify is False:
+            return None
+        folder = verify if isinstance(verify, Path) else cls.in_home().folder
+        return cls(folder, trusted=frozenset(trusted))
 
     def key(self, facts: Mapping[str, Any]) -> str:
         """Return a name for a set of facts and the versions of patchpar, torch and diffusers."""

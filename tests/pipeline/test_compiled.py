@@ -25,6 +25,14 @@ def _in_place(pipe: Any) -> None:
     pipe.unet.compile(backend="eager")
 
 
+def _wrapped_transformer(pipe: Any) -> None:
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+
+
+def _transformer_in_place(pipe: Any) -> None:
+    pipe.transformer.compile(backend="eager")
+
+
 def _block(pipe: Any) -> None:
     pipe.unet.mid_block = torch.compile(pipe.unet.mid_block, backend="eager")
 
@@ -33,17 +41,19 @@ def _text_encoder(pipe: Any) -> None:
     pipe.text_encoder.compile(backend="eager")
 
 
-BEFORE: list[tuple[Callable[[Any], None], str]] = [
-    (_wrapped, f"UNet2DConditionModel {WHOLE}.*_orig_mod|_orig_mod.*compile its blocks"),
-    (_in_place, f"UNet2DConditionModel {WHOLE}"),
-    (_block, r"pipe\.unet\.mid_block is compiled.*cannot be sent.*pipe\.unet\.compile_repeated_blocks"),
-    (_text_encoder, r"pipe\.text_encoder is compiled.*cannot be sent"),
+BEFORE: list[tuple[str, Callable[[Any], None], str]] = [
+    ("sdxl", _wrapped, f"UNet2DConditionModel {WHOLE}.*_orig_mod|_orig_mod.*compile its blocks"),
+    ("sdxl", _in_place, f"UNet2DConditionModel {WHOLE}"),
+    ("flux", _wrapped_transformer, r"FluxTransformer2DModel is compiled as a whole.*_orig_mod.*compile its blocks"),
+    ("flux", _transformer_in_place, f"FluxTransformer2DModel {WHOLE}"),
+    ("sdxl", _block, r"pipe\.unet\.mid_block is compiled.*cannot be sent.*pipe\.unet\.compile_repeated_blocks"),
+    ("sdxl", _text_encoder, r"pipe\.text_encoder is compiled.*cannot be sent"),
 ]
 
 
-@pytest.mark.parametrize(("compiled", "words"), BEFORE)
-def test_compiled_before(compiled: Callable[[Any], None], words: str) -> None:
-    pipe = build("sdxl").pipe
+@pytest.mark.parametrize(("name", "compiled", "words"), BEFORE)
+def test_compiled_before(name: str, compiled: Callable[[Any], None], words: str) -> None:
+    pipe = build(name).pipe
     compiled(pipe)
     with pytest.raises(UnsupportedModel, match=words):
         ParallelPipeline(pipe, devices="cpu:2", plan="patch=2")

@@ -9,7 +9,7 @@ import pytest
 from diffusers import DDIMScheduler
 from diffusers.models.attention_processor import AttnProcessor2_0
 
-from patchpar import ParallelPipeline
+from patchpar import ParallelPipeline, VerificationError
 from tests.breadth import first_of
 from tests.tiny import build
 
@@ -35,6 +35,15 @@ class Halving:
 
     def __call__(self, attn, hidden_states, *args, **kwargs):
         return STRENGTH * self.inner(attn, hidden_states, *args, **kwargs)
+
+class Exchanging:
+    def __init__(self, calls):
+        self.inner, self.calls = AttnProcessor2_0(), calls
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        self.calls -= 1
+        out = self.inner(attn, hidden_states, *args, **kwargs)
+        return out + out.flip(0) if self.calls < 0 else out
 
 class Careful(DDIMScheduler):
     def step(self, model_output, *args, **kwargs):
@@ -96,3 +105,22 @@ def test_set_on_a_pipeline_in_workers(parallel: ParallelPipeline, script: Any) -
     finally:
         parallel.unet.set_attn_processor(AttnProcessor2_0())
         parallel.scheduler = before
+
+
+def test_what_begins_in_the_second_step_is_seen_there(parallel: ParallelPipeline, plain: Any, script: Any) -> None:
+    """It mixes guidance branches, so that it is exact in bands, and refused where each branch has its own rank."""
+    pipe = build("sdxl").pipe
+    layers = len(pipe.unet.attn_processors)
+    pipe.unet.set_attn_processor(script["Exchanging"](layers))
+    want = pipe(**CALL, generator=generator())
+    assert relative_error(want, plain(**CALL, generator=generator())) > 1e-3
+    try:
+        parallel.unet.set_attn_processor(script["Exchanging"](layers))
+        parallel.plan = "patch=2"
+        assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
+        parallel.unet.set_attn_processor(script["Exchanging"](layers))
+        parallel.plan = "cfg=2"
+        with pytest.raises(VerificationError, match=r"Exchanging of __main__.*mixes guidance branches"):
+            parallel(**CALL, generator=generator())
+    finally:
+        parallel.unet.set_attn_processor(AttnProcessor2_0())

@@ -20,6 +20,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
 from patchpar.shard.stages.block_seconds import seconds_of_blocks
@@ -148,6 +149,7 @@ class StagedDenoiser:
     def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
         """Find how to divide such calls, and verify it. Afterwards all weights are here."""
         refuse_for_stages(self.denoiser)
+        refuse_untrusted(self.denoiser, self.verifications, f"stage={self.axis.size}", "use stage=1")
         before = self._watched.now()
         if self._weights is None:
             self._weights, self._hooks = self._divided(), BlockHooks(self.denoiser)

@@ -11,6 +11,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
+from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
@@ -58,6 +59,7 @@ class TensorDenoiser:
         kind = type(self.denoiser).__name__
         if compiled_in(self.denoiser):
             raise UnsupportedModel(f"{kind} has compiled modules, whose graphs hold whole weights: {WAY_OUT}")
+        refuse_untrusted(self.denoiser, self.verifications, f"tensor={self.mesh[1].size}", "use tensor=1")
         with torch.no_grad(), caches_set_aside(self.denoiser):
             if self.plan is None:
                 self.plan = find_plan(self.denoiser, self.mesh, forward, call, self.verifications, self.weights.take)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stale.state import StaleState
@@ -19,10 +19,12 @@ from patchpar.shard.step_caches import caches_set_aside, refuse_caches
 from patchpar.shard.transformer.attention import TokenSplit, cut_for
 from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
 from patchpar.shard.transformer.group_offload import refuse_elsewhere
+from patchpar.shard.transformer.guard import TokenComparison
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.plan_lookup import GivenPlan, PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
-from patchpar.shard.transformer.verify import compared, refusal
+from patchpar.shard.transformer.token_ranges import TokenRanges
+from patchpar.shard.transformer.verify import compared, refusal, why_no_old_values
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification import Call, Forward, call_signature, facts_of, verify_once, with_noise_for_zeros
 
@@ -56,7 +58,7 @@ class TokenDenoiser(SharedDenoiser):
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
         self._make_sure()
-        before = self.watched.now() if self._shard is None else None
+        before = self._look() if self._shard is None else None
         output = self._denoised(forward, *args, **kwargs)
         if before is not None:
             self.watched.record(before)
@@ -68,7 +70,7 @@ class TokenDenoiser(SharedDenoiser):
         Raises UnsupportedModel, and what `denoise` raises.
         """
         self._make_sure()
-        before = self.watched.now() if self._shard is None else None
+        before = self._look() if self._shard is None else None
         with self._choice.set_aside() as kernel:
             self._prepare_first(forward, (args, kwargs), call_signature((args, kwargs)), kernel)
         if before is not None:
@@ -93,15 +95,33 @@ class TokenDenoiser(SharedDenoiser):
         signature, call = call_signature((args, kwargs)), (args, kwargs)
         with self._choice.set_aside() as kernel:
             first = self._prepare_first(forward, call, signature, kernel)
-            try:
-                output = self._run(signature, kernel, forward, call)
-            except NotWatched as error:  # the signature does not show it: every rank raises at the same block
-                self._prepare(forward, call, signature, kernel, unforeseen=error)
-                output = self._run(signature, kernel, forward, call)
-            if first and self.patch.group_rank == 0:
-                assert self._shard is not None
-                self._log_ranges(self._shard)
+            output = self._guarded(signature, kernel, forward, call)
+            for name, ranges in self._ranges().items() if first and self.patch.group_rank == 0 else ():
+                log.info("%s, %s: %s", type(self.denoiser).__name__, name, ranges)
             return output
+
+    def _guarded(self, signature: Any, kernel: BackendKernel | None, forward: Forward, call: Call) -> Any:
+        split = partial(self._run_or_prepare, signature, kernel, forward, call)
+        if not self.foreign.is_needed or self.exchange != "on":
+            return split()
+        remembers, ranks = self.history is not None, self.patch.axis.size
+        found = TokenComparison(self.denoiser, kernel, forward, self.exactly, call, remembers, self._ranges)
+        try:
+            return self.foreign.run(found.of(split, ranks))
+        except (VerificationError, UnsupportedModel):
+            self._take_out()  # otherwise the next call would run the unverified split
+            raise
+
+    def _ranges(self) -> dict[str, TokenRanges]:
+        return {} if self._shard is None else self._shard.ranges
+
+    def _run_or_prepare(self, signature: Any, kernel: BackendKernel | None, forward: Forward, call: Call) -> Any:
+        try:
+            return self._run(signature, kernel, forward, call)
+        except NotWatched as error:  # the signature does not show it: every rank raises at the same block
+            self.foreign.rewind()
+            self._prepare(forward, call, signature, kernel, unforeseen=error)
+            return self._run(signature, kernel, forward, call)
 
     def _is_ready_for(self, signature: Any) -> bool:
         """Whether there is a plan for calls of that signature; if so, install it."""
@@ -125,10 +145,6 @@ class TokenDenoiser(SharedDenoiser):
         assert self._shard is not None
         return None if kind is None else (kind, tuple(self._shard.grids.items()))
 
-    def _log_ranges(self, shard: TransformerSharder) -> None:
-        for name, ranges in shard.ranges.items():
-            log.info("%s, %s: %s", type(self.denoiser).__name__, name, ranges)
-
     # --- the first call of a signature --------------------------------------------------------------------------
 
     def _prepare(
@@ -145,7 +161,8 @@ class TokenDenoiser(SharedDenoiser):
         """
         refuse_caches(self.denoiser, stale=self.history is not None)
         refuse_elsewhere(self.denoiser, self.patch.comm.transport.device)
-        with caches_set_aside(self.denoiser), needing_torch_attention(self.denoiser, kernel):
+        kept = self.foreign.set_aside(forward)
+        with caches_set_aside(self.denoiser), kept as forward, needing_torch_attention(self.denoiser, kernel):
             if unforeseen is None:
                 self._know(forward, call)
             else:
@@ -161,15 +178,10 @@ class TokenDenoiser(SharedDenoiser):
         """Raise UnsupportedModel for stale keys in a model whose tokens meet outside attention, where all are fresh."""
         if self.history is None:
             return
-        mixing = any(block.mixing is not None for block in plan.blocks)
-        parts = sorted({part.path for block in plan.blocks for part in block.replicated})
-        if not mixing and (not parts or any(call.keys for block in plan.blocks for call in block.attentions)):
-            return
-        self._take_out()
-        where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
-        raise UnsupportedModel(
-            f"the tokens of {plan.denoiser} meet in {where}, and stale values of these are not kept: use strategy=exact"
-        )
+        words = why_no_old_values(plan)
+        if words:
+            self._take_out()
+            raise UnsupportedModel(words)
 
     def _know(self, forward: Forward, call: Call) -> None:
         """Install the plan of other calls, else the known one of this model, else search for one."""
@@ -233,8 +245,6 @@ class TokenDenoiser(SharedDenoiser):
         split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": ranks}
         return facts_of(self.denoiser, comm.transport.device, call, **split)
 
-    # --- every call ---------------------------------------------------------------------------------------------
-
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
         patch = self.patch
         alone = self.exchange == "off" if wrong is None else wrong
@@ -266,11 +276,8 @@ class TokenDenoiser(SharedDenoiser):
         return output, self._gathered(history.report())
 
     def _gathered(self, own: list[Tensor]) -> list[list[Tensor]]:
-        if not own:
-            return []
-        return [
-            [gathered] for gathered in AllGather(self.patch.comm, self.patch.axis, "prediction", "drift").same(own[0])
-        ]
+        gather = AllGather(self.patch.comm, self.patch.axis, "prediction", "drift")
+        return [[gathered] for gathered in gather.same(own[0])] if own else []
 
     def reset(self) -> None:
         """Begin an image: nothing of the last one is used. Raises ExchangeError."""

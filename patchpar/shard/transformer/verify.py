@@ -14,6 +14,7 @@ from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.transformer.probe.smaller_call import smaller_calls
+from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, every_rank_has, relative_error
 
 SHAKEN = 4.0
@@ -78,6 +79,16 @@ def refusal(shard: TransformerSharder) -> tuple[str, str]:
         f"{shard.plan.denoiser} with its tokens split between {shard.split.axis.size} ranks",
         f": use plan cfg=2 or data=N, which do not split the tokens. What was found:\n{shard.plan}",
     )
+
+
+def why_no_old_values(plan: TokenPlan) -> str:
+    """Return why stale keys cannot be used with a plan whose tokens meet outside attention, where all are fresh."""
+    mixing = any(block.mixing is not None for block in plan.blocks)
+    parts = sorted({part.path for block in plan.blocks for part in block.replicated})
+    if not mixing and (not parts or any(call.keys for block in plan.blocks for call in block.attentions)):
+        return ""
+    where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
+    return f"the tokens of {plan.denoiser} meet in {where}, and stale values of these are not kept: use strategy=exact"
 
 
 def _shaken(arguments: CallArguments, latent: str, seed: int) -> CallArguments:

@@ -13,18 +13,23 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from patchpar.comm.collectives import AllGather
+from patchpar.comm.pytree import with_own_lists
 from patchpar.comm.transport import TensorSpec
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import is_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.foreign.check import GuardedCall
+from patchpar.shard.foreign.cuts import band_cuts
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
-from patchpar.shard.unet.install import UNetSharder, compared_as_called, compared_at_two_sizes, first_tensor, named
+from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, first_tensor
 from patchpar.shard.unet.spatial_arguments import level_of, map_of
-from patchpar.shard.verification import Comparison, fingerprint_of, verify_once
+from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, verify_once
+
+WAY_OUT = "use plan cfg=2 or data=N, which do not split the image"
 
 
 @dataclass(eq=False, repr=False)
@@ -38,8 +43,6 @@ class PatchedDenoiser(SharedDenoiser):
         self.sites: ExchangeSites | None = None
         self._sharded: UNetSharder | None = None
         self._gather = AllGather(*self.mesh, "prediction", "prediction")
-        self._foreign: tuple[str, ...] = ()
-        self._sizes: set[tuple[int, ...]] = set()  # of samples at which it has been verified with the call itself
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what `forward`, the denoiser's own, returns for the whole image.
@@ -47,10 +50,33 @@ class PatchedDenoiser(SharedDenoiser):
         Raises ExchangeError, PlanError, UnsupportedModel, VerificationError.
         """
         self.prepare(forward, *args, **kwargs)
+        split = partial(self._in_step, forward, (args, kwargs))
+        if not self.foreign.is_needed or self.exchange != "on":
+            return split()
+        kept, what = with_own_lists((args, kwargs)), f"the denoiser split into {self.patch.axis.size} bands"
+        plain = partial(self._plain, forward, *kept[0], **kept[1])
+        exactly = None if self.history is None else partial(self.exactly, forward, *args, **kwargs)
+        call = GuardedCall(
+            form=call_signature(kept),
+            split=split,
+            plain=plain,
+            cuts=partial(band_cuts, self.patch),
+            exactly=exactly,
+            what=what,
+            mixed="positions",
+            way_out=WAY_OUT,
+        )
+        try:
+            return self.foreign.run(call)
+        except (VerificationError, UnsupportedModel):
+            self.restore()  # or the next call would find exchange points, and go ahead
+            raise
+
+    def _in_step(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
         try:
             if self.history is None:
-                return self._steady(self._exact_kind, partial(self._exactly, forward), (args, kwargs))
-            return self._with_stale_state(self.history, forward, *args, **kwargs)
+                return self._steady(self._exact_kind, partial(self._exactly, forward), call)
+            return self._with_stale_state(self.history, forward, *call[0], **call[1])
         finally:
             self.patch.active = False  # other calls of the denoiser's forward are plain ones
 
@@ -59,10 +85,9 @@ class PatchedDenoiser(SharedDenoiser):
         refuse_arguments(kwargs)
         self._make_sure()
         dim = self._dim(map_of(args, kwargs))
-        if self._sharded is None or self.patch.dim != dim:
-            self._install(forward, dim, (args, kwargs))
         try:
-            self._check_here(forward, (args, kwargs))
+            if self._sharded is None or self.patch.dim != dim:
+                self._install(forward, dim, (args, kwargs))
         finally:
             self.patch.active = False
 
@@ -83,8 +108,14 @@ class PatchedDenoiser(SharedDenoiser):
                 f"{type(self.denoiser).__name__} has blocks that torch.compile(block) has wrapped: compile them by "
                 "compile_repeated_blocks() or block.compile(), or use plan cfg=2 or data=N"
             )
-        before = self.watched.now()
+        before = self._look()
         refuse_caches(self.denoiser, stale=self.history is not None)
+        with self.foreign.set_aside(forward) as from_before:
+            self._install_at(from_before, dim, call)
+            self.watched.record(before)
+
+    def _install_at(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
+        """Find the exchange points, install and verify them, by calls for their own sake."""
         if self.sites is None:
             with uncompiled(self.denoiser):  # functions in compiled graphs cannot be intercepted
                 self.sites = discover(self.denoiser, forward, *call)
@@ -93,36 +124,19 @@ class PatchedDenoiser(SharedDenoiser):
         self._sharded = UNetSharder(self.denoiser, self.sites, self.patch)
         if self.verifications is not None:
             compare = partial(compared_at_two_sizes, call=call, sites=self.sites, patch=self.patch)
-            self.error = self._checked(compare, forward, self._facts(self.sites, call), "This model")
-        self._sizes.clear()
-        self._foreign = before.foreign
-        self.watched.record(before)
-
-    def _check_here(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> None:
-        """Verify at the size of the call too where other libraries' code is present: it may work at some sizes only."""
-        sample = map_of(*call)
-        if self.verifications is None or not self._foreign or sample.shape in self._sizes:
-            return
-        assert self.sites is not None
-        facts = self._facts(self.sites, call) | {"size": tuple(sample.shape)}
-        self._checked(partial(compared_as_called, call=call), forward, facts, named(self._foreign))
-        self._sizes.add(sample.shape)
+            self.error = self._checked(compare, forward, self._facts(self.sites, call))
 
     def _checked(
         self,
         compare: Callable[..., Iterable[list[Comparison]]],
         forward: Callable[..., Any],
         facts: dict[str, Any],
-        blamed: str,
     ) -> float:
         """Return the error known for these facts, or measured now. Raises VerificationError, UnsupportedModel."""
         assert self.verifications is not None
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
         what = f"the denoiser split into {self.patch.axis.size} bands"
-        way_out = (
-            f". {blamed} mixes positions in a way patchpar does not know: use plan cfg=2 or data=N, which do not split "
-            "the image"
-        )
+        way_out = f". This model mixes positions in a way patchpar does not know: {WAY_OUT}"
         try:
             return verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         except BaseException:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
@@ -28,7 +27,6 @@ from patchpar.shard.unet.spatial_arguments import with_sample_size
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 HOOK = "patchpar_seam"
-MOST_LISTED = 3  # additions of other libraries
 
 
 class UNetSharder:
@@ -130,25 +128,6 @@ def compared_at_two_sizes(
             got = first_tensor(split(*args, **kwargs))
         found.append(Comparison(relative_error(got, want), TOLERANCE[want.dtype]))
     yield found
-
-
-def compared_as_called(split: Callable[..., Any], plain: Callable[..., Any], call: Call) -> Iterator[list[Comparison]]:
-    """Yield the comparison for `call` at its own size: additions of other libraries may work at some sizes only.
-
-    Takes as much memory as the plain forward.
-    """
-    args, kwargs = call
-    own_args, own_kwargs = tree_map(lambda x: x, call)  # a denoiser may empty its list arguments
-    with torch.no_grad():
-        want = first_tensor(plain(*own_args, **own_kwargs))
-        got = first_tensor(split(*args, **kwargs))
-    yield [Comparison(relative_error(got, want), TOLERANCE[want.dtype])]
-
-
-def named(foreign: Sequence[str]) -> str:
-    """Return a text that names the additions of other libraries to a denoiser."""
-    more = f" and {len(foreign) - MOST_LISTED} more" if len(foreign) > MOST_LISTED else ""
-    return f"What was put into it ({'; '.join(foreign[:MOST_LISTED])}{more})"
 
 
 def _plain_at(

@@ -4,7 +4,7 @@ The arguments that carry the batch are found by their shapes, which may mislead:
 verified.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.comm.pytree import floats_in
+from patchpar.comm.pytree import floats_in, with_own_lists
+from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
-from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.fingerprint import Fingerprint, WatchedNetwork
+from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.verification import (
     TOLERANCE,
@@ -29,6 +32,8 @@ from patchpar.shard.verification import (
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
+
+EMPTY = Fingerprint({}, {})
 
 
 class GuidanceCheck:
@@ -53,18 +58,71 @@ class GuidanceCheck:
         self._together = together or self.axis
         self._seen: list[Any] = []
         self.carriers = carriers_of(denoiser, mesh, verifications, by_branch, together=together)
-        self._watched, self.unsure = WatchedNetwork(denoiser), False
+        self._watched, self.unsure, self._is_new = WatchedNetwork(denoiser), False, True
+        self.inner: Sequence[ForeignCheck] = ()
+        """Of layers inside this one, whose comparisons are no part of a call."""
+        self.foreign = ForeignCheck(denoiser, (self.comm, self._together), verifications, self._is_inner_comparing)
 
-    def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
-        """Compare `joined`, if of several branches, with the plain forward. Collective. Raises VerificationError."""
-        if self.clock.branches == 1:  # each branch has its own call, and no batch is split
-            return
-        if self.unsure and self._watched.has_changed:
+    def run(self, split: Callable[[], Any], plain: Callable[..., Any], call: Call, *, remembers: bool) -> Any:
+        """Return the output of `split`, compared with the plain forward where that is needed. Collective.
+
+        `remembers`: it may use values of earlier steps. Raises VerificationError, UnsupportedModel.
+        """
+        self._look()
+        form, kept = call_signature(call), with_own_lists(call)
+        before = self._watched.now() if self.foreign.is_needed and form not in self._seen else EMPTY
+
+        def compared() -> Any:
+            with caches_set_aside(self.denoiser):
+                return plain(*kept[0], **kept[1])
+
+        guarded = GuardedCall(
+            form=form,
+            split=split,
+            plain=compared,
+            cuts=partial(branch_cuts, self.axis),
+            exactly=self._nothing_to_compare if remembers and form in self._seen else None,
+            divides=lambda: self.clock.branches > 1,
+            what=f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks",
+            mixed="guidance branches",
+            way_out="run it with cfg=1 and give the devices to another axis, e.g. patch",
+        )
+        joined = self.foreign.run(guarded)
+        if self.clock.branches > 1 and form not in self._seen:  # otherwise each branch has its own call
+            if self.foreign.is_needed:  # it has been compared
+                self._remember(form, before)
+            else:
+                self._verify(plain, call, joined)
+        return joined
+
+    def _remember(self, form: Any, before: Fingerprint) -> None:
+        self._seen.append(form)
+        self._watched.record(before)
+
+    def carriers_of(self, plain: Callable[..., Any], call: Call) -> Mapping[str, int | None]:
+        """Return which dims of the arguments carry the batch, see `BatchArguments.of`. Raises as `run`."""
+        self._look()
+        with self.foreign.set_aside(plain) as from_before:
+            return self.carriers.of(from_before, call)
+
+    def _look(self) -> None:
+        """Discard what is known of a denoiser that has changed."""
+        if self._is_new or (self.unsure and self._watched.has_changed):
             self._seen.clear()
-        self.unsure = False
+            self.foreign.look(self._watched.now())
+        self.unsure = self._is_new = False
+
+    def _is_inner_comparing(self) -> bool:
+        return any(each.is_comparing for each in self.inner)
+
+    def _nothing_to_compare(self) -> Any:
+        raise UnsupportedModel(
+            f"{self.foreign.blamed} does what it did not in earlier steps, in a step with stale values, which cannot "
+            "be compared with a plain call: use strategy=exact"
+        )
+
+    def _verify(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
         form = call_signature(call)
-        if form in self._seen:
-            return
         split = {"strategy": "cfg", "places": self.axis.size}
         facts = facts_of(self.denoiser, self.comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
@@ -76,8 +134,7 @@ class GuidanceCheck:
         with caches_set_aside(self.denoiser):
             compare = partial(self._compared, plain, call, joined)
             verify_once(self.verifications, facts, (self.comm, self._together), compare, what, way_out)
-        self._seen.append(form)
-        self._watched.record(before)
+        self._remember(form, before)
 
     def _compared(self, plain: Callable[..., Any], call: Call, joined: Any) -> Iterator[list[Comparison]]:
         args, kwargs = call

@@ -1,0 +1,140 @@
+"""What foreign code of a network keeps from one call to the next: saved, put back, and compared.
+
+Reached from replaced forwards, hooks, processors, and attributes that were set on modules: closures, globals of the
+code's own modules, attributes of objects and classes, lists, dicts, sets, iterators, and the states of random number
+generators. Tensors are kept by reference.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.launch import accelerators
+from patchpar.shard.foreign.holders import Entries, Holder, holders_of, roots_of
+
+Path = tuple[Any, ...]
+
+
+class SavedState:
+    """The state as it was when this was made. `tensors`: those of any shape that are part of it, by where they are."""
+
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._saved: list[tuple[Holder, Entries]] = []
+        self._copies: dict[tuple[int, Any], Any] = {}
+        self.tensors: dict[Path, Tensor] = {}
+        self._random = _random_states(device)
+        seen: dict[int, Any] = {}
+        pending: list[tuple[Path, Any]] = list(roots_of(network))
+        while pending:
+            path, value = pending.pop()
+            pending += self._visit(path, value, network, seen)
+        self._versions = {id(x): 0 if x.is_inference() else x._version for x in self.tensors.values()}
+
+    def _visit(self, path: Path, value: Any, network: nn.Module, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
+        if isinstance(value, Tensor):
+            self.tensors[path] = value
+            return
+        if isinstance(value, tuple):
+            yield from (((*path, number), each) for number, each in enumerate(value))
+            return
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
+        for name, holder in holders_of(value):
+            entries = holder.read()
+            self._saved.append((holder, entries))
+            for key, each in entries.items():
+                self._copy(len(self._saved) - 1, key, each)
+                yield (*path, name, key), each
+
+    def _copy(self, number: int, key: Any, value: Any) -> None:
+        """Keep a copy of what changes without being replaced, such as an iterator."""
+        if isinstance(value, GeneratorType):
+            raise UnsupportedModel(
+                f"code of another library or your own keeps a generator ({value.__qualname__}) from one call of the "
+                "network to the next, which cannot be put back after the calls that verify a plan: keep a number or "
+                "a list instead, use verify=False, or use one device"
+            )
+        if isinstance(value, torch.Generator):
+            self._copies[number, key] = value.get_state()
+        elif hasattr(value, "__next__") and not isinstance(value, nn.Module):
+            self._copies[number, key] = _copied(value, copy.copy)
+        elif isinstance(value, (bytearray, random.Random)) or type(value).__module__.startswith("numpy"):
+            self._copies[number, key] = _copied(value, copy.deepcopy)
+
+    def put_back(self, twins: Mapping[int, Tensor] | None = None) -> None:
+        """Make the state what it was. `twins`: tensors, of any shape, that take the place of others, by their id."""
+        for number, (holder, entries) in enumerate(self._saved):
+            wanted = {key: self._entry(number, key, value, twins or {}) for key, value in entries.items()}
+            if not _are_same(holder.read(), wanted):
+                holder.write(wanted)
+        for restore, state in self._random:
+            restore(state)
+
+    def _entry(self, number: int, key: Any, value: Any, twins: Mapping[int, Tensor]) -> Any:
+        kept = self._copies.get((number, key))
+        if isinstance(value, torch.Generator) and kept is not None:
+            value.set_state(kept)
+        elif kept is not None:
+            return _copied(kept, copy.copy if hasattr(value, "__next__") else copy.deepcopy)
+        return _replaced(value, twins)
+
+    @property
+    def has_written_tensors(self) -> bool:
+        """Whether any of the tensors has been written to since."""
+        return any(not x.is_inference() and x._version != self._versions[id(x)] for x in self.tensors.values())
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether any of it is another value now; tensors that were written to count."""
+        return self.has_written_tensors or any(not _are_same(holder.read(), entries) for holder, entries in self._saved)
+
+
+def _copied(value: Any, copier: Any) -> Any:
+    """Return a copy, or the value itself where there is none."""
+    try:
+        return copier(value)
+    except TypeError:
+        return value
+
+
+def _are_same(now: Entries, wanted: Entries) -> bool:
+    return len(now) == len(wanted) and all(
+        key in now and (now[key] is value or _is_equal_number(now[key], value)) for key, value in wanted.items()
+    )
+
+
+def _is_equal_number(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and isinstance(one, (int, float, str, bytes, torch.Size)) and one == other
+
+
+def _replaced(value: Any, twins: Mapping[int, Tensor]) -> Any:
+    """Return a value with its tensors, also those in tuples, replaced."""
+    if isinstance(value, Tensor):
+        return twins.get(id(value), value)
+    if isinstance(value, tuple) and twins and type(value) is not torch.Size:
+        items = [_replaced(each, twins) for each in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _random_states(device: torch.device) -> list[tuple[Any, Any]]:
+    """Return the states of the generators that code may draw from, each with what sets it."""
+    found: list[tuple[Any, Any]] = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+    of_device = accelerators.random_state(device)
+    if of_device is not None:
+        found.append((lambda state: accelerators.set_random_state(state, device), of_device))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found.append((numpy.random.set_state, numpy.random.get_state()))
+    return found

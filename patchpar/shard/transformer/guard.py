@@ -1,0 +1,54 @@
+"""A call of a split transformer that holds foreign code, and what runs it plainly for a comparison."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from patchpar.comm.pytree import with_own_lists
+from patchpar.shard.foreign.check import GuardedCall
+from patchpar.shard.foreign.cuts import Cut, token_cuts
+from patchpar.shard.step_caches import cache_of, caches_set_aside
+from patchpar.shard.transformer.attention_backend import BackendKernel, needing_torch_attention
+from patchpar.shard.transformer.token_ranges import TokenRanges
+from patchpar.shard.verification import Call, Forward, call_signature
+
+
+class TokenComparison(NamedTuple):
+    """Runs a call of `network` plainly, or with fresh keys by `exactly`; `forward` is the network's own.
+
+    `remembers`: the call itself may use values of earlier steps. `ranges`: how its tokens were divided.
+    """
+
+    network: nn.Module
+    kernel: BackendKernel | None
+    forward: Forward
+    exactly: Forward
+    call: Call
+    remembers: bool
+    ranges: Callable[[], dict[str, TokenRanges]]
+
+    def of(self, split: Callable[[], Any], ranks: int) -> GuardedCall:
+        """Return the call that `split` runs on so many ranks."""
+        kept = self._replace(call=with_own_lists(self.call))
+        again = self.remembers or cache_of(self.network) is not None
+        return GuardedCall(
+            form=call_signature(self.call),
+            split=split,
+            plain=partial(kept._compared, self.forward),
+            cuts=self._cuts,
+            exactly=partial(kept._compared, partial(self.exactly, self.forward)) if again else None,
+            what=f"{type(self.network).__name__} with its tokens split between {ranks} ranks",
+            mixed="tokens",
+            way_out="use plan cfg=2 or data=N, which do not split the tokens",
+        )
+
+    def _compared(self, forward: Forward) -> Any:
+        """Return the output of a forward, in which no cache skips blocks."""
+        args, kwargs = with_own_lists(self.call)
+        with caches_set_aside(self.network), needing_torch_attention(self.network, self.kernel):
+            return forward(*args, **kwargs)
+
+    def _cuts(self) -> list[Cut]:
+        return token_cuts(self.ranges().values())
