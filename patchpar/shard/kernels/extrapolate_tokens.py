@@ -25,8 +25,10 @@ def extrapolate_tokens_eager(
     `along` [X, N]: a fraction of the line for each head; None is all of it. `ratio`: length of this step over that of
     the last. Both in fp32.
     """
-    reach = ratio if along is None else along.unsqueeze(-1) * ratio
-    into.copy_(torch.addcmul(wide(newest), wide(newest) - wide(previous), reach))
+    if along is None:
+        torch.lerp(previous, newest, (1 + ratio).to(newest.dtype), out=into)
+    else:
+        into.copy_(torch.addcmul(wide(newest), wide(newest) - wide(previous), along.unsqueeze(-1) * ratio))
 
 
 def launch_extrapolate_tokens(
