@@ -122,9 +122,9 @@ def test_all_tokens_may_be_kept(interpreted: Callable[..., Any], dtype: torch.dt
     for tokens, stride, width in ((37, 1, 8), (601, 3, 40), (5, 4, 8)):
         last, moved, other = (noise(seed, tokens, 4, 3, width) + 2 for seed in range(3))
         steps = [x.to(dtype) for x in (last + 0.3 * moved, last, last - 0.2 * moved - 0.1 * other)]
-        along = 0.7 + 0.3 * torch.rand(4, 3, generator=torch.Generator().manual_seed(3)) if extrapolates else None
+        along = 0.7 + 0.3 * torch.rand(4, 3, generator=torch.Generator().manual_seed(3))
         past = means(*steps[1 : 3 if extrapolates else 2])
-        args = (steps[0], past, stride, 0.7, along)
+        args = (steps[0], past, stride, 0.7, along.to(dtype).float() if extrapolates else None)
         found, twin = interpreted(fit, launch_fit_tokens, *args), fit(fit_tokens_eager, *args)
         for got, want in zip(found, twin, strict=True):
             torch.testing.assert_close(got.float(), want.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
