@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def mean_of_all(
+def _mean_of_all(
     own,
     tokens,
     tokens_before,
@@ -189,7 +189,7 @@ def fit_tokens_program(
     old_old, old_moved, old_way, way_way, way_moved = _products_of_samples(
         own, last, before, step, samples, own_pitch, old_pitch, used, WIDTH, ROWS, COLUMNS, EXTRAPOLATES, KEEPS_ALL
     )
-    now_mean = mean_of_all(
+    now_mean = _mean_of_all(
         own, last, before, num_tokens, token_stride, pitch, WIDTH, ROWS, COLUMNS, KEEPS_ALL, EXTRAPOLATES, True
     )
     found = way_moved / (samples * WIDTH) / (way_way / (samples * WIDTH) + TINY)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from patchpar.shard.kernels.programs.fit_tokens import mean_of_all
+from patchpar.shard.kernels.programs.fit_tokens import _mean_of_all
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def sample_tokens_program(
                     last = tl.load(kept + sample * pitch, mask=found, other=0.0)
                 tl.store(before + sample * pitch, last, mask=found)
             tl.store(kept + sample * pitch, now, mask=found)
-    now_mean = mean_of_all(
+    now_mean = _mean_of_all(
         own, kept, before, num_tokens, token_stride, pitch, WIDTH, ROWS, COLUMNS, KEEPS_ALL, HAS_BEFORE, CONTINUES
     )
     if HAS_BEFORE:
