@@ -29,15 +29,23 @@ DTYPE = torch.bfloat16
 SEEDS = range(4)
 LEFT = 0.05
 """What may be left of the error with everything in fp32: inputs that diffusers rounds, such as embedded timesteps."""
+TIMESTEP = "of these, timestep times 1000"
 KINDS = {
     "convolutions, linear layers": ("convolution", "addmm", "mm", "bmm", "baddbmm"),
     "norms": ("native_group_norm", "native_layer_norm", "_fused_rms_norm", "rsqrt", "mean", "pow", "var_mean"),
     "attention": ("_scaled_dot_product_flash_attention_for_cpu", "_softmax"),
     "activations": ("silu", "gelu", "sigmoid", "tanh"),
     "sums and products": ("add", "sub", "mul", "div", "neg"),
+    TIMESTEP: (),
 }
 KIND_OF = {operation: kind for kind, operations in KINDS.items() for operation in operations}
 HALF = (torch.float16, torch.bfloat16)
+
+
+def kind_of(operation: str, args: Sequence[Any], chosen: Collection[str]) -> str | None:
+    """Return the kind of an operation, the narrower one where that is chosen; None for one that rounds nothing."""
+    is_timestep = operation == "mul" and 1000 in [x for x in args if isinstance(x, int | float)]
+    return TIMESTEP if is_timestep and TIMESTEP in chosen else KIND_OF.get(operation)
 
 
 class WideOperations(TorchDispatchMode):
@@ -53,7 +61,7 @@ class WideOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
-        kind, kwargs = KIND_OF.get(func.overloadpacket.__name__), kwargs or {}
+        kind, kwargs = kind_of(func.overloadpacket.__name__, args, self._computed), kwargs or {}
         native = func(*args, **kwargs)
         has_wide = any(id(x) in self._wide for x in tree_leaves((args, kwargs)))
         if not (has_wide or kind in self._computed):
@@ -140,9 +148,9 @@ def lines_of(names: Sequence[str]) -> Iterator[str]:
     yield (
         f"How far a forward of plain diffusers in {str(DTYPE).removeprefix('torch.')} is from the same weights and "
         f"inputs computed in fp32: mean relative error over {len(SEEDS)} inputs, tiny networks with random weights, "
-        "CPU, one process. `rounded`: operations of this kind are computed in fp32, and their results rounded, so that what "
-        "is left is the error of results being stored in few bits. `kept`: their results go on in fp32. Measured by "
-        "`python -m benchmarks.parity.rounding`, written with `--write docs/figures/rounding.md`."
+        "CPU, one process. `rounded`: operations of this kind are computed in fp32, and their results rounded, so that "
+        "what is left is the error of results being stored in few bits. `kept`: their results go on in fp32. Measured "
+        "by `python -m benchmarks.parity.rounding`, written with `--write docs/figures/rounding.md`."
     )
     yield ""
     heads = [f"{name}, {how}" for name in names for how in ("rounded", "kept")]
