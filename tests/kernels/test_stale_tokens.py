@@ -39,7 +39,7 @@ def written(write: Callable[..., None], key: Tensor, value: Tensor, common: int,
     return [attended, message]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
 @pytest.mark.parametrize(("common", "start"), [(0, 0), (0, 9), (5, 5), (5, 12)])
 def test_tokens_are_copied(interpreted: Callable[..., Any], dtype: torch.dtype, common: int, start: int) -> None:
     """Of keys and values as projections leave them, one after the other in memory or with heads first."""
@@ -113,7 +113,7 @@ def means(*steps: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
-@pytest.mark.parametrize("extrapolates", [True, False])
+@pytest.mark.parametrize("extrapolates", first_of([True, False], True))
 def test_all_tokens_may_be_kept(interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool) -> None:
     """Samples of the last step are read among them; then all of them are this step's, and the last ones those before.
 
@@ -134,7 +134,7 @@ def test_all_tokens_may_be_kept(interpreted: Callable[..., Any], dtype: torch.dt
         assert not extrapolates or not torch.equal(found[5], along)
 
 
-@pytest.mark.parametrize("continues", [True, False])
+@pytest.mark.parametrize("continues", first_of([True, False], True))
 def test_samples_of_an_exact_step_may_be_all_tokens(interpreted: Callable[..., Any], continues: bool) -> None:
     for tokens, stride, width in ((37, 1, 8), (601, 3, 40)):
         now, last, unknown = (noise(seed, tokens, 4, 3, width) for seed in range(3))
@@ -154,7 +154,7 @@ def extrapolated(extrapolate: Callable[..., None], newest: Tensor, previous: Ten
     return into
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
 @pytest.mark.parametrize("has_along", [True, False])
 def test_tokens_are_extrapolated(interpreted: Callable[..., Any], dtype: torch.dtype, has_along: bool) -> None:
     newest, previous = (noise(seed, 37, 4, 3, 40, dtype=dtype) for seed in (0, 1))
@@ -187,7 +187,7 @@ def corrected(correct: Callable[..., None], tokens: list[Tensor | None], fits: T
     return [attended, newest, previous]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
 @pytest.mark.parametrize("extrapolates", [True, False])
 @pytest.mark.parametrize("corrects", [True, False])
 def test_corrections_equal_those_of_the_twin(
