@@ -23,6 +23,8 @@ from benchmarks.parity import parsed
 NAMES = ("sd", "sdxl", "flux", "sd3")
 PLANS = ("patch=2", "patch=3", "cfg=2,patch=2")
 SIZES = ((128, 128), (136, 168))
+EVEN_SIZES = ((128, 128), (144, 176))
+"""Of transformers, whose tokens are squares of latent pixels."""
 TRANSFORMERS = ("flux", "sd3")
 MOST = 1.5
 """How far ranks may be from the truth, in units of what one process is."""
@@ -36,13 +38,13 @@ HEAD = [
 
 def lead(steps: int) -> list[str]:
     """What stands above the table."""
-    sizes = " and ".join(f"{height} x {width}" for height, width in SIZES)
+    sizes, even = (" and ".join(f"{height} x {width}" for height, width in each) for each in (SIZES, EVEN_SIZES))
     return [
         "# Parity in half precision",
         "",
         f"Relative differences of final latents, {steps} steps, DDIM or the flow matching of the pipeline, CPU, worst",
-        f"of {', '.join(PLANS)} and of images of {sizes} pixels. `ranks beside one process`: this",
-        "package's. `another batch`, `another kernel`: plain diffusers beside itself, in a batch of two, and with",
+        f"of {', '.join(PLANS)} and of images of {sizes} pixels ({even} of transformers).",
+        "`ranks beside one process`: this package's. `another batch`, `another kernel`: plain diffusers beside itself, in a batch of two, and with",
         "torch's plain kernel of attention (`SDPBackend.MATH`) in place of the fused one. `off`: how far ranks, and",
         "one process of plain diffusers, are from the same half weights computed in fp32; `one step`: the same after a",
         "single step without guidance, so of a single forward. The guarantee is that ranks are no farther off than",
@@ -64,7 +66,7 @@ def cases_of(name: str, steps: int) -> list[Any]:
     return [
         Case(plan=plan, scheduler=scheduler, size=size, steps=count, guided=guided)
         for plan, guided, count in calls
-        for size in SIZES
+        for size in (EVEN_SIZES if name in TRANSFORMERS else SIZES)
     ]
 
 
