@@ -31,7 +31,7 @@ MOST = 1.5
 OFF = ("ours_off", "plain_off")
 HEAD = [
     "| pipeline | format | ranks beside one process | another batch | another kernel | ranks off | one process off "
-    "| one step: ranks off | one process off |",
+    "| one step: ranks off | one step: one process off |",
     "|---|---|---|---|---|---|---|---|---|",
 ]
 
@@ -44,10 +44,11 @@ def lead(steps: int) -> list[str]:
         "",
         f"Relative differences of final latents, {steps} steps, DDIM or the flow matching of the pipeline, CPU, worst",
         f"of {', '.join(PLANS)} and of images of {sizes} pixels ({even} of transformers).",
-        "`ranks beside one process`: this package's. `another batch`, `another kernel`: plain diffusers beside itself, in a batch of two, and with",
-        "torch's plain kernel of attention (`SDPBackend.MATH`) in place of the fused one. `off`: how far ranks, and",
-        "one process of plain diffusers, are from the same half weights computed in fp32; `one step`: the same after a",
-        "single step without guidance, so of a single forward. The guarantee is that ranks are no farther off than",
+        "`ranks beside one process`: this package's. `another batch`, `another kernel`: plain diffusers beside itself,",
+        "in a batch of two, and with torch's plain kernel of attention (`SDPBackend.MATH`) in place of the fused one.",
+        "`off`: how far ranks, and one process of plain diffusers, are from the same half weights computed in fp32;",
+        "`one step`: the same after a single step without guidance, so of a single forward. The guarantee is that",
+        "ranks are no farther off than",
         f"{MOST} times one process. Two results that are each off by as much, in directions of their own, are 1.4",
         "times that apart. Where the error comes from: [rounding](rounding.md). Measured",
         "by `python -m benchmarks.parity.half`, written with `--write docs/figures/parity-half.md`.",
