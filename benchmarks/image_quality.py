@@ -12,12 +12,17 @@ WINDOW = 11
 
 def psnr_db(images_BCHW: Tensor, reference_BCHW: Tensor, *, most: float = MAX_DB) -> float:
     """Mean over images of the peak signal-to-noise ratio in dB, values in 0..1; `most` dB for equal images."""
+    return each_psnr_db(images_BCHW, reference_BCHW, most=most).mean().item()
+
+
+def each_psnr_db(images_BCHW: Tensor, reference_BCHW: Tensor, *, most: float = MAX_DB) -> Tensor:
+    """The same of each image, shape (B)."""
     from torchmetrics.functional.image import peak_signal_noise_ratio  # takes seconds
 
     each_B = peak_signal_noise_ratio(
         images_BCHW, reference_BCHW, data_range=1.0, reduction="none", dim=tuple(range(1, images_BCHW.ndim))
     )
-    return each_B.clamp(max=most).mean().item()
+    return each_B.clamp(max=most)
 
 
 def ssim(images_BCHW: Tensor, reference_BCHW: Tensor) -> float:

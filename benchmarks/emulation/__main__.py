@@ -4,7 +4,8 @@
     python -m benchmarks.emulation --captions 2 --size 128 --ranks         with real ranks beside it
 
 Prints for each policy the PSNR in dB against the exact run, mean over the captions: of the latents' first three
-channels halved and of the decoded images. The first row has everything fresh and tells how exact the emulation is.
+channels halved and of the decoded images; and how much more than in the first row it is of images, with the standard
+error of that. The row `all fresh` tells how exact the emulation is.
 `--ranks` generates with real ranks too, where a strategy for the row exists, and prints how far they are from the
 emulation; the exit code is 1 where that is more than half a dB, unless both are too near to exact for it to mean
 anything. Rows with corrected moments are shown and not judged: where the corrected variance is next to nothing, the
@@ -26,7 +27,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from benchmarks.emulation import EmulatedPolicy, Emulation
-from benchmarks.image_quality import psnr_db
+from benchmarks.image_quality import each_psnr_db, psnr_db
 from benchmarks.sensitivity.__main__ import CAPTIONS
 from patchpar import ParallelPipeline, Plan
 from patchpar.strategies import parse_strategy
@@ -49,6 +50,12 @@ ROWS: dict[str, EmulatedPolicy] = {
     "fresh edges, all keys": replace(EDGES, context="all"),
     "fresh edges, all keys, led on": replace(EDGES, context="all", extrapolated=True),
     "fresh edges, all keys, affine": replace(EDGES, context="all", extrapolated=True, correction="affine"),
+    "fresh edges, all keys, affine, by owners": replace(
+        EDGES, context="all", extrapolated=True, correction="affine", by_owners=True
+    ),
+    "fresh edges, all keys, linear, by owners": replace(
+        EDGES, context="all", extrapolated=True, correction="linear", by_owners=True
+    ),
     "fresh edges, all keys, linear": replace(EDGES, context="all", extrapolated=True, correction="linear"),
     "fresh edges, band .3": replace(EDGES, context="band"),
     "fresh edges, band .1 + pooled 4x4": replace(EDGES, context="pooled", pool=4),
@@ -153,9 +160,17 @@ def by_ranks(pipe: ParallelPipeline, strategy: str, arguments: argparse.Namespac
     return latents(pipe, arguments)
 
 
-def cells(row: str, found: tuple[float, float], real: float | None) -> str:
+def beside(each: Tensor, first: Tensor) -> str:
+    """Mean difference and its standard error; nothing for the first row itself, or of one image."""
+    if each is first or len(each) < 2:
+        return ""
+    difference = each - first
+    return f"{difference.mean():+.1f} +- {difference.std() / len(each) ** 0.5:.1f}"
+
+
+def cells(row: str, found: tuple[float, float, str], real: float | None) -> str:
     """One line of the table. Raises ValueError where real ranks are not what was emulated."""
-    text = f"| {row} | {found[0]:.1f} | {found[1]:.1f} |"
+    text = f"| {row} | {found[0]:.1f} | {found[1]:.1f} | {found[2]} |"
     if real is None:
         return text
     off = abs(real - found[0])
@@ -172,13 +187,20 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     exact = latents(pipe, arguments)
     exact_images = images(pipe, exact)
-    columns = ("policy", "latents, dB", "images, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
+    columns = (
+        "policy",
+        "latents, dB",
+        "images, dB",
+        "to the first row",
+        *("real ranks, dB", "apart, dB") * arguments.ranks,
+    )
     print(
         f"{arguments.captions} captions, {arguments.size} x {arguments.size}, {arguments.patches} places, "
         f"{arguments.steps} steps of which {arguments.warmup} are exact, guidance {arguments.guidance:g}\n\n"
         f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
         flush=True,
     )
+    first: Tensor | None = None
     with real_ranks(arguments) as ranks:
         for name in arguments.row or (STRATEGIES if ranks else ROWS):
             policy = ROWS[name]
@@ -186,7 +208,9 @@ def main() -> None:
                 policy = replace(policy, warmup_steps=arguments.warmup)
             with Emulation(pipe.unet, arguments.patches, policy):
                 made = latents(pipe, arguments)
-            found = psnr_db(channels(made), channels(exact)), psnr_db(images(pipe, made), exact_images)
+            each = each_psnr_db(images(pipe, made), exact_images)
+            first = each if first is None else first
+            found = psnr_db(channels(made), channels(exact)), each.mean().item(), beside(each, first)
             real = None
             if ranks and name in STRATEGIES:
                 real = psnr_db(channels(by_ranks(ranks, STRATEGIES[name], arguments)), channels(exact))

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from benchmarks.emulation.policy import EmulatedPolicy
 from benchmarks.emulation.sight import (
+    LEAST_BEFOREHAND,
     Conv,
     Cut,
     KeyValues,
     Moments,
     Partial,
+    Span,
     as_tokens,
     attend,
     context_of,
@@ -27,6 +29,8 @@ from benchmarks.emulation.sight import (
     moments_of,
     narrow,
     normalise,
+    part_of_line,
+    tokens_of,
 )
 from patchpar.plan.bands import split_bands
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
@@ -68,6 +72,7 @@ class Emulation:
         self.cache: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
         self.partials: dict[str, list[Partial]] = {}  # by layer and place: attention to all remote tokens
         self.earlier: dict[str, Any] = {}  # by layer: keys and values of the evaluation before
+        self.along: dict[str, list[list[Tensor]]] = {}  # by layer: parts of lines, of keys and of values, by place
         self.times: list[float] = []  # timesteps of all evaluations
         self._total_stride, self._dim = total_stride, DIMS[split]
         self._cut: Cut | None = None
@@ -97,6 +102,7 @@ class Emulation:
         self.cache.clear()
         self.partials.clear()
         self.earlier.clear()
+        self.along.clear()
         self.times.clear()
 
     @property
@@ -208,6 +214,45 @@ class Emulation:
         before, last, now = self.times[-3:]
         return 0.0 if last == before else min(2.0, max(0.0, (now - last) / (last - before)))
 
+    def _ahead_of(self, before: KeyValues, earlier: KeyValues) -> KeyValues:
+        """The last evaluation's keys and values, led on along the line from those of the one before."""
+        line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
+        return KeyValues(*((new + self._ahead() * moved).to(before.key.dtype) for new, moved in line))
+
+    def _displayed(self, path: str, now: KeyValues, spans: Sequence[Span]) -> KeyValues:
+        """The others' keys and values as they are attended to, of this evaluation or older."""
+        policy, before, earlier = self.policy, self.cache.get(path), self.earlier.get(path)
+        displayed = self._exchange(path, now, fresh=policy.context == "fresh")
+        if policy.extrapolated:
+            self.earlier[path] = before
+            if displayed is before and earlier is not None and not policy.frozen:
+                displayed = self._ahead_of(before, earlier)
+        if policy.correction == "none" or policy.frozen:
+            return displayed
+        if not self.synchronous:
+            return self._corrected(path, (now, displayed, before), spans)
+        if policy.by_owners and before is not None:
+            ahead = before if earlier is None else self._ahead_of(before, earlier)
+            self._note_lines(path, (now, ahead, before), spans)
+        return displayed
+
+    def _corrected(self, path: str, maps: tuple[KeyValues, ...], spans: Sequence[Span]) -> KeyValues:
+        """What is shown, corrected. `maps`: now, as shown, and of the last evaluation."""
+        kind, dim = self.policy.correction, self._dim
+        if not self.policy.by_owners:
+            return KeyValues(*(corrected_map(kind, each, spans, dim) for each in zip(*maps, strict=True)))
+        along = self.along.get(path) or [[torch.tensor(LEAST_BEFOREHAND, dtype=torch.float64)] * len(spans)] * 2
+        self._note_lines(path, maps, spans)
+        pairs = zip(zip(*maps, strict=True), along, strict=True)
+        return KeyValues(*(corrected_map(kind, each, spans, dim, parts) for each, parts in pairs))
+
+    def _note_lines(self, path: str, maps: tuple[KeyValues, ...], spans: Sequence[Span]) -> None:
+        """Note which part of their line the tokens of every place went."""
+        self.along[path] = [
+            [part_of_line(self.policy.correction, *tokens) for tokens in tokens_of(each, spans, self._dim)]
+            for each in zip(*maps, strict=True)
+        ]
+
     def _refreshes(self, number: int) -> bool:
         """Whether the attention layer of this number looks at the others' keys anew."""
         due = (self.evaluation + number) % self.policy.refresh == 0
@@ -220,20 +265,7 @@ class Emulation:
         grid, dim = self._cut.grid(call.key.shape[2]), self._dim
         spans = self._cut.spans(grid[dim])
         now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
-        before, earlier = self.cache.get(path), self.earlier.get(path)
-        displayed = self._exchange(path, now, fresh=self.policy.context == "fresh")
-        if self.policy.extrapolated:
-            self.earlier[path] = before
-            if displayed is before and earlier is not None and not self.policy.frozen:
-                line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
-                displayed = KeyValues(*((new + self._ahead() * moved).to(call.key.dtype) for new, moved in line))
-        if self.policy.correction != "none" and not (self.synchronous or self.policy.frozen):
-            displayed = KeyValues(
-                *(
-                    corrected_map(self.policy.correction, each, spans, dim)
-                    for each in zip(now, displayed, before, strict=True)
-                )
-            )
+        displayed = self._displayed(path, now, spans)
         query = call.query.mT.unflatten(-1, grid)
         queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
         remote = [

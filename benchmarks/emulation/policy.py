@@ -25,6 +25,8 @@ class EmulatedPolicy:
               `refresh`-th evaluation. none: own only
     extrapolated   the others' keys and values that are old are led on along the straight line through the last two
               evaluations, as far as this one's timestep is from the last (at most twice their distance)
+    by_owners      of that line they go the part that they went in the evaluation before, at least seven tenths, since
+              their owners extrapolate them before they know this one; and the correction is of what they have come to
     correction     what each place makes of its own change since the last evaluation, and others apply to what they
               have of it: a factor and a summand for each channel, or for each head a matrix where there are at least
               four tokens for each of its numbers; `none`
@@ -43,6 +45,7 @@ class EmulatedPolicy:
     pool: int = 4
     refresh: int = 4
     extrapolated: bool = False
+    by_owners: bool = False
     correction: str = "none"
     warmup_steps: int = 1
     frozen: bool = False
@@ -55,6 +58,8 @@ class EmulatedPolicy:
         self._check_numbers()
         if (self.extrapolated or self.correction != "none") and self.context not in ("all", "band", "pooled"):
             raise ValueError(f"extrapolated, corrected: with context={self.context!r} nothing old is attended to anew")
+        if self.by_owners and not (self.extrapolated and self.correction != "none"):
+            raise ValueError("by_owners: without extrapolation and correction it makes no difference who extrapolates")
         if self.warmup_steps < int(self.needs_past):
             raise ValueError(f"warmup_steps={self.warmup_steps}: the first evaluation has no past, so at least 1")
 

@@ -122,6 +122,10 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+LEAST, LEAST_BEFOREHAND = 0.5, 0.7
+"""Of a line along which tokens are extrapolated: where that part is of this evaluation, and of the last."""
+
+
 class KeyValues(NamedTuple):
     """Keys and values as maps [B, N, D, R, S], all of an image or a piece of it."""
 
@@ -147,47 +151,72 @@ def as_tokens(piece: KeyValues) -> Tokens:
     return Tokens(key, value, key.new_zeros(key.shape[2]))
 
 
-def corrected_map(kind: str, maps: tuple[Tensor, Tensor, Tensor], spans: Sequence[Span], dim: int) -> Tensor:
+def corrected_map(
+    kind: str,
+    maps: tuple[Tensor, Tensor, Tensor],
+    spans: Sequence[Span],
+    dim: int,
+    along: Sequence[Tensor | None] | None = None,
+) -> Tensor:
     """What is shown of the others' keys or values, brought to this step by what each place says of its own.
 
-    `maps` [B, N, D, R, S]: as they are now, as they are shown, and as they were at the last evaluation.
+    `maps` [B, N, D, R, S]: as they are now, as they are shown, and as they were at the last evaluation. `along`: of
+    each place, see `corrected_tokens`.
     """
-    pieces = []
-    for span in spans:
-        now, displayed, old = (narrow(x, dim, span).flatten(-2).mT for x in maps)
+    pieces, parts = [], along or [None] * len(spans)
+    for span, tokens, part in zip(spans, tokens_of(maps, spans, dim), parts, strict=True):
         size = narrow(maps[0], dim, span).shape[-2:]
-        pieces.append(corrected_tokens(kind, now, displayed, old).mT.unflatten(-1, size))
+        pieces.append(corrected_tokens(kind, *tokens, part).mT.unflatten(-1, size))
     return torch.cat(pieces, dim)
 
 
-def corrected_tokens(kind: str, now: Tensor, displayed: Tensor, old: Tensor) -> Tensor:
+def tokens_of(maps: Sequence[Tensor], spans: Sequence[Span], dim: int) -> list[list[Tensor]]:
+    """The tokens [B, N, l, D] of each place, of each of some maps [B, N, D, R, S]."""
+    return [[narrow(x, dim, span).flatten(-2).mT for x in maps] for span in spans]
+
+
+def stride_of(kind: str, tokens: int, width: int) -> tuple[int, bool]:
+    """How far apart the tokens are that are looked at, and whether there are enough of them for a matrix."""
+    matrices = kind == "linear" and tokens >= 4 * (width + 1)
+    return 1 if matrices or tokens < 512 else tokens // 256 // 2 * 2 + 1, matrices
+
+
+def part_of_line(kind: str, now: Tensor, displayed: Tensor, old: Tensor, least: float = LEAST_BEFOREHAND) -> Tensor:
+    """Which part [..., 1, 1] of the way from the old tokens [..., l, D] to those shown has been gone, in fp64.
+
+    A regression on some 256 of them, no less than `least` and no more than all of it.
+    """
+    stride, _ = stride_of(kind, *old.shape[-2:])
+    some = (x.double()[..., ::stride, :] for x in (displayed - old, now - old))
+    way, change = (x - x.mean(-2, keepdim=True) for x in some)
+    length = way.square().sum((-2, -1), keepdim=True)
+    return torch.where(length > 0, (way * change).sum((-2, -1), keepdim=True) / length, 0.0).clamp(least, 1.0)
+
+
+def corrected_tokens(kind: str, now: Tensor, displayed: Tensor, old: Tensor, along: Tensor | None = None) -> Tensor:
     """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64.
 
     First of what has changed on the way from the old ones to those shown, at least half of that way and at most all of
     it; then of what is still missing. A factor for each channel comes from some 256 tokens, as does the way; a mean is
-    that of all.
+    that of all. With `along` [..., 1, 1] owners have gone that part of the way before they knew these tokens: then the
+    second regression is one on what they have come to.
     """
     dtype, (now, displayed, old) = now.dtype, (x.double() for x in (now, displayed, old))
-    old_mean = old.mean(-2, keepdim=True)
-    tokens, width = old.shape[-2:]
-    matrices = kind == "linear" and tokens >= 4 * (width + 1)
-    apart = 1 if matrices or tokens < 512 else tokens // 256 // 2 * 2 + 1
-    way, change = (x[..., ::apart, :] - x[..., ::apart, :].mean(-2, keepdim=True) for x in (displayed - old, now - old))
-    length = way.square().sum((-2, -1), keepdim=True)
-    along = torch.where(length > 0, (way * change).sum((-2, -1), keepdim=True) / length, 0.0).clamp(0.5, 1.0)
-    displayed = old + along * (displayed - old)
-    missing = now - displayed
-    some_missing, some_old = (x[..., ::apart, :] for x in (missing, old))
-    centred = some_old - some_old.mean(-2, keepdim=True)
+    stride, matrices = stride_of(kind, *old.shape[-2:])
+    part = part_of_line(kind, now, displayed, old, LEAST) if along is None else along
+    reached = old + part * (displayed - old)
+    base, missing = old if along is None else reached, now - reached
+    mean, some_missing, some = base.mean(-2, keepdim=True), missing[..., ::stride, :], base[..., ::stride, :]
+    centred = some - some.mean(-2, keepdim=True)
     squares = centred.square().mean(-2)
     ridge = 1e-3 * squares.mean(-1, keepdim=True)
     if matrices:
-        covariance = centred.mT @ centred / tokens + torch.diag_embed(ridge.expand_as(squares))
-        added = (old - old_mean) @ torch.linalg.inv(covariance) @ (centred.mT @ missing / tokens)
+        covariance = centred.mT @ centred / old.shape[-2] + torch.diag_embed(ridge.expand_as(squares))
+        added = (base - mean) @ torch.linalg.inv(covariance) @ (centred.mT @ missing / old.shape[-2])
     else:
         factor = (centred * some_missing).mean(-2) / (squares + ridge)
-        added = (old - old_mean) * factor.unsqueeze(-2)
-    return (displayed + added + missing.mean(-2, keepdim=True)).to(dtype)
+        added = (base - mean) * factor.unsqueeze(-2)
+    return (reached + added + missing.mean(-2, keepdim=True)).to(dtype)
 
 
 def pooled_tokens(piece: KeyValues, side: int) -> Tokens:

@@ -1,4 +1,7 @@
-"""Stale keys and values sent in the step that reads them: the same bits as sent a step before."""
+"""Stale keys and values sent in the step that reads them: what the emulation says, or the same bits as a step before.
+
+Bits are the same where nothing is both extrapolated and corrected: else owners extrapolate, who go another way.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,27 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention import stale
 from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.stale import send_window
+from patchpar.shard.stale.correction import OwnPast
 from patchpar.shard.stale.send_window import NUM_BUFFERS, SendWindow
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.conformance.test_strategies import ThreadRank
 from tests.stale.on_ranks import called_twice, image, patched
-from tests.stale.runs import Run, sites_of
+from tests.stale.runs import Run, emulated, errors, sites_of
 
-STRATEGIES = (
+BY_OWNERS = (
     "fresh-edges:warmup_steps=3",
+    "fresh-edges:warmup_steps=1",
     "fresh-edges:warmup_steps=1,correction=linear",
+)
+STRATEGIES = (
     "fresh-edges:warmup_steps=2,correction=none",
-    "fresh-edges:warmup_steps=1,extrapolated=false",
-    "fresh-edges:warmup_steps=1,quality=1",
+    "fresh-edges:warmup_steps=3,extrapolated=false,correction=linear",
+    "fresh-edges:warmup_steps=1,extrapolated=false,quality=1",
+    "fresh-edges:warmup_steps=1,correction=none,quality=1",
 )
 EVEN, UNEVEN = (32, 8), (27, 9)
+SAME = 1e-5
 RESYNC = Run(strategy="fresh-edges:warmup_steps=1,quality=1", size=EVEN, evaluations=5)
 
 
@@ -63,6 +72,12 @@ def one_image(thread_rank: Any, run: Run) -> list[Tensor]:
     return found
 
 
+def two_images(thread_rank: Any, run: Run) -> list[list[Tensor]]:
+    clock = StepClock()
+    bands = patched(thread_rank, run, clock)
+    return [image(bands, clock, run) for _ in range(2)]
+
+
 def of(thread_rank: ThreadRank) -> tuple[Transport, Any]:
     return thread_rank.transport, thread_rank.mesh(patch=thread_rank.world)["patch"].ranks
 
@@ -89,7 +104,7 @@ def exact_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ("strategy", "world", "size"),
     first_of(
         [(strategy, world, size) for strategy in STRATEGIES for world in (2, 3, 4) for size in (EVEN, UNEVEN)],
-        (STRATEGIES[0], 2, EVEN),
+        (STRATEGIES[3], 2, EVEN),
     ),
 )
 @pytest.mark.usefixtures("exact_third_step")
@@ -104,21 +119,49 @@ def test_late_messages_change_no_bit(
         assert all(torch.equal(*each) for each in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "world", "size"),
+    first_of(
+        [(strategy, world, size) for strategy in BY_OWNERS for world in (2, 3, 4) for size in (EVEN, UNEVEN)],
+        (BY_OWNERS[1], 2, EVEN),
+    ),
+)
+def test_owners_extrapolate_as_emulated(
+    strategy: str, world: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as receivers would, nor as where nothing comes after the exact steps."""
+    run = Run(strategy=strategy, size=size, evaluations=6)
+    emulated_run = emulated(run, world, by_owners=True)
+    for found in on_simulated(world, one_image, run):
+        assert max(errors(found, emulated_run)) <= SAME
+    sent_a_step_before(monkeypatch)
+    for found in on_simulated(world, one_image, run):
+        assert max(errors(found, emulated(run, world))) <= SAME
+        assert max(errors(found, emulated_run)) > 10 * SAME, errors(found, emulated_run)
+
+
 @pytest.mark.usefixtures("exact_third_step")
-def test_an_exact_step_needs_the_tokens_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the above: without them the step after it extrapolates from older ones."""
+def test_an_exact_step_keeps_the_tokens_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the above: without them the step after it has no line to extrapolate along."""
     run = replace(RESYNC, evaluations=4)
     wanted = on_simulated(2, one_image, run)
-    monkeypatch.setattr(LateTokens, "needs_last", lambda *_, **__: False)
-    monkeypatch.setattr(LateTokens, "_step_back", lambda *_: None)
+    remember = OwnPast.remember
+    monkeypatch.setattr(OwnPast, "remember", lambda past, own, **_: remember(past, own, continues=False))
     for found, want in zip(on_simulated(2, one_image, run), wanted, strict=True):
+        assert torch.equal(found[2], want[2])
         assert not torch.equal(found[3], want[3])
+
+
+@pytest.mark.usefixtures("exact_third_step")
+def test_nothing_is_left_of_the_image_before() -> None:
+    for first, again in on_simulated(2, two_images, replace(RESYNC, evaluations=4)):
+        assert all(torch.equal(*each) for each in zip(first, again, strict=True))
 
 
 @pytest.mark.breadth
 def test_branches_of_guidance_in_turns_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both receive into the same memory; one leaves a step out."""
-    run = Run(strategy="fresh-edges:warmup_steps=1", size=EVEN, evaluations=4)
+    run = Run(strategy="fresh-edges:warmup_steps=1,correction=none", size=EVEN, evaluations=4)
     late = on_simulated(2, branches, run)
     sent_a_step_before(monkeypatch)
     for found, wanted in zip(late, on_simulated(2, branches, run), strict=True):

@@ -27,14 +27,17 @@ SCHEDULERS = {
     "DPM++ 2M": diffusers.DPMSolverMultistepScheduler,
     "Euler": diffusers.EulerDiscreteScheduler,
 }
-UNGUIDED = {"svd": {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0}}
+UNGUIDED = {"svd": {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0}, "flux": {"true_cfg_scale": 1.0}}
 SEED = 7
 CAPTION = "a red house on the left and a tree on the right, green hills at noon"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One call of a pipeline. `size` in pixels; `control`: also run it with every band alone."""
+    """One call of a pipeline. `size` in pixels; `control`: also run it with every band alone.
+
+    `scheduler`: one of SCHEDULERS, or "own" for that of the pipeline.
+    """
 
     plan: str
     scheduler: str
@@ -105,7 +108,7 @@ def halved(
     engine, original, found = PipelineRunner(this.context), pipe.scheduler, []
     for case in cases:
         kwargs = arguments | _changes(name, case) | {"latents": _noise(pipe, case.size, dtype)}
-        pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
+        pipe.scheduler = SCHEDULERS.get(case.scheduler, type(original)).from_config(original.config)
         plain = _plain_ways(pipe, kwargs, dtype) if this.rank == 0 else None
         engine.adopt(pipe)
         options = CallOptions(
@@ -136,7 +139,9 @@ def _noise(pipe: Any, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The same in every format: torch draws other numbers in half precision than in fp32."""
     height, width = (side // pipe.vae_scale_factor for side in size)
     shape = (1, pipe.vae.config.latent_channels, height, width)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+    pack: Any = getattr(pipe, "_pack_latents", None)  # of FLUX
+    return pack(noise, *shape) if pack else noise
 
 
 def _plain_ways(pipe: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -48,7 +48,8 @@ class Ceiling(NamedTuple):
         )
 
 
-# Ceilings only go down: who needs fewer launches, messages or bytes enters the new counts, which a failure prints.
+# Ceilings only go down: who needs fewer launches, messages or bytes enters the new counts, which a failure prints. One
+# went up: owners of stale tokens extrapolate them by a launch of their own, so that fresh-edges holds half of them.
 CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     ("sdxl", "exact"): {
         "exact": Ceiling(375, 28, 0, 56, 542, 68, 89, 0),
@@ -63,11 +64,11 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("sdxl", "fresh-edges"): {
         "exact": Ceiling(392, 28, 0, 56, 513, 68, 177, 105),
-        "stale": Ceiling(390, 32, 0, 64, 498, 68, 237, 165),
+        "stale": Ceiling(394, 32, 0, 64, 498, 68, 193, 121),
     },
     ("sdxl", "fresh-edges:correction=none"): {
         "exact": Ceiling(388, 28, 0, 56, 552, 68, 172, 101),
-        "stale": Ceiling(388, 28, 0, 56, 546, 68, 232, 161),
+        "stale": Ceiling(394, 28, 0, 56, 490, 68, 192, 121),
     },
     ("sdxl", "fresh-edges:context=pooled"): {
         "exact": Ceiling(436, 28, 0, 56, 599, 68, 115, 26),
@@ -99,11 +100,11 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("flux", "fresh-edges"): {
         "exact": Ceiling(248, 3, 0, 6, 266, 73, 320, 155),
-        "stale": Ceiling(250, 5, 0, 10, 259, 73, 434, 251),
+        "stale": Ceiling(252, 5, 0, 10, 259, 73, 382, 199),
     },
     ("flux", "fresh-edges:correction=none"): {
         "exact": Ceiling(247, 3, 0, 6, 261, 73, 316, 151),
-        "stale": Ceiling(251, 3, 0, 6, 261, 73, 430, 247),
+        "stale": Ceiling(252, 3, 0, 6, 255, 73, 382, 199),
     },
     ("flux", "fresh-edges:context=pooled"): {
         "exact": Ceiling(271, 3, 0, 6, 284, 73, 254, 31),

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from patchpar.shard.kernels import (
     concat_halo,
     correct_tokens,
+    extrapolate_tokens,
     fit_tokens,
     fused_op,
     group_moments,
@@ -57,12 +58,23 @@ def local_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 def samples(dtype: torch.dtype) -> tuple[Any, ...]:
     own = torch.randn(33, 4, 3, 40).to(dtype)
     last, before = ((own.float().mean(0) + number, own[::3] + number) for number in (1, 2))
-    return (own, *last, *before, torch.tensor(0.5), 3, own.clone())
+    return (own, *last, *before, None, torch.tensor(0.5), 3)
+
+
+def kept_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    own = torch.randn(33, 4, 3, 40).to(dtype)
+    last, before = ((own.float().mean(0) + number, own + number) for number in (1, 2))
+    return (own, *last, *before, torch.rand(4, 3), torch.tensor(0.5), 3)
 
 
 def kept_samples(dtype: torch.dtype) -> tuple[Any, ...]:
-    *given, _, stride, message = samples(dtype)
-    return (*given, stride, True, message)
+    *given, _, _, stride = samples(dtype)
+    return (*given, stride, True)
+
+
+def own_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    last, before = torch.randn(2, 33, 4, 3, 40).to(dtype)
+    return (torch.empty_like(last), last, before, torch.rand(4, 3), torch.tensor(0.5))
 
 
 def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
@@ -92,7 +104,14 @@ CASES = [
     ),
     Case("write_tokens", write_tokens.write_tokens, write_tokens.launch_write_tokens, local_tokens),
     Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, samples),
+    Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, kept_tokens),
     Case("sample_tokens", sample_tokens.sample_tokens, sample_tokens.launch_sample_tokens, kept_samples),
+    Case(
+        "extrapolate_tokens",
+        extrapolate_tokens.extrapolate_tokens,
+        extrapolate_tokens.launch_extrapolate_tokens,
+        own_tokens,
+    ),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
     Case(
         "merge_parts",

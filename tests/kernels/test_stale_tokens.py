@@ -15,6 +15,7 @@ from patchpar.shard.kernels.correct_tokens import (
     launch_correct_tokens,
     table_of,
 )
+from patchpar.shard.kernels.extrapolate_tokens import extrapolate_tokens_eager, launch_extrapolate_tokens
 from patchpar.shard.kernels.fit_tokens import fit_tokens_eager, launch_fit_tokens
 from patchpar.shard.kernels.sample_tokens import launch_sample_tokens, sample_tokens_eager
 from patchpar.shard.kernels.write_tokens import launch_write_tokens, write_tokens_eager
@@ -52,11 +53,18 @@ def test_tokens_are_copied(interpreted: Callable[..., Any], dtype: torch.dtype, 
         assert torch.equal(found[1][:, 1], value[:, common:].transpose(0, 1))
 
 
-def fit(fit_tokens: Callable[..., Tensor], now: Tensor, past: list[Tensor], stride: int, ratio: float) -> list[Tensor]:
-    """The fit, and the samples afterwards."""
-    past = [x.clone() for x in past]
+def fit(
+    fit_tokens: Callable[..., Tensor],
+    now: Tensor,
+    past: list[Tensor],
+    stride: int,
+    ratio: float,
+    along: Tensor | None = None,
+) -> list[Tensor]:
+    """The fit, and the samples afterwards, and how far tokens went, if an owner extrapolates."""
+    past, along = [x.clone() for x in past], None if along is None else along.clone()
     given = [*past, *[None] * (4 - len(past))]
-    return [fit_tokens(now, *given, torch.tensor(ratio), stride), *past]
+    return [fit_tokens(now, *given, along, torch.tensor(ratio), stride), *past, *([] if along is None else [along])]
 
 
 @pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
@@ -99,32 +107,65 @@ def test_samples_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype:
         assert torch.equal(before, seen if continues else now[::stride])
 
 
-def held(run: Callable[..., Any], now: Tensor, last: Tensor, past: list[Tensor], options: Any, inside: bool) -> Any:
-    """What an operator returns and writes, the message last. `inside`: samples of the last step are read in it."""
-    message, given = last.clone(), [x.clone() for x in past]
-    if inside:
-        given[1] = message[:: -(-len(last) // len(past[1]))]
-    found = run(now, *given, *[None] * (4 - len(given)), *options, message)
-    return [*([] if found is None else [found]), *given, message]
+def means(*steps: Tensor) -> list[Tensor]:
+    """Mean and all tokens of each step."""
+    return [y for x in steps for y in (x.mean(0, dtype=torch.float32), x)]
 
 
+@pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
 @pytest.mark.parametrize("extrapolates", first_of([True, False], True))
-@pytest.mark.parametrize("op", first_of(["fit", "sample"], "fit"))
-def test_samples_may_be_read_where_the_message_lies(
-    interpreted: Callable[..., Any], op: str, extrapolates: bool
-) -> None:
-    """The last step's tokens are in the message until this step's are written there, all of them."""
-    launch = {"fit": launch_fit_tokens, "sample": launch_sample_tokens}[op]
-    twin = {"fit": fit_tokens_eager, "sample": sample_tokens_eager}[op]
+def test_all_tokens_may_be_kept(interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool) -> None:
+    """Samples of the last step are read among them; then all of them are this step's, and the last ones those before.
+
+    If they are extrapolated, by their owner: as far as they went in the last step.
+    """
+    for tokens, stride, width in ((37, 1, 8), (601, 3, 40), (5, 4, 8)):
+        last, moved, other = (noise(seed, tokens, 4, 3, width) + 2 for seed in range(3))
+        steps = [x.to(dtype) for x in (last + 0.3 * moved, last, last - 0.2 * moved - 0.1 * other)]
+        along = 0.7 + 0.3 * torch.rand(4, 3, generator=torch.Generator().manual_seed(3))
+        past = means(*steps[1 : 3 if extrapolates else 2])
+        args = (steps[0], past, stride, 0.7, along.to(dtype).float() if extrapolates else None)
+        found, twin = interpreted(fit, launch_fit_tokens, *args), fit(fit_tokens_eager, *args)
+        for got, want in zip(found, twin, strict=True):
+            torch.testing.assert_close(got.float(), want.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        assert torch.equal(found[2], steps[0])
+        assert not extrapolates or torch.equal(found[4], steps[1])
+        assert not extrapolates or torch.equal(found[0][..., 0], along.to(dtype)), "what others hold is along this much"
+        assert not extrapolates or not torch.equal(found[5], along)
+
+
+@pytest.mark.parametrize("continues", first_of([True, False], True))
+def test_samples_of_an_exact_step_may_be_all_tokens(interpreted: Callable[..., Any], continues: bool) -> None:
     for tokens, stride, width in ((37, 1, 8), (601, 3, 40)):
-        now, last, before = (noise(seed, tokens, 4, 3, width) for seed in (0, 1, 2))
-        past = [y for x in (last, before) for y in (x.mean(0, dtype=torch.float32), x[::stride].contiguous())]
-        options = (torch.tensor(0.7), stride) if op == "fit" else (stride, True)
-        args = (now, last, past if extrapolates else past[:2], options)
-        wanted = held(twin, *args, False)
-        for found in (held(twin, *args, True), interpreted(held, launch, *args, True)):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-            assert torch.equal(found[-1], now)
+        now, last, unknown = (noise(seed, tokens, 4, 3, width) for seed in range(3))
+        past = means(last, unknown)
+        for given in (past, past[:2]):
+            args = (now, given, stride, continues)
+            found, twin = interpreted(sampled, launch_sample_tokens, *args), sampled(sample_tokens_eager, *args)
+            torch.testing.assert_close(found, twin, rtol=1e-5, atol=1e-5)
+            assert torch.equal(found[1], now)
+            assert len(found) == 2 or torch.equal(found[3], last if continues else now)
+
+
+def extrapolated(extrapolate: Callable[..., None], newest: Tensor, previous: Tensor, along: Tensor | None) -> Tensor:
+    """The tokens, and one more that stays as it is."""
+    into = torch.full((len(newest) + 1, *newest.shape[1:]), torch.nan, dtype=newest.dtype)
+    extrapolate(into[:-1], newest, previous, along, torch.tensor(0.7))
+    return into
+
+
+@pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
+@pytest.mark.parametrize("has_along", [True, False])
+def test_tokens_are_extrapolated(interpreted: Callable[..., Any], dtype: torch.dtype, has_along: bool) -> None:
+    newest, previous = (noise(seed, 37, 4, 3, 40, dtype=dtype) for seed in (0, 1))
+    along = torch.rand(4, 3, generator=torch.Generator().manual_seed(2)) if has_along else None
+    args = (newest, previous, along)
+    found = interpreted(extrapolated, launch_extrapolate_tokens, *args)
+    reach = 0.7 if along is None else 0.7 * along.unsqueeze(-1)
+    want = newest.float() + reach * (newest.float() - previous.float())
+    for each in (found, extrapolated(extrapolate_tokens_eager, *args)):
+        torch.testing.assert_close(each[:37].float(), want, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        assert each[37:].isnan().all()
 
 
 def test_a_fit_of_nothing_is_nothing(interpreted: Callable[..., Any]) -> None:

@@ -24,7 +24,9 @@ from patchpar.shard.attention.lse_kernels import (
     attend_by,
     kernel_for,
 )
+from patchpar.shard.attention.partial import Partial, merge_partials
 from tests.breadth import first_of
+from tests.tensors import relative
 
 TURING, ADA, HOPPER = ((7, 5), (8, 9), (9, 0))
 WIDTHS = (40, 64, 72, 80, 88, 128, 160)
@@ -162,3 +164,19 @@ def test_every_form_is_attention(kernel: Any, masked: bool, scale: float | None,
     want = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, wanted_lse(q, k.repeat_interleave(3, 1), bias, scale), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parts_of_keys_in_half_precision_are_hardly_farther_off_than_one_kernel_of_all(dtype: torch.dtype) -> None:
+    """Though each part is rounded, and then their sum. By the kernel of the format itself they are: the control."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 600, 16, generator=generator).to(dtype) for _ in range(3))
+    truth = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    of_format = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    one, *merged = (
+        scaled_dot_product_attention(q, k, v),
+        merge_partials(attend_locally(q, *part) for part in zip(k.chunk(3, 2), v.chunk(3, 2), strict=True)).out_BNlD,
+        merge_partials(Partial(*of_format(q, *part)) for part in zip(k.chunk(3, 2), v.chunk(3, 2), strict=True))[0],
+    )
+    ours, control = (relative(each.double(), truth) / relative(one.double(), truth) for each in merged)
+    assert ours < 1.1 < 1.15 < control, (ours, control)

@@ -60,12 +60,15 @@ def plain(run: Run) -> list[Tensor]:
 
 
 @torch.no_grad()
-def emulated(run: Run, ranks: int, evaluations: Sequence[int] = ()) -> list[Tensor]:
-    """What so many ranks are to predict; `evaluations`: not from the first on, but these."""
+def emulated(run: Run, ranks: int, evaluations: Sequence[int] = (), *, by_owners: bool = False) -> list[Tensor]:
+    """What so many ranks are to predict; `evaluations`: not from the first on, but these.
+
+    `by_owners`: where tokens are sent late, and owners extrapolate them.
+    """
     denoiser = denoisers.build(run.denoiser)
     split = "rows" if run.size[0] >= run.size[1] else "columns"
     known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites_of(run.denoiser))
-    with known, Emulation(denoiser, ranks, policy_of(run), split=split):
+    with known, Emulation(denoiser, ranks, replace(policy_of(run), by_owners=by_owners), split=split):
         return [denoiser(**arguments(run, each))[0] for each in evaluations or range(run.evaluations)]
 
 

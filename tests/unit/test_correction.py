@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.emulation.sight import corrected_tokens
+from benchmarks.emulation.sight import LEAST_BEFOREHAND, corrected_tokens, part_of_line
 from patchpar.plan.plan import PlanError
 from patchpar.shard.kernels.correct_tokens import correct_run
-from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, kind_for, numbers_of, stride_for
+from patchpar.shard.stale.correction import OwnPast, OwnTokens, correct_by_matrices, kind_for, numbers_of, stride_for
 from patchpar.strategies.fresh_edges import FreshEdges
 
 SHAPE = (60, 2, 3, 8)  # tokens, keys and values, heads, numbers of a head
@@ -125,6 +125,70 @@ def test_fits_are_the_regressions_of_the_emulation(kind: str, tokens: int) -> No
     old, held, now = (noise(seed, tokens, 2, 3, 8) + 2 for seed in range(3))
     want = corrected_tokens(kind, *(x.movedim(0, -2) for x in (now, held, old))).movedim(-2, 0)
     assert torch.allclose(corrected(held, old, fitted(kind, now, held, old)), want, atol=1e-4)
+
+
+def kept(held: Tensor, old: Tensor, kind: str = "affine") -> tuple[OwnPast, OwnTokens]:
+    """The past of tokens that their owner extrapolates, to `held` one step beyond `old` on a straight line."""
+    tokens = OwnTokens(torch.empty_like(old), torch.empty_like(old))
+    past = OwnPast(kind, extrapolated=True, kept=tokens)
+    past.remember(old - (held - old), continues=False)
+    past.remember(old, continues=True, ratio=torch.ones(()))
+    return past, tokens
+
+
+def moved_to(past: OwnPast, tokens: OwnTokens, now: Tensor, ratio: float = 1.0) -> tuple[Tensor, Tensor]:
+    """What an owner sends before it has the tokens of this step, and what others make of that by its fit."""
+    sent = torch.full_like(now, torch.nan)
+    past.extrapolate(sent, tokens, torch.tensor(ratio))
+    fit, into = past.fit(now, torch.tensor(ratio)), torch.full_like(now, torch.nan)[None]
+    affine = fit.shape[-1] == numbers_of("affine", now.shape[-1])
+    (correct_run if affine else correct_by_matrices)(into, sent[None], None, fit[None], torch.tensor(ratio))
+    return sent, into[0]
+
+
+@pytest.mark.parametrize("kind", ["affine", "linear"])
+@pytest.mark.parametrize("tokens", [60, 511, 512, 700, 4096])
+def test_owners_send_what_the_emulation_says(kind: str, tokens: int) -> None:
+    """The first time they go seven tenths of the line, and then as far as the tokens went."""
+    old, held, now, later = (noise(seed, tokens, 2, 3, 8) + 2 for seed in range(4))
+    now = now * 0.1 + 0.85 * held + 0.15 * old
+    past, own = kept(held, old, kind)
+    along = torch.full((2, 3, 1, 1), LEAST_BEFOREHAND)
+    for step, ahead, last, before in ((now, held, old, 2 * old - held), (later, now + 0.9 * (now - old), now, old)):
+        ratio = 1.0 if last is old else 0.9
+        sent, got = moved_to(past, own, step, ratio)
+        heads_first = [x.movedim(0, -2) for x in (step, ahead, last)]
+        assert torch.allclose(sent, (last + along[..., 0] * ratio * (last - before)), atol=1e-5)
+        assert torch.allclose(got, corrected_tokens(kind, *heads_first, along).movedim(-2, 0), atol=1e-4)
+        along = part_of_line(kind, *heads_first).float()
+        assert torch.equal(own.last, step)
+        assert torch.equal(own.before, last)
+
+
+@pytest.mark.parametrize("kind", ["affine", "linear"])
+def test_how_far_tokens_went_in_an_exact_step_is_known_too(kind: str) -> None:
+    first, line, other = (noise(seed) for seed in range(3))
+    went = first + 0.85 * line + 0.1 * other
+    want = part_of_line(kind, *(x.movedim(0, -2) for x in (went, first + line, first)))[..., 0, 0].float()
+    assert LEAST_BEFOREHAND < want.min() < want.max() < 1
+    for is_exact in (True, False):
+        past, _ = kept(first + line, first, kind)
+        if is_exact:
+            past.remember(went, continues=True, ratio=torch.ones(()))
+        else:
+            past.fit(went, torch.ones(()))
+        assert torch.allclose(past.fit(other, torch.ones(()))[..., 0], want, atol=1e-4)
+
+
+def test_nothing_of_the_last_image_is_left_in_what_owners_send() -> None:
+    (past, own), (alone, same) = kept(noise(0), noise(1)), kept(noise(2), noise(3))
+    for each, tokens in ((past, own), (alone, same)):
+        each.remember(noise(4), continues=False)
+        sent = torch.empty_like(noise(4))
+        each.extrapolate(sent, tokens, torch.ones(()))
+        assert torch.equal(sent, noise(4))
+    assert torch.equal(past.fit(noise(5), torch.ones(())), alone.fit(noise(5), torch.ones(())))
+    assert torch.equal(past.fit(noise(6), torch.ones(())), alone.fit(noise(6), torch.ones(())))
 
 
 def test_matrices_only_where_tokens_outweigh_them() -> None:

@@ -1,16 +1,21 @@
 """Stale keys and values that their owners send in the step that reads them, as `shard.stale.send_window` says.
 
-A rank stores its own tokens of the last step, and those of the others of the step before, where it extrapolates. What
-it receives is of no use after the attention. Corrections sample its own tokens where they lie until they are sent.
+A rank stores its own tokens of the last step, and of the step before where tokens are extrapolated: by their owner, who
+knows how far along their line they went in the last step. What it receives is of no use after the attention. So of
+P ranks each stores two of P parts of all tokens, where it would be two of P - 1 other ranks'. Corrections sample own
+tokens where they lie.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.shard.attention.stale_kv import RemoteTokens
+from patchpar.shard.attention.stale_partials import KeysValues
+from patchpar.shard.stale.correction import OwnTokens
 from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
 
 
@@ -23,65 +28,57 @@ class LateTokens(RemoteTokens):
     def __init__(self, layout: StaleLayout, like: Tensor, workspace: Workspace) -> None:
         super().__init__(layout, like, workspace)
         self.index = 0
-        self._is_behind = False  # whether what is stored of the others is older than what they have not sent
 
     def _new_newest(self, like: Tensor) -> Tensor:
         """Return no memory, see `receive_into`, but allocate that of own tokens."""
-        self._unsent = like.new_empty(self.grid.num_tokens(self.axis.rank), *self._token)
-        return self._unsent[:0]
+        shape = (self.grid.num_tokens(self.axis.rank), *self._token)
+        self._owned = OwnTokens(like.new_empty(shape), like.new_empty(shape) if self.options.extrapolated else None)
+        return self._owned.last[:0]
 
-    def _sampled_message(self) -> Tensor | None:
-        return self._unsent if self.corrects else None
+    def _kept_own(self) -> OwnTokens | None:
+        return self._owned if self.corrects else None
 
     def _message_of_own(self) -> Tensor | None:
-        return None if self.corrects else self._unsent  # written when it has been sampled
+        return None if self.corrects else self._owned.last  # written when it has been sampled
 
-    def receive_into(self, memory: Workspace) -> None:
-        """Receive the newest tokens into `memory` from now on."""
-        self._newest = memory.take((self._newest_slots.total, *self._token), self._unsent)
+    def _written(self, into: Tensor, slots: TokenSlots, here: KeysValues) -> Tensor:
+        if not self.corrects:
+            self._step_own_back()
+        return super()._written(into, slots, here)
+
+    def _step_own_back(self) -> None:
+        if self._owned.before is not None:
+            self._owned.before.copy_(self._owned.last)
+
+    def receive_into(self, memory: Workspace, ratio: Tensor) -> None:
+        """Receive the newest tokens into `memory` from now on, where this rank's are extrapolated by `ratio`.
+
+        `ratio`: length of this step over that of the last, a scalar in fp32.
+        """
+        self._newest = memory.take((self._newest_slots.total, *self._token), self._owned.last)
+        if self._owned.before is not None:
+            self._past.extrapolate(self.unsent, self._owned, ratio)
 
     @property
     def unsent(self) -> Tensor:
-        """This rank's tokens of the last step, [l, 2, B, N, D]: they must not change while they are sent."""
-        return self._unsent
+        """This rank's tokens as others are to hold them, [l, 2, B, N, D]: they must not change while they are sent."""
+        extrapolated = self._owned.before is not None
+        return self._newest_slots.of(self._newest, self.axis.rank) if extrapolated else self._owned.last
 
     def late_part(self) -> ExchangePart:
         """Return what this rank sends and receives now."""
-        return self._part_of(self._unsent)
+        return self._part_of(self.unsent)
 
-    def needs_last(self, *, continues: bool, next_is_exact: bool) -> bool:
-        """Whether an exact step receives the others' tokens of the last step, from which the next one extrapolates.
-
-        Arguments as of `remember`.
-        """
-        return self._previous is not None and self._is_behind and continues and not next_is_exact
-
-    def remember(self, fresh: Tensor, *, continues: bool, next_is_exact: bool = False) -> None:
-        """See RemoteTokens; `fresh` [tokens, 2, B, N, D].
-
-        The others' fresh tokens are stored where they are the older ones of the next step.
-        """
-        self._past.remember(self.layout.fresh.of(fresh, self.axis.rank), continues=continues)
-        if self._previous is None:
-            return
-        if not continues or next_is_exact:
-            for run in self._runs:
-                run.of(self._previous, run.previous).copy_(run.of(fresh, run.attended))
-            self._is_behind = False
-        elif self._is_behind:
-            self._step_back()
-        else:
-            self._is_behind = True
-
-    def refresh(self, attended: Tensor, ratio: Tensor, fits: Tensor | Sequence[Tensor] | None) -> None:
-        """See RemoteTokens; `attended` [tokens, 2, B, N, D]. The tokens received become the previous ones."""
-        super().refresh(attended, ratio, fits)
-        self._is_behind = True
+    def remember(self, fresh: Tensor, ratio: Tensor, *, continues: bool) -> None:
+        """See RemoteTokens; `fresh` [T, 2, B, N, D]. Of the others' tokens nothing is stored."""
+        self._past.remember(self.layout.fresh.of(fresh, self.axis.rank), continues=continues, ratio=ratio)
+        if not (self.corrects or continues):
+            self._step_own_back()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor stored for the next step, of any shape."""
         yield from super().tensors()
-        yield self._unsent
+        yield from (x for x in self._owned if x is not None)
 
     def arriving(self) -> Iterator[Tensor]:
         """Yield nothing: the tensors [bytes] that tokens are received into belong to the window."""

@@ -131,11 +131,12 @@ def _whole_size(bias: Tensor, q_BNlD: Tensor, k_BNkD: Tensor) -> Tensor:
 
 
 def _on_cpu(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    mask = None if bias is None else _whole_size(bias, q_BNlD, k_BNkD)
+    """Half precision in fp32, as fast on a CPU: parts that are merged would each be rounded by the kernel besides."""
+    mask = None if bias is None else wide(_whole_size(bias, q_BNlD, k_BNkD))
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BNlD, k_BNkD, v_BNkE, attn_mask=mask, scale=scale
+        wide(q_BNlD), wide(k_BNkD), wide(v_BNkE), attn_mask=mask, scale=scale
     )
-    return found[0], found[1]
+    return found[0].to(q_BNlD.dtype), found[1]
 
 
 def _cudnn(q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
 from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part, in_batches
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.cache import StaleCache, StaleEntry
+from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.stale.memory_check import check_room
 from patchpar.shard.stale.send_window import LateExchange
 from patchpar.shard.stale.stale_layout import StaleLayout
@@ -119,7 +119,7 @@ def _attend_beside_tokens(
         layout = _layout(patch, grid, here, options)
         if cache.is_first_state():
             check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
-        entry.state = _new_state(cache, where, entry, layout, call.key)
+        entry.state = _new_state(patch, where, entry, layout, call.key)
     state: RemoteTokens = entry.state
     if patch.fresh:
         return _attend_and_remember(patch, where, grid, call, entry)
@@ -148,24 +148,23 @@ def _attend_and_remember(
     cache, state = patch.cache, entry.state
     assert cache is not None
     assert isinstance(state, RemoteTokens)
-    follows = {"continues": cache.continues, "next_is_exact": cache.next_is_exact}
-    if isinstance(state, LateTokens) and state.needs_last(**follows):
-        cache.window.reach(state.index)
     state.arrived(entry.pop())
     fresh = state.write_fresh(_here(call))
     result = _attend_now(patch, where, grid, call, state.layout.fresh, fresh)
-    state.remember(fresh, **follows)
+    state.remember(fresh, patch.step_ratio, continues=cache.continues)
     return result
 
 
-def _new_state(cache: StaleCache, where: str, entry: StaleEntry, layout: StaleLayout, like: Tensor) -> RemoteTokens:
+def _new_state(patch: LocalPatch, where: str, entry: StaleEntry, layout: StaleLayout, like: Tensor) -> RemoteTokens:
     """Return the state of an exchange point that has run for the first time, in its window if it sends late."""
+    cache = patch.cache
+    assert cache is not None
     if not layout.is_late:
         return RemoteTokens(layout, like, cache.workspace)
     state = LateTokens(layout, like, cache.workspace)
 
     def start(memory: Workspace) -> None:
-        state.receive_into(memory)
+        state.receive_into(memory, patch.step_ratio)
         rows = state.rows
         if rows is None:
             entry.pending = cache.send_at_once(state.late_part(), where)

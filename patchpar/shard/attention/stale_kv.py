@@ -7,8 +7,8 @@
 Where nothing is extrapolated or corrected, `newest` is a part of `attended`. Else all exchange points have one buffer
 for `attended`, since it is of no use after the attention. All tokens of an exchange point are of one guidance call.
 
-Where tokens are sent late, in the step that reads them, each rank stores its own until then, and `newest` is memory
-that exchange points share: see `shard.stale.send_window`.
+Where tokens are sent late, in the step that reads them, each rank stores its own until then and extrapolates them
+itself: there is no `previous`, and `newest` is memory that exchange points share. See `shard.attention.late_tokens`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from patchpar.shard.attention.token_buffer import TokenViews, attend_to_tokens
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.correction import OwnPast, correct_by_matrices, numbers_of
+from patchpar.shard.stale.correction import OwnPast, OwnTokens, correct_by_matrices, numbers_of
 from patchpar.shard.stale.quantized_delta import QuantizedDelta
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import log_weights, take, take_bias
@@ -46,15 +46,15 @@ class RemoteTokens:
         self.derived, self._newest_slots = layout.derived, layout.newest
         self._kept = None if self.derived else like.new_empty(self._slots.total, *self._token)
         self._newest = self._new_newest(like)
-        extrapolated = self.options.extrapolated
-        self._previous = like.new_empty(layout.previous.total, *self._token) if extrapolated else None
+        has_previous = self.options.extrapolated and not layout.is_late
+        self._previous = like.new_empty(layout.previous.total, *self._token) if has_previous else None
         slots, mine = (self._slots, self._newest_slots, layout.previous), self.axis.rank
         self._runs = [RunOfRanks(*run, *(each.starts[run.first] for each in slots)) for run in self._slots.others(mine)]
         self._flat_runs = tuple(number for run in self._runs for number in run)
         self._table = table_of(self._runs if self.derived else [], like.device)
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
         self._bias, self._views = self._make_bias(like), TokenViews()
-        self._past = OwnPast(self.options.correction, extrapolated=extrapolated, message=self._sampled_message())
+        self._past = OwnPast(self.options.correction, extrapolated=self.options.extrapolated, kept=self._kept_own())
 
     def _new_newest(self, like: Tensor) -> Tensor:
         """Return memory for the newest tokens."""
@@ -73,13 +73,13 @@ class RemoteTokens:
         bias = torch.cat([bias.new_zeros(self._slots.common), bias])
         return bias.to(like.device, like.dtype, non_blocking=True)
 
-    def remember(self, fresh: Tensor, *, continues: bool, next_is_exact: bool = False) -> None:
+    def remember(self, fresh: Tensor, ratio: Tensor, *, continues: bool) -> None:
         """Store the tokens of an exact step, [T, 2, B, N, D], see `write_fresh`.
 
-        `continues`: the step before belongs to the same image. `next_is_exact`: no stale step follows.
+        `ratio` as in `fit`. `continues`: the step before belongs to the same image.
         """
         own = self.layout.fresh.of(fresh, self.axis.rank)
-        self._past.remember(own, continues=continues)
+        self._past.remember(own, continues=continues, ratio=ratio)
         if continues:
             self._step_back()
         if fresh is not self._kept:
@@ -134,8 +134,8 @@ class RemoteTokens:
         write_tokens(into, *here, slots.starts[self.axis.rank], slots.common, self._message_of_own())
         return into
 
-    def _sampled_message(self) -> Tensor | None:
-        """Return where own tokens [l, 2, B, N, D] lie until they are sent, if their samples are read there."""
+    def _kept_own(self) -> OwnTokens | None:
+        """Return where own tokens are kept, if their samples are read there."""
         return None
 
     def _message_of_own(self) -> Tensor | None:

@@ -1,8 +1,17 @@
 """The fit of this rank's fresh keys and values to the stale ones that others hold, as the message for the others.
 
+    others extrapolate      newest + along * ratio * (newest - previous) + scale * newest + shift
+    the owner does          held = newest + along * ratio * (newest - previous), then held + scale * held + shift
+    nobody does             newest + scale * newest + shift
+
+Where others extrapolate, `along` is of this step and part of the fit. An owner that extrapolates does so before it has
+the tokens of this step: its `along` is that of the last step, and the fit is one of what it has sent.
+
 Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), N heads, D head width. The message is
-[X, N, 1 + 2 D]: for each head which fraction of the line was right, a scale and a shift of each channel.
+[X, N, 1 + 2 D]: for each head the fraction of the line, a scale and a shift of each channel.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +21,7 @@ from patchpar.shard.kernels.map_layout import power_of_2
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
 LEAST, MOST = 0.5, 1.0  # fraction of the line: measured, see docs/decisions/0017
+LEAST_BEFOREHAND = 0.7  # of that of the last step, which is behind one that grows
 TILE = 2048  # numbers that a program reads at once
 TINY = torch.finfo(torch.float32).tiny
 
@@ -22,41 +32,85 @@ def fit_tokens_eager(
     tokens: Tensor,
     mean_before: Tensor | None,
     tokens_before: Tensor | None,
+    along: Tensor | None,
     ratio: Tensor,
     stride: int,
-    message: Tensor | None = None,
 ) -> Tensor:
-    """Return the fit [X, N, 1 + 2 D] of tokens `own` [l, X, N, D], and make samples of these the last ones.
+    """Return the fit [X, N, 1 + 2 D] of tokens `own` [l, X, N, D], and make these, or samples of them, the last ones.
 
-    `mean` [X, N, D] in fp32 and `tokens` [s, X, N, D], every `stride`-th, are of the step before; `mean_before` and
-    `tokens_before`, of the one before that, become them, where others extrapolate. `message` [l, X, N, D] gets all of
-    `own`, if it is given; `tokens` may be every `stride`-th of it. `ratio`: length of this step over that of the last,
-    a scalar in fp32. Ridge regression in fp32: first the fraction of the line, then the rest. Means
-    are taken over all tokens, since an error in them is common to all and attention does not average it away; scales
-    are less sensitive.
+    `mean` [X, N, D] in fp32 and `tokens` [s, X, N, D], every `stride`-th, or all of them [l, X, N, D], are of the step
+    before; `mean_before` and `tokens_before`, of the one before that, become them, where tokens are extrapolated: by
+    their owner if `along` [X, N] in fp32 of the last step is given, which becomes that of this one. `ratio`: length of
+    this step over that of the last, a scalar in fp32. Ridge regression in fp32: first the fraction of the line, then
+    the rest. Means are taken over all tokens, since an error in them is common to all and attention does not average
+    it away; scales are less sensitive.
     """
-    now_mean, now_tokens = own.mean(0, dtype=torch.float32), own[::stride]
-    now, old = now_tokens.float(), tokens.float()
-    few_old, few_missing = _centred(old), _centred(now - old)
-    if tokens_before is None or mean_before is None:
-        way_mean, along = torch.zeros_like(mean), mean.new_full(mean.shape[:-1], LEAST)
-    else:
-        few_way = _centred((old - tokens_before.float()) * ratio)
-        way_mean = (mean - mean_before) * ratio
-        square = few_way.square().mean((0, -1)) + TINY
-        along = ((few_way * few_missing).mean((0, -1)) / square).clamp(LEAST, MOST).to(own.dtype).float()
-        few_missing = torch.addcmul(few_missing, along.unsqueeze(-1), few_way, value=-1)
+    now_mean, num_tokens = own.mean(0, dtype=torch.float32), own.shape[0]
+    last = sampled(tokens, num_tokens, stride)
+    before = None if tokens_before is None else sampled(tokens_before, num_tokens, stride)
+    held = held_by_others(own[::stride], mean, last, mean_before, before, along, ratio)
+    square = held.few.square().mean(0)
+    pull = RIDGE * square.mean(-1, keepdim=True) + TINY
+    scale = (held.few * held.few_missing).mean(0) / (square + pull)
+    shift = now_mean - mean - held.along.unsqueeze(-1) * held.way_mean - held.mean * scale
+    if tokens_before is not None and mean_before is not None:
         tokens_before.copy_(tokens)
         mean_before.copy_(mean)
-    square = few_old.square().mean(0)
-    pull = RIDGE * square.mean(-1, keepdim=True) + TINY
-    scale = (few_old * few_missing).mean(0) / (square + pull)
-    shift = now_mean - mean - along.unsqueeze(-1) * way_mean - mean * scale
-    tokens.copy_(now_tokens)
+    tokens.copy_(own if tokens.shape[0] == num_tokens else own[::stride])
     mean.copy_(now_mean)
-    if message is not None:
-        message.copy_(own)
-    return torch.cat([along.unsqueeze(-1), scale, shift], -1).to(own.dtype)
+    return torch.cat([held.along.unsqueeze(-1), scale, shift], -1).to(own.dtype)
+
+
+class HeldTokens(NamedTuple):
+    """What others hold of sampled tokens: what a fit multiplies, and what has to come of it.
+
+    `few` and `few_missing` [s, X, N, D] are both, centred; `mean` [X, N, D] of the former. To what is missing, `along`
+    [X, N] of the line has been added, whose mean is `way_mean` [X, N, D].
+    """
+
+    few: Tensor
+    few_missing: Tensor
+    mean: Tensor
+    along: Tensor
+    way_mean: Tensor
+
+
+def held_by_others(
+    now_tokens: Tensor,
+    mean: Tensor,
+    tokens: Tensor,
+    mean_before: Tensor | None,
+    tokens_before: Tensor | None,
+    along: Tensor | None,
+    ratio: Tensor,
+) -> HeldTokens:
+    """Return what others hold of sampled tokens, which are now `now_tokens` [s, X, N, D]; see `fit_tokens_eager`.
+
+    `tokens` and `tokens_before` [s, X, N, D] are samples. `along` [X, N] becomes the fraction of this step.
+    """
+    old = tokens.float()
+    few_old, few_missing = _centred(old), _centred(now_tokens.float() - old)
+    if tokens_before is None or mean_before is None:
+        none = mean.new_full(mean.shape[:-1], LEAST)
+        return HeldTokens(few_old, few_missing, mean, none, torch.zeros_like(mean))
+    few_way = _centred((old - tokens_before.float()) * ratio)
+    way_mean = (mean - mean_before) * ratio
+    square = few_way.square().mean((0, -1)) + TINY
+    least = LEAST if along is None else LEAST_BEFOREHAND
+    found = ((few_way * few_missing).mean((0, -1)) / square).clamp(least, MOST).to(now_tokens.dtype).float()
+    used = found if along is None else along.clone()
+    line = used.unsqueeze(-1)
+    few_missing = torch.addcmul(few_missing, line, few_way, value=-1)
+    if along is None:
+        return HeldTokens(few_old, few_missing, mean, used, way_mean)
+    along.copy_(found)
+    few_held, held_mean = torch.addcmul(few_old, line, few_way), torch.addcmul(mean, line, way_mean)
+    return HeldTokens(few_held, few_missing, held_mean, used, way_mean)
+
+
+def sampled(tokens: Tensor, num_tokens: int, stride: int) -> Tensor:
+    """Return the samples [s, X, N, D] that are stored, or are among all `num_tokens` tokens that are."""
+    return tokens[::stride] if tokens.shape[0] == num_tokens else tokens
 
 
 def _centred(x_sXND: Tensor) -> Tensor:
@@ -69,9 +123,9 @@ def launch_fit_tokens(
     tokens: Tensor,
     mean_before: Tensor | None,
     tokens_before: Tensor | None,
+    along: Tensor | None,
     ratio: Tensor,
     stride: int,
-    message: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
     from patchpar.shard.kernels.programs.fit_tokens import fit_tokens_program
@@ -84,23 +138,22 @@ def launch_fit_tokens(
         tokens,
         mean if mean_before is None else mean_before,
         tokens if tokens_before is None else tokens_before,
+        mean if along is None else along,
         ratio,
         packed,
-        own if message is None else message,
         own.shape[0],
-        tokens.shape[0],
         stride,
         own.stride(0),
-        tokens.stride(0),
         RIDGE=RIDGE,
-        LEAST=LEAST,
+        LEAST=LEAST if along is None else LEAST_BEFOREHAND,
         MOST=MOST,
         TINY=TINY,
         WIDTH=width,
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
         EXTRAPOLATES=tokens_before is not None,
-        COPIES=message is not None,
+        BEFOREHAND=along is not None,
+        KEEPS_ALL=tokens.shape[0] == own.shape[0],
         num_warps=8,
     )
     return packed
@@ -113,7 +166,7 @@ def empty_fit(own: Tensor, *_: object) -> Tensor:
 
 fit_tokens = fused_op(
     "fit_tokens(Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, Tensor(d!)? tokens_before, "
-    "Tensor ratio, int stride, Tensor(e!)? message=None) -> Tensor",
+    "Tensor(e!)? along, Tensor ratio, int stride) -> Tensor",
     eager=fit_tokens_eager,
     launch=launch_fit_tokens,
     fake=empty_fit,

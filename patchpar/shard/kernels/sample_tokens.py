@@ -1,4 +1,4 @@
-"""What fits read of this rank's keys and values in an exact step: their means, and every few tokens.
+"""What fits read of this rank's keys and values in an exact step: their means, and every few tokens, or all.
 
 Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), N heads, D head width.
 """
@@ -20,22 +20,20 @@ def sample_tokens_eager(
     tokens_before: Tensor | None,
     stride: int,
     continues: bool,
-    message: Tensor | None = None,
 ) -> None:
-    """Make samples of tokens `own` [l, X, N, D] the last ones, and the last ones those of the step before.
+    """Make tokens `own` [l, X, N, D], or samples of them, the last ones, and the last ones those of the step before.
 
-    `mean` [X, N, D] in fp32 and `tokens` [s, X, N, D], every `stride`-th; `mean_before` and `tokens_before` are alike.
-    Unless it `continues`, nothing is known of the step before: it gets the new samples too, whatever was stored.
-    `message` [l, X, N, D] gets all of `own`, if it is given; `tokens` may be every `stride`-th of it.
+    `mean` [X, N, D] in fp32 and `tokens` [s, X, N, D], every `stride`-th, or all of them [l, X, N, D]; `mean_before`
+    and `tokens_before` are alike. Unless it `continues`, nothing is known of the step before: it gets the new ones too,
+    whatever was stored.
     """
-    now_mean, now_tokens = own.mean(0, dtype=torch.float32), own[::stride]
+    now_mean = own.mean(0, dtype=torch.float32)
+    now_tokens = own if tokens.shape[0] == own.shape[0] else own[::stride]
     if mean_before is not None and tokens_before is not None:
         mean_before.copy_(mean if continues else now_mean)
         tokens_before.copy_(tokens if continues else now_tokens)
     mean.copy_(now_mean)
     tokens.copy_(now_tokens)
-    if message is not None:
-        message.copy_(own)
 
 
 def launch_sample_tokens(
@@ -46,7 +44,6 @@ def launch_sample_tokens(
     tokens_before: Tensor | None,
     stride: int,
     continues: bool,
-    message: Tensor | None = None,
 ) -> None:
     """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
     from patchpar.shard.kernels.programs.sample_tokens import sample_tokens_program
@@ -59,25 +56,22 @@ def launch_sample_tokens(
         tokens,
         mean if mean_before is None else mean_before,
         tokens if tokens_before is None else tokens_before,
-        own if message is None else message,
         own.shape[0],
-        tokens.shape[0],
         stride,
         own.stride(0),
-        tokens.stride(0),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
         HAS_BEFORE=tokens_before is not None,
         CONTINUES=continues,
-        COPIES=message is not None,
+        KEEPS_ALL=tokens.shape[0] == own.shape[0],
         num_warps=8,
     )
 
 
 sample_tokens = fused_op(
     "sample_tokens(Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, Tensor(d!)? tokens_before, "
-    "int stride, bool continues, Tensor(e!)? message=None) -> ()",
+    "int stride, bool continues) -> ()",
     eager=sample_tokens_eager,
     launch=launch_sample_tokens,
     fake=nothing,

@@ -122,7 +122,6 @@ class StaleCache:
         self._passed: Counter[str] = Counter()
         self.evaluation = 0
         self.continues = False  # whether the previous evaluation of this call is known
-        self.next_is_exact = False  # whether the next evaluation is known to be
         self.attentions = 0  # attention exchange points run in this call
         self.joins = False  # whether exchanges for the next step end with the call, as those in a graph have to
         self.generation = 0  # how often exchange points have been forgotten

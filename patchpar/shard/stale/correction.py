@@ -7,9 +7,12 @@ stale tokens. Kilobytes are fresh, megabytes are stale.
     affine   a scale and a shift for each channel: 2 numbers a channel, however many tokens
     linear   a matrix for each head and a shift for each channel: D + 1 numbers a channel
 
-Where the others extrapolate stale tokens along a line, each rank also sends which fraction of that line its tokens
-moved: a number a head, between 0.5 and 1. In early steps keys slow down, and the full extrapolation would be further
-off than none; but one that stops short lags at every step, and such errors do not cancel.
+Stale tokens are extrapolated along the line through those of the last two steps, by a fraction of it for each head
+that their owner measures: how far its tokens went. In early steps keys slow down, and the full extrapolation would be
+off by more than none; but one that stops short lags at every step, and such errors do not cancel. So it is no less
+than half of the line, and no more than all of it. Where the others extrapolate, they get the fraction with the fit.
+Where an owner does, so that nobody else has to hold two steps of its tokens, it has that of the step before only,
+which is behind one that grows: so no less than 0.7. The fit is then one of what it has extrapolated.
 
 Averages over windows of tokens need no fit of their own, since both fits commute with averaging.
 
@@ -26,7 +29,8 @@ import torch
 from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction
-from patchpar.shard.kernels.fit_tokens import LEAST, MOST, RIDGE, TINY, fit_tokens
+from patchpar.shard.kernels.extrapolate_tokens import extrapolate_tokens
+from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, RIDGE, TINY, fit_tokens, held_by_others
 from patchpar.shard.kernels.sample_tokens import sample_tokens
 from patchpar.shard.precision import wide
 
@@ -53,7 +57,7 @@ def stride_for(kind: Correction, tokens: int) -> int:
 
 
 class FitSamples(NamedTuple):
-    """What a fit reads of tokens [l, X, N, D]: their mean [X, N, D] in fp32, and every n-th token [s, X, N, D]."""
+    """What a fit reads of tokens [l, X, N, D]: their mean [X, N, D] in fp32, and all or every n-th [s, X, N, D]."""
 
     mean: Tensor
     tokens: Tensor
@@ -64,12 +68,12 @@ class FitSamples(NamedTuple):
         return cls(x_lXND.mean(0, dtype=torch.float32), x_lXND[:: stride_for(kind, x_lXND.shape[0])])
 
     @classmethod
-    def empty(cls, x_lXND: Tensor, kind: Correction, within: Tensor | None = None) -> "FitSamples":
-        """Return memory for samples of tokens [l, X, N, D]: of the tokens in `within` [l, X, N, D], if it is given."""
-        stride = stride_for(kind, x_lXND.shape[0])
+    def empty(cls, x_lXND: Tensor, kind: Correction, kept: Tensor | None = None) -> "FitSamples":
+        """Return memory for samples of tokens [l, X, N, D], which are all of them in `kept` [l, X, N, D] if given."""
         mean = x_lXND.new_empty(x_lXND.shape[1:], dtype=torch.float32)
-        if within is not None:
-            return cls(mean, within[::stride])
+        if kept is not None:
+            return cls(mean, kept)
+        stride = stride_for(kind, x_lXND.shape[0])
         return cls(mean, x_lXND.new_empty((len(range(0, x_lXND.shape[0], stride)), *x_lXND.shape[1:])))
 
     def copy_(self, other: "FitSamples") -> None:
@@ -78,26 +82,18 @@ class FitSamples(NamedTuple):
         self.tokens.copy_(other.tokens)
 
 
-def fit_matrices(now: FitSamples, last: FitSamples, before: FitSamples | None, ratio: Tensor) -> Tensor:
+def fit_matrices(
+    now: FitSamples, last: FitSamples, before: FitSamples | None, along: Tensor | None, ratio: Tensor
+) -> Tensor:
     """Return the fit [X, N, 1 + D D + D] with matrices; as `fit_tokens`, but no sample changes.
 
-    It brings what other ranks extrapolated from `before` and `last` nearest to `now`.
+    It brings what is extrapolated from `before` and `last` nearest to `now`; `along` [X, N] as there.
     """
-    dtype, old = now.tokens.dtype, last.tokens.float()
-    few_old, few_missing = _centred(old), _centred(now.tokens.float() - old)
-    way_mean, along = torch.zeros_like(last.mean), last.mean.new_full(last.mean.shape[:-1], LEAST)
-    if before is not None:
-        few_way, way_mean = _centred((old - before.tokens.float()) * ratio), (last.mean - before.mean) * ratio
-        square = few_way.square().mean((0, -1)) + TINY
-        along = ((few_way * few_missing).mean((0, -1)) / square).clamp(LEAST, MOST).to(dtype).float()
-        few_missing = torch.addcmul(few_missing, along.unsqueeze(-1), few_way, value=-1)
-    matrix = _matrix(few_old.movedim(0, -2), few_missing.movedim(0, -2))
-    shift = now.mean - last.mean - along.unsqueeze(-1) * way_mean - (last.mean.unsqueeze(-2) @ matrix).squeeze(-2)
-    return torch.cat([along.unsqueeze(-1), matrix.flatten(-2), shift], -1).to(dtype)
-
-
-def _centred(x_sXND: Tensor) -> Tensor:
-    return x_sXND - x_sXND.mean(0, keepdim=True)
+    mean_before, tokens_before = before or (None, None)
+    held = held_by_others(now.tokens, last.mean, last.tokens, mean_before, tokens_before, along, ratio)
+    matrix, line = _matrix(held.few.movedim(0, -2), held.few_missing.movedim(0, -2)), held.along.unsqueeze(-1)
+    shift = now.mean - last.mean - line * held.way_mean - (held.mean.unsqueeze(-2) @ matrix).squeeze(-2)
+    return torch.cat([line, matrix.flatten(-2), shift], -1).to(now.tokens.dtype)
 
 
 def _matrix(old_XNlD: Tensor, missing_XNlD: Tensor) -> Tensor:
@@ -119,29 +115,54 @@ def correct_by_matrices(into: Tensor, newest: Tensor, previous: Tensor | None, f
     into.copy_(moved.add_(newest))
 
 
+class OwnTokens(NamedTuple):
+    """This rank's tokens of the last step and, where it extrapolates them, of the one before, [l, X, N, D] each."""
+
+    last: Tensor
+    before: Tensor | None
+
+
 class OwnPast:
     """Samples of this rank's keys and values in the last two steps, from which other ranks compute their copies.
 
-    `extrapolated`: the others follow the straight line through both. `message`: where this rank's tokens [l, X, N, D]
-    lie until the next step; they are written there when they have been sampled, and the samples of the last step are
-    read there. All tensors stay where they are from step to step.
+    `extrapolated`: along the straight line through both, by the others, or by this rank if its tokens are `kept`. These
+    become those of a step when it is remembered or fitted. All tensors stay where they are from step to step.
     """
 
-    def __init__(self, wanted: Correction, *, extrapolated: bool, message: Tensor | None = None) -> None:
-        self._wanted, self._extrapolated, self._message = wanted, extrapolated, message
+    def __init__(self, wanted: Correction, *, extrapolated: bool, kept: OwnTokens | None = None) -> None:
+        self._wanted, self._extrapolated = wanted, extrapolated
+        self._kept = kept
         self._last: FitSamples | None = None
         self._before: FitSamples | None = None
+        self._along: Tensor | None = None  # fraction of the line in the last step, where this rank extrapolates
 
-    def remember(self, own_lXND: Tensor, *, continues: bool) -> None:
-        """Store samples of this step's tokens [l, X, N, D]. `continues`: the stored ones are of the previous step."""
+    def remember(self, own_lXND: Tensor, *, continues: bool, ratio: Tensor | None = None) -> None:
+        """Store samples of an exact step's tokens [l, X, N, D]. `continues`: the stored ones are of the step before.
+
+        `ratio` as in `fit`, which is needed where this rank extrapolates.
+        """
         if self._wanted == "none":
             return
         kind = self._kind(own_lXND)
         if self._last is None:
-            self._last = FitSamples.empty(own_lXND, kind, self._message)
-            self._before = FitSamples.empty(own_lXND, kind) if self._extrapolated else None
+            self._allocate(own_lXND, kind)
+        assert self._last is not None
+        if self._along is not None and not continues:
+            self._along.fill_(LEAST_BEFOREHAND)
+        elif self._along is not None:  # how far tokens went along their line is known of an exact step, too
+            assert ratio is not None
+            self.fit(own_lXND, ratio)
+            return
         samples = (*self._last, *(self._before or (None, None)))
-        sample_tokens(own_lXND, *samples, stride_for(kind, own_lXND.shape[0]), continues, self._message)
+        sample_tokens(own_lXND, *samples, stride_for(kind, own_lXND.shape[0]), continues)
+
+    def _allocate(self, own_lXND: Tensor, kind: Correction) -> None:
+        last, before = self._kept or (None, None)
+        self._last = FitSamples.empty(own_lXND, kind, last)
+        if self._extrapolated:
+            self._before = FitSamples.empty(own_lXND, kind, before)
+        if before is not None:
+            self._along = own_lXND.new_empty(own_lXND.shape[1:-1], dtype=torch.float32)
 
     def fit(self, own_lXND: Tensor, ratio: Tensor) -> Tensor:
         """Return the fit [X, N, numbers] of this step's tokens [l, X, N, D] for the other ranks, and sample these.
@@ -151,14 +172,19 @@ class OwnPast:
         assert self._last is not None, "the step before has been remembered"
         kind, last, before = self._kind(own_lXND), self._last, self._before
         if kind == "affine":
-            past = (*last, *(before or (None, None)))
-            return fit_tokens(own_lXND, *past, ratio, stride_for(kind, own_lXND.shape[0]), self._message)
+            past = (*last, *(before or (None, None)), self._along)
+            return fit_tokens(own_lXND, *past, ratio, stride_for(kind, own_lXND.shape[0]))
         now = FitSamples.of(own_lXND, kind)
-        found = fit_matrices(now, last, before, ratio)
+        found = fit_matrices(now, last, before, self._along, ratio)
         if before is not None:
             before.copy_(last)
-        last.copy_(now)  # of all tokens, so that the message has them
+        last.copy_(now)  # of all tokens, so that all are kept
         return found
+
+    def extrapolate(self, into_lXND: Tensor, kept: OwnTokens, ratio: Tensor) -> None:
+        """Write tokens that are kept, as they are expected to be in this step, to `into_lXND` [l, X, N, D]."""
+        assert kept.before is not None
+        extrapolate_tokens(into_lXND, *kept, self._along, ratio)
 
     def numbers(self, tokens: int, width: int) -> int:
         """Return how many numbers a rank with so many tokens sends for each head of this width."""
@@ -168,6 +194,8 @@ class OwnPast:
         return kind_for(self._wanted, own_lXND.shape[0], own_lXND.shape[-1])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the stored means [X, N, D] and sampled tokens [s, X, N, D]."""
+        """Yield the stored means [X, N, D], sampled tokens [s, X, N, D], and fractions [X, N]."""
         for seen in (self._last, self._before):
             yield from seen or ()
+        if self._along is not None:
+            yield self._along

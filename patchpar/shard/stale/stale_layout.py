@@ -101,11 +101,11 @@ class StaleLayout:
         """
         options, size = self.options, prod(self.token) * self.itemsize
         tokens = 0 if self.derived else self.attended.total
-        tokens += self.previous.total if options.extrapolated else 0
+        tokens += self.previous.total if options.extrapolated and not self.is_late else 0
         if options.bits < 16:
             tokens += self.newest.total if self.derived else 0
             tokens += sum(map(self.num_tokens, self.receivers()))
-        tokens += self.newest.counts[self.axis.rank] if self.is_late else 0
+        tokens += (1 + options.extrapolated) * self.newest.counts[self.axis.rank] if self.is_late else 0
         bias = self.attended.total * self.itemsize if self.averages else 0
         arriving = self.newest.total * size if self.derived and options.bits == 16 and not self.is_late else 0
         return StaleBytes(tokens * size + self.sample_bytes + bias, arriving)
@@ -122,11 +122,13 @@ class StaleLayout:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of the means and samples of own tokens that fits are made of."""
+        """Bytes of the means and samples of own tokens that fits are made of, and of fractions of their line."""
         if self.options.correction == "none":
             return 0
-        own = self.grid.num_tokens(self.axis.rank)
+        own, numbers = self.grid.num_tokens(self.axis.rank), prod(self.token)
+        steps = 1 + self.options.extrapolated
+        if self.is_late:  # samples are among all own tokens
+            fractions = numbers // self.token[-1] if self.options.extrapolated else 0
+            return (numbers * steps + fractions) * MEAN_BYTES
         stride = stride_for(kind_for(self.options.correction, own, self.token[-1]), own)
-        means = 1 + self.options.extrapolated
-        stored = means - self.is_late  # of the last step they are among the tokens that are not sent yet
-        return prod(self.token) * (means * MEAN_BYTES + stored * self.itemsize * -(-own // stride))
+        return numbers * steps * (MEAN_BYTES + self.itemsize * -(-own // stride))

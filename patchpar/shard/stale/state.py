@@ -78,7 +78,6 @@ class StaleState:
         call, clock = max(0, self.clock.call), self.clock
         usable = self.cache.begin(call, clock.evaluation, form)
         assert self.policy.warmup_steps is not None
-        self.cache.next_is_exact = clock.step + 1 < self.policy.warmup_steps
         fresh = not usable or clock.step < self.policy.warmup_steps or self._is_to_be_fresh(call)
         self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)
         self._stale_in_a_row[call] = 0 if fresh else self._stale_in_a_row[call] + 1

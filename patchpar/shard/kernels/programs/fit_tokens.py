@@ -7,28 +7,38 @@ import triton.language as tl
 @triton.jit
 def _mean_of_all(
     own,
-    message,
+    tokens,
+    tokens_before,
     num_tokens,
     token_stride,
     pitch,
-    lane,
-    wide,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    COPIES: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    CONTINUES: tl.constexpr,
 ):
-    """Return the mean [COLUMNS] over all tokens, and copy these to the message.
+    """Return the mean [COLUMNS] over all tokens, and if it `KEEPS_ALL`, store these as the last ones.
 
-    After every thread has read samples of the last step, as before a sum of them ends: these may be in the message.
+    What was there, or unless it `CONTINUES` these tokens too, becomes what was before.
     """
+    lane, wide = tl.arange(0, ROWS)[:, None], (tl.arange(0, COLUMNS) < WIDTH)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if KEEPS_ALL:
+        tl.debug_barrier()  # every thread has read its samples, which are among the tokens kept
     for base in range(0, num_tokens, ROWS):
         token = (base + lane).to(tl.int64)
         inside = (token < num_tokens) & wide
         now = tl.load(own + token * token_stride, mask=inside, other=0.0)
-        if COPIES:
-            tl.store(message + token * pitch, now, mask=inside)
         total += now.to(tl.float32)
+        if KEEPS_ALL:
+            if HAS_BEFORE:
+                last = now
+                if CONTINUES:
+                    last = tl.load(tokens + token * pitch, mask=inside, other=0.0)
+                tl.store(tokens_before + token * pitch, last, mask=inside)
+            tl.store(tokens + token * pitch, now, mask=inside)
     return tl.sum(total, 0) / num_tokens
 
 
@@ -40,15 +50,14 @@ def _means_of_samples(
     step,
     samples,
     own_pitch,
-    last_pitch,
     pitch,
-    lane,
-    wide,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXTRAPOLATES: tl.constexpr,
 ):
     """Return means [COLUMNS] over the sampled tokens: of the old ones, of their change, and of their line."""
+    lane, wide = tl.arange(0, ROWS)[:, None], (tl.arange(0, COLUMNS) < WIDTH)[None, :]
     old_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     moved_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     way_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -56,7 +65,7 @@ def _means_of_samples(
         sample = (base + lane).to(tl.int64)
         inside = (sample < samples) & wide
         now = tl.load(own + sample * own_pitch, mask=inside, other=0.0).to(tl.float32)
-        old = tl.load(tokens + sample * last_pitch, mask=inside, other=0.0).to(tl.float32)
+        old = tl.load(tokens + sample * pitch, mask=inside, other=0.0).to(tl.float32)
         old_sum += old
         moved_sum += now - old
         if EXTRAPOLATES:
@@ -73,44 +82,46 @@ def _products_of_samples(
     step,
     samples,
     own_pitch,
-    last_pitch,
     pitch,
-    lane,
-    wide,
+    used,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EXTRAPOLATES: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
 ):
-    """Return sums of products of centred samples, and make the samples of this step the last ones.
+    """Return sums of products of centred samples, and make those of this step the last ones, unless all are kept.
 
-    Per channel of old and old, old and change, old and line; of all channels of line and line, line and change.
+    Per channel of old and old, old and change, old and line; of all channels of line and line, line and change. `old`
+    are tokens of the last step, moved `used` times their line.
     """
     old_mean, moved_mean, way_mean = _means_of_samples(
-        own, tokens, tokens_before, step, samples, own_pitch, last_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
+        own, tokens, tokens_before, step, samples, own_pitch, pitch, WIDTH, ROWS, COLUMNS, EXTRAPOLATES
     )
-    old_old = tl.zeros([ROWS, COLUMNS], tl.float32)
-    old_moved = tl.zeros([ROWS, COLUMNS], tl.float32)
-    old_way = tl.zeros([ROWS, COLUMNS], tl.float32)
-    way_way = tl.zeros([ROWS, COLUMNS], tl.float32)
-    way_moved = tl.zeros([ROWS, COLUMNS], tl.float32)
+    lane, wide = tl.arange(0, ROWS)[:, None], (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
+    old_old, old_moved, old_way, way_way, way_moved = zero, zero, zero, zero, zero
     for base in range(0, samples, ROWS):
         sample = (base + lane).to(tl.int64)
         inside = (sample < samples) & wide
         now = tl.load(own + sample * own_pitch, mask=inside, other=0.0)
-        last = tl.load(tokens + sample * last_pitch, mask=inside, other=0.0)
+        last = tl.load(tokens + sample * pitch, mask=inside, other=0.0)
         raw = last.to(tl.float32)
         old = tl.where(inside, raw - old_mean[None, :], 0.0)
         moved = tl.where(inside, now.to(tl.float32) - raw - moved_mean[None, :], 0.0)
-        old_old += old * old
-        old_moved += old * moved
         if EXTRAPOLATES:
             before = tl.load(tokens_before + sample * pitch, mask=inside, other=0.0).to(tl.float32)
             way = tl.where(inside, (raw - before) * step - way_mean[None, :], 0.0)
+            old += used * way
             old_way += old * way
             way_way += way * way
             way_moved += way * moved
-            tl.store(tokens_before + sample * pitch, last, mask=inside)
-        tl.store(tokens + sample * last_pitch, now, mask=inside)
+            if not KEEPS_ALL:
+                tl.store(tokens_before + sample * pitch, last, mask=inside)
+        old_old += old * old
+        old_moved += old * moved
+        if not KEEPS_ALL:
+            tl.store(tokens + sample * pitch, now, mask=inside)
     return tl.sum(old_old, 0), tl.sum(old_moved, 0), tl.sum(old_way, 0), tl.sum(way_way), tl.sum(way_moved)
 
 
@@ -124,20 +135,36 @@ def _store_fit(into, along, scale, shift, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _mean_and_way(mean, mean_before, ratio, inside, COLUMNS: tl.constexpr, EXTRAPOLATES: tl.constexpr):
+    """Return the mean [COLUMNS] of the last step, and its way from the one before."""
+    last = tl.load(mean, mask=inside, other=0.0)
+    way = tl.zeros([COLUMNS], tl.float32)
+    if EXTRAPOLATES:
+        way = (last - tl.load(mean_before, mask=inside, other=0.0)) * tl.load(ratio).to(tl.float32)
+    return last, way
+
+
+@triton.jit
+def _store_means(mean, mean_before, now, last, inside, EXTRAPOLATES: tl.constexpr):
+    """Make the mean of this step that of the last one, and that of the last one what was before."""
+    tl.store(mean, now, mask=inside)
+    if EXTRAPOLATES:
+        tl.store(mean_before, last, mask=inside)
+
+
+@triton.jit
 def fit_tokens_program(
     own,
     mean,
     tokens,
     mean_before,
     tokens_before,
+    along,
     ratio,
     packed,
-    message,
     num_tokens,
-    samples,
     stride,
     token_stride,
-    last_pitch,
     RIDGE: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -146,30 +173,33 @@ def fit_tokens_program(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     EXTRAPOLATES: tl.constexpr,
-    COPIES: tl.constexpr,
+    BEFOREHAND: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
 ):
     """Write the fit of one head, of keys or values of one sample, and replace its samples."""
-    head, pitch = tl.program_id(0), tl.num_programs(0) * WIDTH  # samples of the step before and messages are contiguous
-    lane, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
-    inside, at = column < WIDTH, head * WIDTH + column
-    own, tokens, tokens_before = own + at[None, :], tokens + at[None, :], tokens_before + at[None, :]
-    step, wide, own_pitch = tl.load(ratio).to(tl.float32), inside[None, :], stride * token_stride
-    last_mean = tl.load(mean + at, mask=inside, other=0.0)  # before the sums: their barriers are ahead of the stores
-    mean_way = tl.zeros([COLUMNS], tl.float32)
-    if EXTRAPOLATES:
-        mean_way = (last_mean - tl.load(mean_before + at, mask=inside, other=0.0)) * step
+    head, pitch, column = tl.program_id(0), tl.num_programs(0) * WIDTH, tl.arange(0, COLUMNS)  # what is kept is dense
+    inside, at, samples = column < WIDTH, head * WIDTH + column, tl.cdiv(num_tokens, stride)
+    own, last, before = own + at[None, :], tokens + at[None, :], tokens_before + at[None, :]
+    last_mean, mean_way = _mean_and_way(mean + at, mean_before + at, ratio, inside, COLUMNS, EXTRAPOLATES)
+    step, used = tl.load(ratio).to(tl.float32), 0.0
+    if BEFOREHAND:
+        used = tl.load(along + head)
+    held_mean, own_pitch = last_mean + used * mean_way, stride * token_stride
+    old_pitch = pitch * stride if KEEPS_ALL else pitch
     old_old, old_moved, old_way, way_way, way_moved = _products_of_samples(
-        own, tokens, tokens_before, step, samples, own_pitch, last_pitch, pitch, lane, wide, ROWS, COLUMNS, EXTRAPOLATES
+        own, last, before, step, samples, own_pitch, old_pitch, used, WIDTH, ROWS, COLUMNS, EXTRAPOLATES, KEEPS_ALL
     )
     now_mean = _mean_of_all(
-        own, message + at[None, :], num_tokens, token_stride, pitch, lane, wide, ROWS, COLUMNS, COPIES
+        own, last, before, num_tokens, token_stride, pitch, WIDTH, ROWS, COLUMNS, KEEPS_ALL, EXTRAPOLATES, True
     )
-    along = way_moved / (samples * WIDTH) / (way_way / (samples * WIDTH) + TINY)
-    along = tl.minimum(tl.maximum(along, LEAST), MOST).to(packed.dtype.element_ty).to(tl.float32)
+    found = way_moved / (samples * WIDTH) / (way_way / (samples * WIDTH) + TINY)
+    found = tl.minimum(tl.maximum(found, LEAST), MOST).to(packed.dtype.element_ty).to(tl.float32)
+    if BEFOREHAND:
+        tl.store(along + head, found)
+    else:
+        used = found
     square = old_old / samples
-    scale = (old_moved - along * old_way) / samples / (square + RIDGE * (tl.sum(square, 0) / WIDTH) + TINY)
-    shift = now_mean - last_mean - scale * last_mean - along * mean_way
-    _store_fit(packed + head * (1 + 2 * WIDTH), along, scale, shift, column, WIDTH)
-    tl.store(mean + at, now_mean, mask=inside)
-    if EXTRAPOLATES:
-        tl.store(mean_before + at, last_mean, mask=inside)
+    scale = (old_moved - used * old_way) / samples / (square + RIDGE * (tl.sum(square, 0) / WIDTH) + TINY)
+    shift = now_mean - last_mean - scale * held_mean - used * mean_way
+    _store_fit(packed + head * (1 + 2 * WIDTH), used, scale, shift, column, WIDTH)
+    _store_means(mean + at, mean_before + at, now_mean, last_mean, inside, EXTRAPOLATES)
