@@ -5,7 +5,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.models.files import resolve_model
-from patchpar.models.task import PipelineTask, RequestedTask, purpose_of
+from patchpar.models.task import PipelineTask, Product, RequestedTask, purpose_of
 
 
 def check_servable(model: str, options: Mapping[str, Any]) -> None:
@@ -22,5 +22,5 @@ def check_task(task: PipelineTask | None) -> None:
         raise PlanError(
             f"this model is a {task.pipeline}, which begins with a video: call it in Python, pipe(prompt, video=frames)"
         )
-    product = "video" if task.product == "video" else "images"
+    product: Product = "video" if task.product == "video" else "images"
     RequestedTask(verb="serve", product=product, has_image=None).check(task)
