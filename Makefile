@@ -109,6 +109,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.forecast --write docs/figures/forecast.md
 	$(BIN)/python -m benchmarks.forecast --cpu --write docs/figures/prices.md
 	$(BIN)/python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md
+	$(BIN)/python -m benchmarks.serving --write docs/figures/serving.md
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
 	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md

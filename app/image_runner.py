@@ -7,10 +7,10 @@ from typing import Any
 
 from patchpar import ParallelPipeline, PlanError, Run, upscale
 from patchpar.models.task import ANY_PROMPT
+from patchpar.serving.latent_preview import ColourMap
 
 from .job_queue import Job
 from .presets import Preset
-from .preview import ColourMap
 from .requests import GenerateRequest
 from .workers import AppWorkers
 

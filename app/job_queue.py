@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.serving.job_queue import CLOSE_SECONDS, Cancelled, Job, JobState, JobView, WorkQueue, job_error_message
+from patchpar.serving.job import Cancelled, Job, JobState, JobView, job_error_message
+from patchpar.serving.job_queue import CLOSE_SECONDS, WorkQueue
 
 __all__ = ["Cancelled", "Job", "JobQueue", "JobState", "JobView", "job_error_message"]
 

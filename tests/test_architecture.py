@@ -48,9 +48,12 @@ ONLY = {
     "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {"errors", "launch", "models", "strategies", "stream", "pipeline.image_metrics", "PUBLIC"},
-    "serving.job_queue": {"errors"},
+    "serving.job": {"errors"},
+    "serving.job_queue": {"errors", "serving.job"},
+    "serving.latent_preview": {"errors"},
+    "serving.scheduling": {"errors", "shard.verification_cache"},
     "serving.api_keys": {"errors"},
-    "cli.serve": {"errors", "cli", "launch", "models", "serving"},
+    "cli.serve": {"errors", "cli", "launch", "models", "serving", "shard.verification_cache"},
     "cli.plan": {"cli", "strategies", "pipeline.planner", "plan.replay"},
     "cli.tune": {"cli", "launch.devices", "pipeline.planner", "plan.replay"},
     "cli.simulate": {"errors", "cli", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},
@@ -58,7 +61,8 @@ ONLY = {
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.
 THE_APP_MAY = {
-    *("PUBLIC", "plan", "launch", "comm.trace", "models", "strategies", "stream", "serving.job_queue"),
+    *("PUBLIC", "plan", "launch", "comm.trace", "models", "strategies", "stream"),
+    *("serving.job", "serving.job_queue", "serving.latent_preview"),
     *("pipeline.auto_plan", "pipeline.image_metrics", "pipeline.report", "pipeline.validate"),
 }
 NAMES_OF_ACCELERATORS = {"cuda", "xpu", "npu", "mps"}

@@ -19,11 +19,19 @@ OF_EXTRAS = {
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
     "serving/image_request.py": {"pydantic"},
+    "serving/pipeline_fields.py": {"pydantic"},
+    "serving/video_request.py": {"pydantic"},
     "serving/metrics.py": {"prometheus_client"},
     "serving/http/access.py": {"fastapi", "starlette"},
+    "serving/http/admin.py": {"fastapi"},
     "serving/http/application.py": {"fastapi", "starlette"},
+    "serving/http/event_stream.py": {"starlette"},
+    "serving/http/images.py": {"fastapi"},
     "serving/http/job_outcome.py": {"fastapi", "starlette"},
-    "serving/http/request_body.py": {"fastapi"},
+    "serving/http/jobs.py": {"fastapi"},
+    "serving/http/request_body.py": {"fastapi", "starlette"},
+    "serving/http/video_view.py": {"fastapi"},
+    "serving/http/videos.py": {"fastapi"},
 }  # asked for before they are imported, see WebPage in stream/web/viewer.py and cli/serve.py
 MODULE_OF = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
 

@@ -3,17 +3,18 @@
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
 from patchpar.errors import PlanError
-from patchpar.models.task import RequestedTask
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-TASK = RequestedTask(verb="serve")
+if TYPE_CHECKING:
+    from patchpar.serving.api_keys import ApiKeys
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +26,20 @@ class ServeFlags:
     plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
     dtype: Format = None
+    task: Annotated[str | None, typer.Option(help="image-to-image: edits by a text-to-image model.")] = None
     variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
     host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000
     api_key_file: Annotated[Path | None, typer.Option(help="File with an API key on each line.")] = None
+    admin_key_file: Annotated[Path | None, typer.Option(help="The same for /admin; without it there is none.")] = None
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
+    policy: Annotated[str, typer.Option(help="Which request is next: latency, throughput, deadline.")] = "latency"
     max_pixels: Annotated[int, typer.Option(help="Largest image, in pixels.")] = 2048 * 2048
     max_steps: Annotated[int, typer.Option(help="Most denoising steps of an image.")] = 150
+    max_frames: Annotated[int, typer.Option(help="Longest video, in frames.")] = 257
+    max_kept: Annotated[int, typer.Option(help="Results of jobs and videos that are kept.")] = 256
+    ttl: Annotated[float, typer.Option(help="Seconds for which they are kept.")] = 3600.0
+    files: Annotated[Path | None, typer.Option(help="Folder of videos; default: one that ends with the server.")] = None
     grace: Annotated[float, typer.Option(help="Seconds in which requests finish at the end.")] = 30.0
     deadline: Deadline = DEADLINE
     debug: Debug = False
@@ -41,19 +49,20 @@ def serve_images(request: ServeFlags) -> None:
     """Serve images over HTTP, to clients of OpenAI's interface."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
-        options = given(torch_dtype=request.dtype, variant=request.variant, deadline=request.deadline)
+        loading = given(torch_dtype=request.dtype, variant=request.variant, task=request.task)
+        options = {**loading, **given(deadline=request.deadline)}
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise PlanError(f"serve needs {', '.join(missing)}: pip install 'patchpar[serve]'")
-        TASK.check_model(request.model, given(torch_dtype=request.dtype, variant=request.variant))
+        from patchpar.serving.served_task import check_servable
+
+        check_servable(request.model, loading)
         from patchpar.models.quiet_libraries import silence_command
-        from patchpar.serving.api_keys import ApiKeys
         from patchpar.serving.generation import ImageGenerator
         from patchpar.serving.server import serve
         from patchpar.serving.service import ImageService
-        from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
+        from patchpar.serving.settings import KeptResults, RequestLimits, ServedModel, ServerSettings
 
-        keys = ApiKeys() if request.api_key_file is None else ApiKeys.read(request.api_key_file)
         plan = plan_of(request.plan, None, request.devices)
         served = ServedModel(
             model=request.model,
@@ -61,19 +70,37 @@ def serve_images(request: ServeFlags) -> None:
             plan=plan,
             per_request=request.per_request,
             options=options,
+            measured=_measured(request, plan),
         )
         settings = ServerSettings(
             host=request.host,
             port=request.port,
-            keys=keys,
+            keys=_keys(request.api_key_file, "--api-key-file"),
+            admin_keys=_keys(request.admin_key_file, "--admin-key-file"),
             max_queue=request.max_queue,
+            policy=request.policy,
             grace=request.grace,
-            limits=RequestLimits(pixels=request.max_pixels, steps=request.max_steps),
+            kept=KeptResults(seconds=request.ttl, count=request.max_kept, folder=request.files),
+            limits=RequestLimits(pixels=request.max_pixels, steps=request.max_steps, frames=request.max_frames),
         )
         typer.echo(f"Loading {served.name} on {', '.join(served.devices)}.", err=True)
         silence_command(list(served.devices))
         service = ImageService(ImageGenerator(served), settings)
         serve(service, _announce, lambda: typer.echo("Finishing what was accepted.", err=True))
+
+
+def _keys(file: Path | None, flag: str) -> "ApiKeys":
+    from patchpar.serving.api_keys import ApiKeys
+
+    return ApiKeys() if file is None else ApiKeys.read(file, flag)
+
+
+def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:
+    """Return where seconds of steps are kept, and of what they are."""
+    from patchpar.shard.verification_cache import VerificationCache
+
+    facts = {"model": request.model, "dtype": request.dtype, "plan": str(plan), "devices": _names(request, plan)}
+    return VerificationCache.in_home("costs"), facts
 
 
 def _names(request: ServeFlags, plan: object) -> tuple[str, ...]:

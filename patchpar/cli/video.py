@@ -10,10 +10,11 @@ from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, SizedFlags, given
 from patchpar.cli.folded_help import MORE
 from patchpar.cli.run_pipeline import report_run, returned_by
-from patchpar.cli.video_file import check_folder, check_video, frames_of, save_frames, save_video
+from patchpar.cli.video_file import check_folder, check_video, save_frames, save_video
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
 from patchpar.models.task import RequestedTask
+from patchpar.stream.web.video_file import frames_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from patchpar.cli.output_files import check_can_write, save, written_whole
 from patchpar.errors import PatchparError, PlanError
+from patchpar.stream.web.video_file import FORMATS, GOOD
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-FORMATS = {
-    ".mp4": ("mp4", "libx264", "aac"),
-    ".mkv": ("matroska", "libx264", "aac"),
-    ".webm": ("webm", "libvpx-vp9", "libopus"),
-}
-"""FFmpeg's names of container, video codec and audio codec, by suffix."""
-GOOD = {"libx264": {"crf": "16"}, "libvpx-vp9": {"crf": "24", "b:v": "0"}}  # quality, where 0 is lossless
 
 
 def check_video(path: Path) -> None:
@@ -41,25 +34,6 @@ def check_folder(folder: Path) -> None:
         raise PlanError(f"--frames {folder}: the folder cannot be created: {error}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PlanError(f"--frames {folder}: no permission to write there")
-
-
-def frames_of(output: Any) -> NDArray[np.uint8] | None:
-    """Return frames [F, H, W, 3] of a pipeline's output; None on a rank without a result. Raises PlanError."""
-    if not hasattr(output, "frames"):
-        raise PlanError(
-            f"this model returns {type(output).__name__}, which has no frames: `patchpar generate` generates images"
-        )
-    if output.frames is None:
-        return None
-    import numpy as np
-
-    first = output.frames[0]
-    if hasattr(first, "detach"):  # a tensor [F, 3, H, W]
-        first = first.detach().float().cpu().permute(0, 2, 3, 1).numpy()
-    frames = np.stack([np.asarray(frame) for frame in first])
-    if frames.dtype == np.uint8:
-        return frames
-    return (frames.astype(np.float32).clip(0, 1) * 255).round().astype(np.uint8)
 
 
 def save_video(frames: NDArray[np.uint8], path: Path, fps: int) -> None:

@@ -15,7 +15,9 @@ from patchpar.pipeline.messages import (
     CallbackResult,
     CallOptions,
     CallResult,
+    LatentsEvent,
     MethodResult,
+    Previews,
     RandomState,
     StepEnd,
 )
@@ -31,10 +33,19 @@ DATA_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")  # diffusers' cl
 class CallController:
     """Callback, progress and replies of a call. `owner`: the callback's pipeline. `kind`: where ranks run."""
 
-    def __init__(self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        kind: str,
+        output_module: str,
+        previews: Previews | None = None,
+    ) -> None:
         self.bound, self.kwargs = kwargs, dict(kwargs)
         self.progress = 0, 0
         self._owner, self._kind, self._output_module = owner, kind, output_module
+        self._previews = previews
         self._bar: Any = None
         self._on_step: Callable[[int, int], object] | None = None
         self._bar_options: Mapping[str, Any] = {}
@@ -80,6 +91,7 @@ class CallController:
             same_everywhere=self._kind == "torchrun",
             quiet=self._kind == "local" or self._on_step is not None,
             tracing=tracing,
+            previews=0 if self._previews is None else self._previews.count,
         )
 
     @contextmanager
@@ -96,8 +108,12 @@ class CallController:
             if self._import is not None:
                 self._import.join()  # a program that ends during the import would crash or get another exit code
 
-    def on_event(self, rank: int, event: tuple[str, int, int]) -> None:
-        """Report a finished step."""
+    def on_event(self, rank: int, event: tuple[str, int, int] | LatentsEvent) -> None:
+        """Report a finished step, or its latents."""
+        if isinstance(event, LatentsEvent):
+            assert self._previews is not None, "ranks send them if they are wanted"
+            self._previews.receive(event.step, event.steps, event.latents)
+            return
         _, step, total = event
         self.progress = step, total
         if self._on_step is not None:

@@ -1,5 +1,6 @@
 """Messages between caller and ranks for one pipeline call. Does not import torch, so that a caller need not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class CallOptions:
     `pipeline.graph_option`. `symmetric_memory`: small exchanges go through memory that GPUs share, where there is such.
     `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
     `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
-    own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event.
+    own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event. `previews`:
+    the caller gets the latents of so many steps between the first and the last, and those of the last.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class CallOptions:
     same_everywhere: bool = False
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
+    previews: int = field(default=0, metadata=ANY_RANK)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -62,6 +65,25 @@ class CallOptions:
         """What the ranks install before the call, unless they have."""
         names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory")
         return {name: getattr(self, name) for name in names} | {"ranks": self.members}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Previews:
+    """A caller that wants latents before the end: of `count` steps between the first and the last, and of the last.
+
+    `receive(step, steps, latents)` is called in the job's thread, with a tensor (1, ...) in float32 on the CPU, in the
+    layout that the pipeline gives its scheduler: before the last step the scheduler's estimate of the clean latents, if
+    it returns one.
+    """
+
+    count: int
+    receive: Callable[[int, int, Any], object]
+
+
+def preview_steps(count: int, steps: int) -> frozenset[int]:
+    """Return the numbers, from 1, of the steps whose latents are previews; none if it is unknown how many there are."""
+    between = {number * steps // (count + 1) for number in range(1, count + 1)}
+    return frozenset(between - {0} | {steps}) if count and steps else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +109,15 @@ class StepEnd:
     timestep: Any
     tensors: dict[str, Any]
     facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentsEvent:
+    """Latents (1, ...) of a step, for `Previews`."""
+
+    step: int
+    steps: int
+    latents: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from patchpar.pipeline.auto_plan import Rule, choose
 from patchpar.pipeline.caller import CallController, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import CallPlacement, PipelineJob
+from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.planned_calls import PlannedCalls
@@ -145,14 +146,19 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         return self._call(choose, args, kwargs)
 
     def submit(
-        self, *args: Any, ranks: Sequence[int] | None = None, plan: Plan | str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        plan: Plan | str | None = None,
+        previews: Previews | None = None,
+        **kwargs: Any,
     ) -> PipelineJob:
         """Begin a call of the wrapped pipeline, and return at once: jobs on different ranks run at the same time.
 
         `ranks`: those that work on it, in the order of the plan's mesh; None is all, or as many as the plan takes, the
         first ones. `plan`: None is that of this pipeline, with "auto" the fastest one for `ranks`. Jobs that have ranks
         in common run in the order in which they are submitted. Without a generator, the noise is of a seed that torch's
-        default generator samples now.
+        default generator samples now. `previews`: who gets latents of steps on the way.
 
         Raises PlanError for an impossible call, ranks that do not exist or do not go with the plan, and under torchrun.
         """
@@ -163,7 +169,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         named = None if ranks is None else executor.check_ranks(ranks)
         if plan is not None and wanted is not None:
             check_plan(self.description, wanted)
-        job = self._job(CallPlacement(rule=choose, plan=wanted, ranks=named), args, kwargs)
+        job = self._job(CallPlacement(rule=choose, plan=wanted, ranks=named), args, kwargs, previews)
         job.start()
         return job
 
@@ -171,7 +177,13 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         """Call the wrapped pipeline; `rule` chooses the plan if it is "auto"."""
         return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs).run_here()
 
-    def _job(self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineJob:
+    def _job(
+        self,
+        placement: CallPlacement,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        previews: Previews | None = None,
+    ) -> PipelineJob:
         executor = self._executor
         placement.check(executor.world_size, weights=self._state.weights.plan)
         bound = bind(self.description, args, kwargs)
@@ -179,7 +191,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         check_generators(bound, executor.devices, executor.random_widths)
         if executor.kind != "inline":
             refuse_old_callback(bound)
-        caller = CallController(self, bound, kind=executor.kind, output_module=self.description.module)
+        module = self.description.module
+        caller = CallController(self, bound, kind=executor.kind, output_module=module, previews=previews)
         return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------

@@ -20,7 +20,15 @@ from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
-from patchpar.pipeline.messages import CallbackChange, CallbackResult, CallOptions, RandomState, StepEnd
+from patchpar.pipeline.messages import (
+    CallbackChange,
+    CallbackResult,
+    CallOptions,
+    LatentsEvent,
+    RandomState,
+    StepEnd,
+    preview_steps,
+)
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
@@ -90,7 +98,7 @@ class PipelineCall:
         def stepped(step: Step, *args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             if not self._stepped_by_copy:
-                self._stepped(scheduler)
+                self._stepped(scheduler, result)
             self._stepped_by_copy = False
             return result
 
@@ -98,7 +106,7 @@ class PipelineCall:
             result = step(*args, **kwargs)
             if self.clock.call >= 0:  # one prediction is one step, however many schedulers use it
                 self._stepped_by_copy = True
-                self._stepped(scheduler)
+                self._stepped(scheduler, result)
             return result
 
         scheduler.step = SchedulerStepOverride(scheduler, stepped, copy_stepped)
@@ -107,13 +115,18 @@ class PipelineCall:
         finally:
             del scheduler.step
 
-    def _stepped(self, scheduler: Any) -> None:
+    def _stepped(self, scheduler: Any, result: Any) -> None:
         self.clock.tick()
         self.recorder.end_step()
         self.steps += 1
         self.context.beat(f"step {self.steps}")
         if self.context.is_first:
-            self.context.emit(("step", self.steps, _total_steps(self.pipe, scheduler)))
+            total = _total_steps(self.pipe, scheduler)
+            self.context.emit(("step", self.steps, total))
+            if self.steps in preview_steps(self.options.previews, total):
+                self.context.emit(
+                    LatentsEvent(step=self.steps, steps=total, latents=_latents_of(result, is_last=self.steps == total))
+                )
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:
@@ -156,6 +169,13 @@ def _total_steps(pipe: Any, scheduler: Any) -> int:
     timesteps = getattr(scheduler, "timesteps", None)
     count = getattr(pipe, "_num_timesteps", None)
     return int(count) if isinstance(count, int) else (len(timesteps) if timesteps is not None else 0)
+
+
+def _latents_of(result: Any, *, is_last: bool) -> Tensor:
+    """Return the latents of the first image after a scheduler's step: before the last its estimate of clean ones."""
+    values = tuple(result) if isinstance(result, tuple) else tuple(result.values())
+    clean = [each for each in values[1:2] if isinstance(each, Tensor) and each.shape == values[0].shape]
+    return (values[0] if is_last or not clean else clean[0])[:1].detach().float().cpu()
 
 
 def _moved(value: Any, like: Any) -> Any:

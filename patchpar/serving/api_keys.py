@@ -23,8 +23,8 @@ class ApiKeys:
         return cls(tuple(sha256(key.encode()).digest() for key in keys))
 
     @classmethod
-    def read(cls, path: Path) -> "ApiKeys":
-        """Read a file with a key on each line; empty lines and lines that begin with # do not count.
+    def read(cls, path: Path, flag: str = "--api-key-file") -> "ApiKeys":
+        """Read the file of an option `flag`, a key on each line; empty lines and those that begin with # do not count.
 
         Raises PlanError for a file that cannot be read or has no key, and a key that is short or has blanks in it.
         """
@@ -32,14 +32,14 @@ class ApiKeys:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text file"
-            raise PlanError(f"--api-key-file {path}: {reason}") from error
+            raise PlanError(f"{flag} {path}: {reason}") from error
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise PlanError(f"--api-key-file {path}: there is no key in it; write one on a line of its own")
+            raise PlanError(f"{flag} {path}: there is no key in it; write one on a line of its own")
         for number, key in enumerate(keys, 1):
             if len(key) < MIN_CHARACTERS or len(key.split()) > 1:
                 raise PlanError(
-                    f"--api-key-file {path}: key {number} must have at least {MIN_CHARACTERS} characters and no "
+                    f"{flag} {path}: key {number} must have at least {MIN_CHARACTERS} characters and no "
                     "blanks; `openssl rand -hex 24` makes one"
                 )
         return cls.of(*keys)

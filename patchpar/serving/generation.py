@@ -1,28 +1,31 @@
-"""Images of one pipeline: opening it, its calls on free devices, and whether its workers are there.
+"""Images and videos of one pipeline: opening it, its calls on free devices, and whether its workers are there.
 
 Knows nothing of HTTP. Calls come from the threads of the queue, which has no more of them than devices are free.
 """
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError
 from patchpar.models.info import PipelineInfo
-from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
+from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.image_call import ImageCall
-from patchpar.serving.job_queue import Cancelled, Job
+from patchpar.serving.job import Cancelled, Job
+from patchpar.serving.latent_preview import ColourMap
+from patchpar.serving.partial_images import CompletedImage, PartialImages
+from patchpar.serving.rank_pool import RankPool
+from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
+from patchpar.serving.warm_up import warm_up_arguments
+from patchpar.stream.web.video_file import frames_of
 
 PoolState = Literal["loading", "ready", "lost"]
-TASK = RequestedTask(verb="serve")
-WARM_UP: Mapping[str, Any] = {"prompt": ANY_PROMPT, "num_inference_steps": 2}
 STEP_SECONDS = 0.1
 """Between looks at the progress of a call."""
 
@@ -37,15 +40,42 @@ class GeneratedImages:
     prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedVideo:
+    """Frames [F, H, W, 3] in uint8, the statistics of their call, and the reason for the plan."""
+
+    frames: Any
+    run: Run
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedCall:
+    """A call of the pipeline that has ended well: its output, statistics, and the reason for the plan."""
+
+    output: Any
+    run: Run
+    reason: str
+
+
 class ImageGenerator:
-    """One pipeline. `state`: whether its workers can take a call; "lost" after a call in which they failed."""
+    """One pipeline, of images or videos. `ranks`: which of them are free, busy or lost."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.state: PoolState = "loading"
+        self.ranks = RankPool(len(served.devices))
+        self.task: PipelineTask | None = None
+        self._is_warm = False
+        self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
         self._tokenizer: Any = None
-        self._free, self._lock = list(range(len(served.devices))), threading.Lock()
+
+    @property
+    def state(self) -> PoolState:
+        """Whether enough ranks for a request are there: "lost" after calls in which too many of them failed."""
+        if not self._is_warm:
+            return "loading"
+        return "ready" if self.ranks.usable >= self.served.devices_of(self.served.plan) else "lost"
 
     @property
     def pipe(self) -> ParallelPipeline:
@@ -58,10 +88,15 @@ class ImageGenerator:
         """The model of the open pipeline."""
         return self.pipe.description
 
+    @property
+    def makes_videos(self) -> bool:
+        """Whether the open pipeline returns frames."""
+        return self.task is not None and self.task.product == "video"
+
     def open(self) -> None:
-        """Start the workers and load the model. Raises PlanError for a model that makes no images from text."""
+        """Start the workers and load the model. Raises PlanError for a model that makes neither images nor videos."""
         served = self.served
-        TASK.check_model(served.model, served.options)
+        check_servable(served.model, served.options)
         self.adopt(
             ParallelPipeline.from_pretrained(
                 served.model, devices=list(served.devices), plan=served.opened_with, **served.options
@@ -71,7 +106,8 @@ class ImageGenerator:
     def adopt(self, pipe: ParallelPipeline) -> None:
         """Use an open pipeline, and close it at the end. Raises as `open` does."""
         self._pipe = pipe
-        TASK.check(purpose_of(pipe.description.pipeline))
+        self.task = purpose_of(pipe.description.pipeline)
+        check_task(self.task)
         pipe.set_progress_bar_config(disable=True)
         self._tokenizer = getattr(pipe, "tokenizer", None)
         try:
@@ -80,64 +116,93 @@ class ImageGenerator:
             self._tokenizer = None  # one that does not take a plain text
 
     def warm_up(self, job: Job) -> None:
-        """Make calls of two steps on all devices, which verify the split model, or start workers again."""
+        """Make calls of two steps on all devices, which verify the split model."""
         job.show(note="warming up")
-        plan, known = self.served.plan, self.description.parameters
-        arguments = {name: value for name, value in WARM_UP.items() if name in known}
-        if isinstance(plan, Plan) and plan.cfg > 1 and "negative_prompt" in known:
-            arguments["negative_prompt"] = ""  # without one some pipelines have no second branch
+        plan = self.served.plan
         takes = self.served.devices_of(plan)
-        with self._ranks(len(self.served.devices)) as ranks:
+        with self.ranks.taken(len(self.served.devices)) as ranks:
             groups = [ranks[start : start + takes] for start in range(0, len(ranks) - takes + 1, takes)]
-            for call in [self._submit(job, arguments, plan, group) for group in groups]:
-                self._finish(job, call)
+            self._warm_up(job, plan, groups)
+        self._is_warm = True
+
+    def repair(self, job: Job) -> None:
+        """Start workers of lost ranks again, which a short call on them does."""
+        job.show(note="starting lost workers again")
+        lost, plan = self.ranks.lost, self.served.plan
+        takes = self.served.devices_of(plan)
+        with self.ranks.taken(min(len(lost), job.takes), lost_first=True) as ranks:
+            if len(ranks) % takes:  # of a request with a plan for fewer devices than others take
+                plan, takes = "auto", len(ranks)
+            self._warm_up(job, plan, [ranks[start : start + takes] for start in range(0, len(ranks), takes)])
+
+    def _warm_up(self, job: Job, plan: Plan | str, groups: list[tuple[int, ...]]) -> None:
+        arguments, size = warm_up_arguments(self.description, plan)
+        for group in groups:
+            partial = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
+            made = self._finished(job, self._submit(job, arguments, plan, group, partial.previews), group)
+            images = getattr(made.output, "images", None)
+            if images is not None and hasattr(images[0], "convert"):
+                partial.fit(images[0])
 
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         """Return the images of a call. Raises Cancelled, PlanError, and what the pipeline raises.
 
         Images are made one after another: in a batch an image would equal that of the same seed alone to rounding
-        only, and take the memory of all.
+        only, and take the memory of all. Each is an event of the job, and so are its partial images.
         """
-        from torch import Generator
-
         plan = self.served.plan if call.plan is None else call.plan
-        images, runs, reason = [], [], ""
-        with self._ranks(self.served.devices_of(plan)) as ranks:
-            for seed in call.seeds:
+        done: list[CompletedImage] = []
+        tokens = self._tokens(call.arguments["prompt"])
+        with self.ranks.taken(self._count(job, plan)) as ranks:
+            for number, seed in enumerate(call.seeds):
                 job.check()
-                arguments = {**call.arguments, "generator": Generator("cpu").manual_seed(seed)}
-                made = self._submit(job, arguments, plan, ranks)
-                images.append(_image_of(self._finish(job, made)))
-                runs.append(made.run)
-                reason = self.pipe.explain(made)
+                partial = PartialImages(
+                    self._colours, size=call.size, count=call.partial_images, image_index=number, send=job.send
+                )
+                previews = partial.previews if call.partial_images else None
+                made = self._finished(job, self._submit(job, _seeded(call, seed), plan, ranks, previews), ranks)
+                image = _image_of(made.output)
+                partial.fit(image)
+                done.append(
+                    CompletedImage(
+                        image_index=number, image=image, run=made.run, reason=made.reason, prompt_tokens=tokens
+                    )
+                )
+                job.send(done[-1])
         return GeneratedImages(
-            images=tuple(images),
-            runs=tuple(run for run in runs if run is not None),
-            reason=reason,
-            prompt_tokens=self._tokens(call.arguments["prompt"]),
+            images=tuple(each.image for each in done),
+            runs=tuple(each.run for each in done),
+            reason=done[-1].reason,
+            prompt_tokens=tokens,
         )
 
-    @contextmanager
-    def _ranks(self, count: int) -> Iterator[tuple[int, ...]]:
-        """Take so many free ranks, the first ones."""
-        with self._lock:
-            assert len(self._free) >= count, "the queue starts a job when its devices are free"
-            found, self._free = tuple(self._free[:count]), self._free[count:]
-        try:
-            yield found
-        finally:
-            with self._lock:
-                self._free = sorted([*self._free, *found])
+    def generate_video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+        """Return the frames of a call. Raises as `generate` does."""
+        plan = self.served.plan if call.plan is None else call.plan
+        with self.ranks.taken(self._count(job, plan)) as ranks:
+            made = self._finished(job, self._submit(job, _seeded(call, call.seed), plan, ranks), ranks)
+        return GeneratedVideo(frames=frames_of(made.output), run=made.run, reason=made.reason)
 
-    def _submit(self, job: Job, arguments: Mapping[str, Any], plan: Plan | str, ranks: tuple[int, ...]) -> PipelineJob:
+    def _count(self, job: Job, plan: Plan | str) -> int:
+        """Return the number of ranks of a job: those of its plan, or what the queue has given it."""
+        return plan.world_size if isinstance(plan, Plan) else job.takes
+
+    def _submit(
+        self,
+        job: Job,
+        arguments: Mapping[str, Any],
+        plan: Plan | str,
+        ranks: tuple[int, ...],
+        previews: Previews | None = None,
+    ) -> PipelineJob:
         """Begin a call of the pipeline, which ends when the job is cancelled."""
         everywhere = len(ranks) == len(self.served.devices)
-        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks)
+        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, previews=previews)
         job.when_cancelled(call.cancel)
         return call
 
-    def _finish(self, job: Job, call: PipelineJob) -> Any:
-        """Return the output of a call. Its steps are reported to the job."""
+    def _finished(self, job: Job, call: PipelineJob, ranks: tuple[int, ...]) -> FinishedCall:
+        """Wait for a call. Its steps are reported to the job."""
         while not call.wait(STEP_SECONDS):
             job.show(step=call.progress.step, steps=call.progress.steps)
         try:
@@ -145,10 +210,11 @@ class ImageGenerator:
         except CallCancelled:
             raise Cancelled from None
         except (WorkerError, LaunchError):
-            self.state = "lost"
+            self.ranks.lose(ranks)
             raise
-        self.state = "ready"
-        return output
+        self.ranks.restore(ranks)
+        assert call.run is not None
+        return FinishedCall(output, call.run, self.pipe.explain(call))
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -161,6 +227,12 @@ class ImageGenerator:
         if not callable(self._tokenizer):
             return 0
         return len(self._tokenizer(prompt)["input_ids"])
+
+
+def _seeded(call: ImageCall, seed: int) -> dict[str, Any]:
+    from torch import Generator
+
+    return {**call.arguments, "generator": Generator("cpu").manual_seed(seed)}
 
 
 def _image_of(output: Any) -> Any:

@@ -10,13 +10,15 @@ from patchpar.errors import PlanError
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.plan import Plan
-from patchpar.serving.image_request import GenerationRequest
+from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
+from patchpar.serving.upload_arguments import MIN_SIDE, uploaded_size, with_uploads
+from patchpar.serving.uploaded_image import Uploads
 
-MIN_SIDE = 64
+NO_UPLOADS = Uploads()
 RANDOM_SEEDS = 2**32
-PASSED_ON = ("negative_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale")
+PASSED_ON = ("negative_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "strength")
 """Fields that are arguments of pipelines by the same name."""
 STEPS = "num_inference_steps"
 SIZE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})")
@@ -27,7 +29,7 @@ class ImageCall:
     """One call of the pipeline for each image, with `arguments` and a generator of its own.
 
     `size`: width and height in pixels. Image i has the seed `seed` + i. `plan`: that of this request; None for the
-    server's own.
+    server's own. `partial_images`: how many come before each image.
     """
 
     arguments: Mapping[str, Any]
@@ -35,6 +37,7 @@ class ImageCall:
     count: int
     size: tuple[int, int]
     plan: Plan | str | None = None
+    partial_images: int = 0
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -44,34 +47,66 @@ class ImageCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRules:
-    """What requests are checked against: the model, its devices and plan as they are served, and limits."""
+    """What requests are checked against: the model, its devices and plan as they are served, and limits.
+
+    `needs_image`: the model cannot do without an image.
+    """
 
     model: PipelineInfo
     served: ServedModel
     limits: RequestLimits
+    needs_image: bool = False
 
-    def call_of(self, request: GenerationRequest) -> ImageCall:
-        """Return the calls of a request. Raises RequestError for a field that the model or a limit refuses."""
+    def call_of(self, request: PipelineFields, uploads: Uploads = NO_UPLOADS, **extra: Any) -> ImageCall:
+        """Return the calls of a request. Raises RequestError for a field that the model or a limit refuses.
+
+        `extra`: further arguments of the pipeline.
+        """
         self._check_counts(request)
-        arguments = {"prompt": request.prompt, **self._passed_on(request), **self._sides(request)}
-        size = self.model.size(arguments)
+        arguments = {"prompt": request.prompt, **self._passed_on(request), **extra}
+        sides = self._sides(request)
+        if uploads.images:
+            arguments |= with_uploads(self.model, sides, uploads)
+            size: tuple[int, int] | None = uploaded_size(self.model, arguments)
+        else:
+            self._check_without_image(sides)
+            arguments |= sides
+            size = self.model.size(arguments)
         if size is None:
             raise RequestError("this model has no size of its own: give size", param="size", code="invalid_size")
-        self._check_size(size[1], size[0])
+        self._check_size(size[1], size[0], is_given=bool(sides) or not uploads.images)
         plan = self._plan(request)
         self._check(arguments, self.served.plan if plan is None else plan)
         seed = secrets.randbelow(RANDOM_SEEDS) if request.seed is None else request.seed
-        return ImageCall(arguments=arguments, seed=seed, count=request.n or 1, size=(size[1], size[0]), plan=plan)
+        return ImageCall(
+            arguments=arguments,
+            seed=seed,
+            count=getattr(request, "n", None) or 1,
+            size=(size[1], size[0]),
+            plan=plan,
+            partial_images=getattr(request, "partial_count", 0),
+        )
 
-    def _check_counts(self, request: GenerationRequest) -> None:
+    def _check_counts(self, request: PipelineFields) -> None:
         limits = self.limits
         steps = request.num_inference_steps or self.model.parameters.get(STEPS) or 0
         _check_most(STEPS, steps, limits.steps)
-        _check_most("n", request.n or 1, limits.images)
+        _check_most("n", getattr(request, "n", None) or 1, limits.images)
         for name in ("prompt", "negative_prompt"):
             _check_most(f"{name}, characters", len(getattr(request, name) or ""), limits.characters)
 
-    def _passed_on(self, request: GenerationRequest) -> dict[str, Any]:
+    def _check_without_image(self, sides: Mapping[str, int]) -> None:
+        if self.needs_image:
+            raise RequestError(
+                f"this model, a {self.model.pipeline}, begins with an image: send it as a file of a form, to "
+                "/v1/images/edits or as input_reference of /v1/videos",
+                param="image",
+                code="missing_parameter",
+            )
+        if sides and "height" not in self.model.parameters:
+            raise RequestError("this model makes images of one size: leave size out", param="size", code="invalid_size")
+
+    def _passed_on(self, request: PipelineFields) -> dict[str, Any]:
         given = {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
         for name in given:
             if name not in self.model.parameters:
@@ -82,11 +117,11 @@ class CallRules:
                 )
         return given
 
-    def _sides(self, request: GenerationRequest) -> dict[str, int]:
+    def _sides(self, request: PipelineFields) -> dict[str, int]:
         """Return height and width as far as they are given."""
         sides = {name: side for name in ("height", "width") if (side := getattr(request, name)) is not None}
         if request.size in (None, "auto"):
-            return self._accepted(sides)
+            return sides
         if sides:
             raise RequestError("size and height or width: give one of them", param="size", code="invalid_size")
         found = SIZE.fullmatch(request.size or "")
@@ -96,14 +131,10 @@ class CallRules:
                 param="size",
                 code="invalid_size",
             )
-        return self._accepted({"height": int(found[2]), "width": int(found[1])})
+        return {"height": int(found[2]), "width": int(found[1])}
 
-    def _accepted(self, sides: dict[str, int]) -> dict[str, int]:
-        if sides and "height" not in self.model.parameters:
-            raise RequestError("this model makes images of one size: leave size out", param="size", code="invalid_size")
-        return sides
-
-    def _check_size(self, width: int, height: int) -> None:
+    def _check_size(self, width: int, height: int, *, is_given: bool) -> None:
+        """Raise RequestError for more pixels than are made, and for a size that is given and does not go."""
         unit, most = self.model.size_unit, self.limits.pixels
         if width * height > most:
             raise RequestError(
@@ -111,6 +142,8 @@ class CallRules:
                 param="size",
                 code="invalid_size",
             )
+        if not is_given:
+            return
         nearest = [max(round(side / unit) * unit, -(-MIN_SIDE // unit) * unit) for side in (width, height)]
         if width % unit or height % unit or min(width, height) < MIN_SIDE:
             raise RequestError(
@@ -120,7 +153,7 @@ class CallRules:
                 code="invalid_size",
             )
 
-    def _plan(self, request: GenerationRequest) -> Plan | str | None:
+    def _plan(self, request: PipelineFields) -> Plan | str | None:
         """Return the plan that a request asks for; None if it asks for none."""
         if request.plan is None and request.strategy is None:
             return None
@@ -144,7 +177,7 @@ class CallRules:
             )
         return plan
 
-    def _parsed(self, request: GenerationRequest) -> Plan:
+    def _parsed(self, request: PipelineFields) -> Plan:
         if request.plan not in (None, "auto"):
             return Plan.parse(request.plan or "", strategy=request.strategy)
         if isinstance(self.served.plan, Plan):

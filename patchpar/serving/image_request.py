@@ -1,28 +1,19 @@
-"""The body of a request for images: OpenAI's fields and ours, with their types. Limits and the model come later."""
+"""The bodies of requests for images: OpenAI's fields and ours."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from patchpar.serving.request_error import RequestError, nearest
+from patchpar.serving.pipeline_fields import PipelineFields, Text, check_only, from_json, from_texts
+from patchpar.serving.request_error import RequestError
 
 OutputFormat = Literal["png", "jpeg", "webp"]
-MAX_SEED = 2**63 - 1
-Text = Annotated[str, Field(max_length=32_000)]
-NOT_THERE_YET = ("lora", "strength", "degree", "priority", "deadline_ms", "previews", "exactness")
-"""Extensions that are planned; a request with one is refused, so that none is ignored."""
-UNSUPPORTED = ("complexity", "frame_count", "input_fidelity", "mask", "image")
 
 
-class GenerationRequest(BaseModel):
-    """The fields of POST /v1/images/generations. None is a field that was left out. `height` and `width` in pixels."""
+class GenerationRequest(PipelineFields):
+    """The fields of POST /v1/images/generations."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    prompt: Annotated[Text, Field(pattern=r"\S")]
-    model: Text | None = None
     n: Annotated[int, Field(ge=1, le=10)] | None = None
-    size: Text | None = None
     output_format: OutputFormat | None = None
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
     response_format: Text | None = None
@@ -32,17 +23,17 @@ class GenerationRequest(BaseModel):
     moderation: Text | None = None
     stream: bool | None = None
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
-    user: Text | None = None
-    safety_identifier: Text | None = None
-    negative_prompt: Text | None = None
-    num_inference_steps: Annotated[int, Field(ge=1)] | None = None
-    guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = None
-    true_cfg_scale: Annotated[float, Field(ge=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    height: Annotated[int, Field(ge=1)] | None = None
-    width: Annotated[int, Field(ge=1)] | None = None
-    plan: Text | None = None
-    strategy: Text | None = None
+
+    @property
+    def partial_count(self) -> int:
+        """Number of partial images before each image."""
+        return (self.partial_images or 0) if self.stream else 0
+
+
+class EditRequest(GenerationRequest):
+    """The fields of POST /v1/images/edits beside its files, `image` and `mask`."""
+
+    input_fidelity: Literal["high", "low"] | None = None
 
 
 FIELDS = tuple(GenerationRequest.model_fields)
@@ -51,50 +42,29 @@ ONLY: dict[str, tuple[Any, str]] = {
     "background": (("auto", "opaque"), "images are opaque"),
     "style": (("vivid", "natural"), "a style is written into the prompt"),
     "moderation": (("auto",), "this server does not moderate"),
-    "stream": ((False,), "this server sends whole images; leave stream out"),
-    "partial_images": ((0,), "this server sends whole images; leave partial_images out"),
 }
 """Fields with values that change nothing, and why others are refused."""
 
 
 def parse_request(body: bytes) -> GenerationRequest:
     """Return the request of a JSON body. Raises RequestError that names the first wrong field."""
-    try:
-        request = GenerationRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error) from None
-    for name, (accepted, reason) in ONLY.items():
-        value = getattr(request, name)
-        if value is not None and value not in accepted:
-            raise RequestError(f"{name}={value!r}: {reason}", param=name, code="unsupported_parameter")
+    request = from_json(GenerationRequest, body)
+    _check(request)
     return request
 
 
-def _refusal(error: ValidationError) -> RequestError:
-    """Return the error for the client: unknown names first, since a wrong name often is the cause of the others."""
-    found = error.errors(include_url=False, include_context=False)
-    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    name = ".".join(map(str, first["loc"]))
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body is no JSON: {first['msg']}", code="invalid_json")
-    if not first["loc"]:
-        return RequestError('the body is no JSON object: send {"prompt": "..."}', code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        return _unknown(name)
-    if first["type"] == "missing":
-        return RequestError("there is no prompt: describe the image", param=name, code="missing_parameter")
-    if first["type"] == "string_pattern_mismatch":
-        return RequestError("the prompt is empty: describe the image", param=name, code="invalid_value")
-    given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"
-    return RequestError(f"{name}{given}: {first['msg']}", param=name, code="invalid_value")
+def parse_edit(values: dict[str, str]) -> EditRequest:
+    """Return the request of a form's text fields. Raises RequestError that names the first wrong field."""
+    request = from_texts(EditRequest, values)
+    _check(request)
+    return request
 
 
-def _unknown(name: str) -> RequestError:
-    short = name[:64]
-    if short in NOT_THERE_YET:
-        return RequestError(f"{short} is not there yet: leave it out", param=short, code="unsupported_parameter")
-    if short in UNSUPPORTED:
-        return RequestError(f"{short} does not apply to images from text", param=short, code="unsupported_parameter")
-    near = nearest(short, FIELDS)
-    hint = f"; did you mean {near!r}?" if near else f". There are {', '.join(FIELDS)}"
-    return RequestError(f"there is no parameter {short!r}{hint}", param=short, code="unknown_parameter")
+def _check(request: GenerationRequest) -> None:
+    check_only(request, ONLY)
+    if request.partial_images and not request.stream:
+        raise RequestError(
+            f"partial_images={request.partial_images}: they are sent with stream=true only: add it, or leave them out",
+            param="partial_images",
+            code="unsupported_parameter",
+        )

@@ -1,12 +1,15 @@
 """The response to a request for images: OpenAI's fields, and `patchpar` with the figures of the call."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from patchpar.pipeline.report import Run
 from patchpar.serving.generation import GeneratedImages
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.image_encoding import encode_image
 from patchpar.serving.image_request import GenerationRequest
+from patchpar.serving.partial_images import CompletedImage, PartialImage
 
 LATENT = 8
 """Side in pixels of what `output_tokens` counts."""
@@ -18,25 +21,59 @@ def response_of(
     """Return the JSON of a response. Encodes the images, which takes a good part of a second for large ones."""
     output_format = request.output_format or "png"
     data = [{"b64_json": encode_image(each, output_format, request.output_compression)} for each in done.images]
-    width, height = done.images[0].size
     return {
         "created": int(time.time()),
         "data": data,
-        "size": f"{width}x{height}",
-        "output_format": output_format,
+        **_described(request, done.images[0]),
+        "usage": _usage(done.prompt_tokens, len(data) * _output_tokens(done.images[0])),
+        "patchpar": _figures(call.seed, done.runs, done.reason, queued_seconds),
+    }
+
+
+def event_fields(
+    request: GenerationRequest, call: ImageCall, event: PartialImage | CompletedImage, kind: str, queued_seconds: float
+) -> dict[str, Any]:
+    """Return the fields of an event of a stream. `kind`: the first part of its type. Encodes its image."""
+    output_format = request.output_format or "png"
+    fields = {
+        "b64_json": encode_image(event.image, output_format, request.output_compression),
+        "created_at": int(time.time()),
+        "image_index": event.image_index,
+        **_described(request, event.image),
+    }
+    if isinstance(event, PartialImage):
+        return {"type": f"{kind}.partial_image", "partial_image_index": event.index, **fields}
+    return {
+        "type": f"{kind}.completed",
+        **fields,
+        "usage": _usage(event.prompt_tokens, _output_tokens(event.image)),
+        "patchpar": _figures(call.seeds[event.image_index], (event.run,), event.reason, queued_seconds),
+    }
+
+
+def _described(request: GenerationRequest, image: Any) -> dict[str, str]:
+    return {
+        "size": f"{image.width}x{image.height}",
+        "output_format": request.output_format or "png",
         "background": "opaque",
         "quality": request.quality or "auto",
-        "usage": _usage(done.prompt_tokens, len(data) * (width // LATENT) * (height // LATENT)),
-        "patchpar": {
-            "seed": call.seed,
-            "plan": str(done.runs[0].plan),
-            "reason": done.reason,
-            "ranks": len(done.runs[0].ranks),
-            "seconds": round(sum(run.seconds for run in done.runs), 4),
-            "queued_seconds": round(queued_seconds, 4),
-            "steps": sum(run.steps for run in done.runs),
-        },
     }
+
+
+def _figures(seed: int, runs: Sequence[Run], reason: str, queued_seconds: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "plan": str(runs[0].plan),
+        "reason": reason,
+        "ranks": len(runs[0].ranks),
+        "seconds": round(sum(run.seconds for run in runs), 4),
+        "queued_seconds": round(queued_seconds, 4),
+        "steps": sum(run.steps for run in runs),
+    }
+
+
+def _output_tokens(image: Any) -> int:
+    return int((image.width // LATENT) * (image.height // LATENT))
 
 
 def _usage(text_tokens: int, output_tokens: int) -> dict[str, Any]:

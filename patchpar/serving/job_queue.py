@@ -7,24 +7,15 @@ Python's ThreadPoolExecutor would be a queue too, but the interpreter waits for 
 minutes from its next step; it has no limit, and a running job cannot be cancelled.
 """
 
-import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from patchpar.errors import PatchparError, PlanError, WorkerDied, WorkerHung
+from patchpar.errors import PlanError
+from patchpar.serving.job import Job
 
-JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 CLOSE_SECONDS = 3.0  # a first call may be minutes from its next step, and `docker stop` waits for ten seconds
-log = logging.getLogger(__name__)
-
-
-class Cancelled(Exception):
-    """Raised inside a job that was cancelled."""
 
 
 class QueueFull(PlanError):
@@ -35,133 +26,35 @@ class QueueClosed(PlanError):
     """The queue takes no more jobs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
-    """Snapshot of a job. `ahead`: jobs before it. `preview`: a small PIL image. `error`: a message for the user.
+@dataclass(frozen=True, slots=True)
+class JobStart:
+    """The job to start now, and what it takes of the capacity."""
 
-    `version` grows with every change.
-    """
-
-    state: JobState = "waiting"
-    ahead: int = 0
-    step: int = 0
-    steps: int = 0
-    note: str = ""
-    preview: Any = None
-    result: Any = None
-    error: str = ""
-    version: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job has ended."""
-        return self.state in ("done", "failed", "cancelled")
+    job: Job
+    takes: int
 
 
-class Job:
-    """Work for the workers. `work` gets the job, to report progress, and returns the result.
-
-    `outcome`: a future with the result, or the exception that the job ended with; Cancelled if it was cancelled.
-    `takes`: its part of the queue's capacity while it runs.
-    """
-
-    def __init__(self, work: "Callable[[Job], Any]", takes: int = 1) -> None:
-        self._work, self.takes = work, takes
-        self._on_cancel: list[Callable[[], object]] = []
-        self._lock = threading.Lock()
-        self._view = JobView()
-        self._is_unwanted = False
-        self._submitted = time.monotonic()
-        self.queued_seconds = 0.0
-        self.outcome: Future[Any] = Future()
-        self.outcome.set_running_or_notify_cancel()  # only `cancel` of the job ends it early
-
-    @property
-    def view(self) -> JobView:
-        """The current snapshot."""
-        return self._view
-
-    def show(self, **changes: Any) -> None:
-        """Update fields of the view."""
-        self._change(**changes)
-
-    def check(self) -> None:
-        """Raise Cancelled if the job was cancelled."""
-        if self._is_unwanted:
-            raise Cancelled
-
-    def cancel(self) -> None:
-        """Cancel: at once while it waits, at its next check while it runs."""
-        self._is_unwanted = True
-        if self._change(only="waiting", state="cancelled"):
-            self.outcome.set_exception(Cancelled())
-        for function in tuple(self._on_cancel):
-            function()
-
-    def when_cancelled(self, function: Callable[[], object]) -> None:
-        """Call `function` in the thread that cancels the job, or now if it was cancelled before."""
-        self._on_cancel.append(function)
-        if self._is_unwanted:
-            function()
-
-    def run(self) -> None:
-        """Do the work. The outcome is in the view, and in `outcome`."""
-        if not self._change(only="waiting", state="running", ahead=0):
-            return
-        self.queued_seconds = time.monotonic() - self._submitted
-        try:
-            result = self._work(self)
-        except Cancelled as error:
-            self._change(state="cancelled", preview=None)
-            self._end_with(error)
-        except Exception as error:
-            if not isinstance(error, PatchparError):
-                log.exception("a job failed")
-            self._change(state="failed", error=job_error_message(error), preview=None)
-            self._end_with(error)
-        else:
-            self._change(state="done", result=result, preview=None)
-            self.outcome.set_result(result)
-
-    def set_ahead(self, ahead: int) -> None:
-        """Set the number of jobs before it."""
-        if self._view.ahead != ahead:
-            self._change(only="waiting", ahead=ahead)
-
-    def _end_with(self, error: Exception) -> None:
-        self.outcome.set_exception(error.with_traceback(None))  # which would keep the tensors of its frames
-
-    def _change(self, *, only: JobState | None = None, **changes: Any) -> bool:
-        """Update the view of a job that is not over, `only` if it is in this state. Return whether it was updated."""
-        with self._lock:
-            if self._view.is_over or only not in (None, self._view.state):
-                return False
-            self._view = replace(self._view, **changes, version=self._view.version + 1)
-            return True
+Choice = Callable[[int, Sequence[Job], Sequence[Job]], JobStart | None]
+"""Chooses the next job by the capacity that is free, the jobs that wait in order, and those that run."""
 
 
-def job_error_message(error: Exception) -> str:
-    """Message for the user: the package's own errors as they are, others with their kind, without tracebacks.
-
-    The traceback is in the server's terminal.
-    """
-    text = str(error) or "no message"
-    first = text.split("\nTraceback", 1)[0].strip()
-    if isinstance(error, (WorkerDied, WorkerHung)):
-        return f"{first} The workers are started again with the next job: try once more."
-    return first if isinstance(error, PatchparError) else f"{type(error).__name__}: {first}"
+def in_order(free: int, waiting: Sequence[Job], running: Sequence[Job]) -> JobStart | None:
+    """Choose the first job as soon as there is room for it, so that it is never overtaken."""
+    first = waiting[0]
+    return JobStart(first, first.takes) if first.takes <= free else None
 
 
 class WorkQueue:
-    """Runs jobs in order, each as soon as there is room for it: the first one is never overtaken. `close` ends it.
+    """Runs jobs, in order or as `choose` says. `close` ends it.
 
     `capacity`: what jobs that run may take together, such as the number of workers; by default one runs at a time.
     """
 
-    def __init__(self, *, max_waiting: int, capacity: int = 1) -> None:
+    def __init__(self, *, max_waiting: int, capacity: int = 1, choose: Choice = in_order) -> None:
         self._most, self._free, self._capacity = max_waiting, capacity, capacity
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: deque[Job] = deque()
+        self._choose = choose
+        self._waiting: list[Job] = []
         self._running: list[Job] = []
         self._is_closed = False
         self._threads = capacity
@@ -175,16 +68,27 @@ class WorkQueue:
         with self._changed:
             return sum(not job.view.is_over for job in self._waiting)
 
-    def append(self, work: Callable[[Job], Any], *, takes: int = 1) -> Job:
-        """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait."""
+    def append(self, work: Callable[[Job], Any], *, takes: int = 1, facts: Any = None) -> Job:
+        """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait.
+
+        `facts`: what `choose` has to know of it.
+        """
         with self._changed:
-            self.check_open()
-            self._waiting = deque(job for job in self._waiting if not job.view.is_over)
+            self._drop_ended()
             if len(self._waiting) >= self._most:
                 raise QueueFull(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
-            job = Job(work, min(takes, self._capacity))
+            return self._insert(Job(work, min(takes, self._capacity), facts=facts), len(self._waiting))
+
+    def put_first(self, work: Callable[[Job], Any], *, takes: int = 1) -> Job:
+        """Insert a job before all that wait, whatever `choose` says and however many wait. Raises QueueClosed."""
+        with self._changed:
+            return self._insert(Job(work, min(takes, self._capacity), is_urgent=True), 0)
+
+    def _insert(self, job: Job, position: int) -> Job:
+        with self._changed:
+            self.check_open()
             job.when_cancelled(self._wake)
-            self._waiting.append(job)
+            self._waiting.insert(position, job)
             self._update_positions()
             self._changed.notify_all()
             return job
@@ -229,20 +133,29 @@ class WorkQueue:
     def _next(self) -> Job | None:
         """Wait for a job that there is room for; None when the queue is closed and empty."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_first_possible() or (self._is_closed and not self._waiting))
-            if not self._waiting:
-                return None
-            job = self._waiting.popleft()
+            while (start := self._chosen()) is None:
+                if self._is_closed and not self._waiting:
+                    return None
+                self._changed.wait()
+            job, job.takes = start.job, start.takes
+            self._waiting.remove(job)
             self._running.append(job)
             self._free -= job.takes
             self._update_positions()
             return job
 
-    def _is_first_possible(self) -> bool:
-        """Whether there is room for the first job that waits. Needs the lock."""
-        while self._waiting and self._waiting[0].view.is_over:
-            self._waiting.popleft()
-        return bool(self._waiting) and self._waiting[0].takes <= self._free
+    def _chosen(self) -> JobStart | None:
+        """Return the job that can start now. Needs the lock."""
+        self._drop_ended()
+        if not self._waiting:
+            return None
+        urgent = self._waiting[0].is_urgent
+        found = (in_order if urgent else self._choose)(self._free, tuple(self._waiting), tuple(self._running))
+        assert found is None or 0 < found.takes <= self._free, "a job starts where there is room for it"
+        return found
+
+    def _drop_ended(self) -> None:
+        self._waiting = [job for job in self._waiting if not job.view.is_over]
 
     def _wake(self) -> None:
         """Let threads look again: a job that waits may be gone."""

@@ -1,15 +1,29 @@
-"""What a server does, without HTTP: loads a model, checks and queues requests, drains."""
+"""What a server does, without HTTP: loads a model, checks and queues requests, keeps results, drains."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from patchpar.errors import LaunchError, WorkerError
-from patchpar.serving.generation import GeneratedImages, ImageGenerator
-from patchpar.serving.image_call import CallRules, ImageCall
+from patchpar.pipeline.report import Run
+from patchpar.serving.generation import GeneratedImages, GeneratedVideo, ImageGenerator
+from patchpar.serving.image_call import NO_UPLOADS, CallRules, ImageCall
 from patchpar.serving.image_request import GenerationRequest
-from patchpar.serving.job_queue import Job, QueueClosed, QueueFull, WorkQueue
+from patchpar.serving.job import Job
+from patchpar.serving.job_facts import facts_of
+from patchpar.serving.job_queue import QueueClosed, QueueFull, WorkQueue
+from patchpar.serving.kept_jobs import KeptJobs
 from patchpar.serving.metrics import ServerMetrics
+from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
+from patchpar.serving.scheduler import JobScheduler, check_not_late
+from patchpar.serving.scheduling.learnt_costs import LearntCosts
+from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.settings import ServerSettings
+from patchpar.serving.uploaded_image import Uploads
+from patchpar.serving.video_call import video_arguments
+from patchpar.serving.video_files import VideoFiles
+from patchpar.serving.video_request import VideoRequest
 
 LOADING_SECONDS, FULL_SECONDS = 5, 5
 MAX_RETRY_SECONDS = 600
@@ -24,13 +38,15 @@ class QueuedImages:
 
 
 class ImageService:
-    """One model, one queue. `metrics` counts what happens."""
+    """One model, one queue. `metrics` counts what happens; `kept` are jobs whose results are fetched later."""
 
     def __init__(self, generator: ImageGenerator, settings: ServerSettings) -> None:
         self.settings, self.generator = settings, generator
         self.metrics = ServerMetrics()
+        self.kept, self.videos = KeptJobs(settings.kept), VideoFiles(settings.kept.folder)
         self._devices = len(generator.served.devices)
-        self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices)
+        self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
+        self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
         self._rules: CallRules | None = None
         self._is_draining = False
         self._seconds = float(FULL_SECONDS)  # of the last request
@@ -59,21 +75,49 @@ class ImageService:
     def prepare(self) -> None:
         """Warm up the open pipeline, and accept requests from then on."""
         self._queue.append(self.generator.warm_up, takes=self._devices).outcome.result()
+        task = self.generator.task
         self._rules = CallRules(
-            model=self.generator.description, served=self.generator.served, limits=self.settings.limits
+            model=self.generator.description,
+            served=self.generator.served,
+            limits=self.settings.limits,
+            needs_image=task is not None and task.begins_with == "image",
         )
 
-    def submit(self, request: GenerationRequest) -> QueuedImages:
+    def submit(self, request: GenerationRequest, uploads: Uploads = NO_UPLOADS) -> QueuedImages:
         """Check and queue a request. Raises RequestError: 400, 404 for another model, 503 if it cannot be queued."""
+        rules = self._open_rules(request)
+        if self.generator.makes_videos:
+            raise RequestError("this model makes videos: use /v1/videos", code="unsupported_model", param="model")
+        call = rules.call_of(request, uploads)
+        return QueuedImages(call, self._queued(request, call, lambda job: self._images(job, call)))
+
+    def submit_video(self, request: VideoRequest, uploads: Uploads = NO_UPLOADS) -> QueuedImages:
+        """Check and queue a request for a video. Raises as `submit` does."""
+        rules = self._open_rules(request)
+        if not self.generator.makes_videos:
+            raise RequestError(
+                "this model makes images: use /v1/images/generations", code="unsupported_model", param="model"
+            )
+        call = rules.call_of(request, uploads, **video_arguments(request, rules.model, rules.limits))
+        return QueuedImages(call, self._queued(request, call, lambda job: self._video(job, call)))
+
+    def _open_rules(self, request: PipelineFields) -> CallRules:
         self.check_name(request.model or self.name)
         if self._is_draining:
             raise _draining()
         if self._rules is None:
             raise RequestError("the model is being loaded", status=503, code="loading", retry_after=LOADING_SECONDS)
-        call = self._rules.call_of(request)
+        return self._rules
+
+    def _queued(self, request: PipelineFields, call: ImageCall, work: Callable[[Job], Any]) -> Job:
+        """Append a job to the queue. Raises RequestError: 504 for a deadline that cannot be met, 503 if it is full."""
+        served = self.generator.served
+        facts = facts_of(request, call, served, self.generator.description, self.settings.policy)
+        self.scheduler.check_deadline(facts)
         try:
-            takes = self.generator.served.devices_of(self.generator.served.plan if call.plan is None else call.plan)
-            return QueuedImages(call, self._queue.append(lambda job: self._work(job, call), takes=takes))
+            return self._queue.append(
+                work, takes=served.devices_of(served.plan if call.plan is None else call.plan), facts=facts
+            )
         except QueueFull as error:
             raise RequestError(str(error), status=503, code="queue_full", retry_after=self._wait_seconds()) from None
         except QueueClosed:
@@ -91,30 +135,51 @@ class ImageService:
 
     def drain(self, seconds: float) -> bool:
         """Accept nothing more, and finish what was accepted within `seconds`. Return whether it has all ended."""
-        self._is_draining = True
+        self.stop_accepting()
         return self._queue.finish(seconds)
+
+    def stop_accepting(self) -> None:
+        """Accept nothing more; what was accepted goes on. Idempotent."""
+        self._is_draining = True
+        self._queue.stop_taking()
 
     def close(self) -> None:
         """Cancel what is left and end the workers. Idempotent."""
         self._is_draining = True
         self._queue.close()
+        self.kept.close()
+        self.videos.close()
         self.generator.close()
 
-    def _work(self, job: Job, call: ImageCall) -> GeneratedImages:
-        try:
-            images = self.generator.generate(job, call)
-        except (WorkerError, LaunchError):
-            self._restart_workers()
-            raise
-        self._seconds = sum(run.seconds for run in images.runs)
-        self.metrics.observe(job.queued_seconds, images.runs)
+    def _images(self, job: Job, call: ImageCall) -> GeneratedImages:
+        images: GeneratedImages = self._run(job, lambda: self.generator.generate(job, call))
+        self._ended(job, images.runs)
         return images
 
-    def _restart_workers(self) -> None:
-        """Start lost workers before the next request comes; jobs that wait do so themselves."""
+    def _video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+        video: GeneratedVideo = self._run(job, lambda: self.generator.generate_video(job, call))
+        self._ended(job, [video.run])
+        return video
+
+    def _ended(self, job: Job, runs: Sequence[Run]) -> None:
+        self._seconds = sum(run.seconds for run in runs)
+        self.metrics.observe(job.queued_seconds, runs)
+        for run in runs:
+            self.scheduler.costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
+
+    def _run(self, job: Job, generate: Callable[[], Any]) -> Any:
+        check_not_late(job.facts)
         try:
-            self._queue.append(self.generator.warm_up, takes=self._devices)
-        except (QueueFull, QueueClosed):
+            return generate()
+        except (WorkerError, LaunchError):
+            self._repair(job.takes)
+            raise
+
+    def _repair(self, takes: int) -> None:
+        """Start lost workers before anything else takes their devices; requests on other devices go on meanwhile."""
+        try:
+            self._queue.put_first(self.generator.repair, takes=takes)
+        except QueueClosed:
             return
 
     def _wait_seconds(self) -> int:

@@ -1,12 +1,14 @@
 """Settings of `patchpar serve`: what is served, to whom, and what a request may ask for at most."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole
 from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 
 
@@ -14,8 +16,9 @@ from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 class ServedModel:
     """The model: a folder or name, names of devices, a plan, and `options` of ParallelPipeline.from_pretrained.
 
-    `per_request`: the devices that work on a request with an automatic plan; None is all of them. Requests that leave
-    devices free run at the same time. Raises PlanError for a plan with axis data.
+    `per_request`: the devices that work on a request with an automatic plan; None is all of them, or what a policy
+    gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
+    what they are. Raises PlanError for a plan with axis data.
     """
 
     model: str
@@ -23,6 +26,7 @@ class ServedModel:
     plan: Plan | str = "auto"
     per_request: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    measured: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan) and self.plan.data > 1:
@@ -54,7 +58,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Most pixels of an image, denoising steps, images of a request, characters of a prompt, bytes of a body.
+    """Most pixels of an image, denoising steps, images, frames, characters of a prompt, bytes of a body and of a form.
 
     Raises PlanError for a limit below 1.
     """
@@ -62,13 +66,35 @@ class RequestLimits:
     pixels: int = 2048 * 2048
     steps: int = 150
     images: int = 10
+    frames: int = 257
     characters: int = 32_000
     body_bytes: int = 1 << 20
+    form_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
-        for name, flag in (("pixels", "--max-pixels"), ("steps", "--max-steps")):
+        for name, flag in (("pixels", "--max-pixels"), ("steps", "--max-steps"), ("frames", "--max-frames")):
             if not is_whole(getattr(self, name)):
                 raise PlanError(f"{flag} {getattr(self, name)}: it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptResults:
+    """How long results of jobs are kept, in seconds, and how many; the oldest ones go first.
+
+    `folder`: of videos; None is one that is deleted at the end. Raises PlanError for a limit below 1, or no folder.
+    """
+
+    seconds: float = 3600.0
+    count: int = 256
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.seconds < float("inf"):
+            raise PlanError(f"--ttl {self.seconds:g}: it must be a finite number of seconds, at least 1")
+        if not is_whole(self.count):
+            raise PlanError(f"--max-kept {self.count}: it must be at least 1")
+        if self.folder is not None and not self.folder.is_dir():
+            raise PlanError(f"--files {self.folder}: there is no such folder; make it first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +107,17 @@ class ServerSettings:
     host: str = HOME
     port: int = 8000
     keys: ApiKeys = field(default_factory=ApiKeys)
+    admin_keys: ApiKeys = field(default_factory=ApiKeys)
     max_queue: int = 32
+    policy: str = "latency"
     grace: float = 30.0
+    kept: KeptResults = field(default_factory=KeptResults)
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         check_port(self.port, "--port")
+        if self.policy not in POLICIES:
+            raise PlanError(f"--policy {self.policy}: use one of {', '.join(POLICIES)}")
         if not is_whole(self.max_queue):
             raise PlanError(f"--max-queue {self.max_queue}: it must be at least 1")
         if not 0 <= self.grace < float("inf"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.preview import ColourMap
+from patchpar.serving.latent_preview import ColourMap
 
 
 def scene(seed: int, channels: int = 4) -> tuple[np.ndarray, Image.Image]:

@@ -15,8 +15,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
-from patchpar.cli.video_file import frames_of, save_video
+from patchpar.cli.video_file import save_video
 from patchpar.errors import PlanError
+from patchpar.stream.web.video_file import frames_of
 from tests.cli.test_real import patchpar
 from tests.tiny import build
 

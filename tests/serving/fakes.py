@@ -9,11 +9,14 @@ from typing import Any
 from PIL import Image
 
 from patchpar.models.info import PipelineInfo
+from patchpar.models.task import PipelineTask
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.generation import GeneratedImages, PoolState
 from patchpar.serving.image_call import ImageCall
-from patchpar.serving.job_queue import Job
+from patchpar.serving.job import Job
+from patchpar.serving.partial_images import CompletedImage, PartialImage
+from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.settings import ServedModel
 
 SECONDS = 20.0
@@ -49,6 +52,9 @@ class FakeGenerator:
     def __init__(self, served: ServedModel | None = None) -> None:
         self.served = served or ServedModel(model="/models/fake", devices=("cpu",))
         self.state: PoolState = "loading"
+        self.ranks = RankPool(len(self.served.devices))
+        self.task: PipelineTask | None = None
+        self.makes_videos = False
         self.description = MODEL
         self.gate, self.started = threading.Event(), threading.Event()
         self.gate.set()
@@ -66,6 +72,9 @@ class FakeGenerator:
         self.warmed += 1
         self.state = "ready"
 
+    def repair(self, job: Job) -> None:
+        self.warm_up(job)
+
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         self.calls.append(call)
         self.started.set()
@@ -77,6 +86,10 @@ class FakeGenerator:
             job.check()
         run = Run(plan=Plan(), seconds=0.25, ranks=())
         images = tuple(Image.new("RGB", call.size) for _ in call.seeds)
+        for number, image in enumerate(images):
+            for index in range(call.partial_images):
+                job.send(PartialImage(image_index=number, index=index, image=image))
+            job.send(CompletedImage(image_index=number, image=image, run=run, reason="none", prompt_tokens=3))
         return GeneratedImages(images=images, runs=(run,) * call.count, reason="there is one device", prompt_tokens=3)
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
+from patchpar.serving.service import ImageService
+
 SECONDS = 20.0
 PATH = "/v1/images/generations"
 HOME = "http://127.0.0.1"
@@ -18,6 +20,11 @@ HOME = "http://127.0.0.1"
 def client_of(app: Any, key: str | None = None) -> TestClient:
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
     return TestClient(app, base_url=HOME, headers=headers, raise_server_exceptions=False)
+
+
+def is_busy(service: ImageService) -> bool:
+    """Whether a request runs."""
+    return bool(service._queue._running)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

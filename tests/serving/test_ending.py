@@ -69,7 +69,12 @@ def test_a_signal_finishes_what_was_accepted(number: signal.Signals, raised: int
         (["embedded", "--devices", "cpu:2", "--per-request", "3"], "use 1 to 2"),
         (["embedded", "--devices", "cpu:2", "--per-request", "0"], "use 1 to 2"),
         (["nowhere"], "no model"),
-        (["embedded-face"], "patchpar video"),
+        (["embedded", "--policy", "fifo"], "latency, throughput, deadline"),
+        (["embedded", "--ttl", "0"], "--ttl"),
+        (["embedded", "--max-kept", "0"], "--max-kept"),
+        (["embedded", "--max-frames", "0"], "--max-frames"),
+        (["embedded", "--files", "/nothing"], "no such folder"),
+        (["embedded", "--admin-key-file", "/nothing"], "--admin-key-file"),
     ],
 )
 def test_what_cannot_work_is_reported_before_anything_is_started(arguments: list[str], message: str) -> None:

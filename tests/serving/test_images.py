@@ -22,7 +22,7 @@ from patchpar import ParallelPipeline, Plan, WorkerDied
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
-from patchpar.serving.job_queue import Cancelled
+from patchpar.serving.job import Cancelled
 from patchpar.serving.server import ImageServer
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings

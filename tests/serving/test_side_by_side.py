@@ -12,7 +12,8 @@ import pytest
 from patchpar.plan.plan import Plan
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
-from patchpar.serving.job_queue import Job, WorkQueue
+from patchpar.serving.job import Job
+from patchpar.serving.job_queue import WorkQueue
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from tests.serving.fakes import FakeGenerator

@@ -1,6 +1,5 @@
-"""The routes: images, models, health, version, metrics."""
+"""The routes: those of other modules, and models, health, version, metrics."""
 
-import asyncio
 import time
 from importlib.metadata import version
 from typing import Any
@@ -11,39 +10,28 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar.serving.http.access import RequestGuard, error_response
-from patchpar.serving.http.job_outcome import outcome_of
-from patchpar.serving.http.request_body import read_body
-from patchpar.serving.image_request import parse_request
-from patchpar.serving.image_response import response_of
+from patchpar.serving.http.admin import add_admin
+from patchpar.serving.http.images import add_images
+from patchpar.serving.http.jobs import add_jobs
+from patchpar.serving.http.videos import add_videos
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-
-QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 
 
 def application(service: ImageService) -> FastAPI:
     """Return the ASGI application of a service."""
     settings = service.settings
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestGuard, keys=settings.keys, metrics=service.metrics)
+    app.add_middleware(RequestGuard, keys=settings.keys, admin_keys=settings.admin_keys, metrics=service.metrics)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.host_names)
     app.add_exception_handler(HTTPException, _no_route)
-    _add_images(app, service)
+    add_images(app, service)
+    add_jobs(app, service)
+    add_videos(app, service)
+    add_admin(app, service)
     _add_models(app, service)
     _add_state(app, service)
     return app
-
-
-def _add_images(app: FastAPI, service: ImageService) -> None:
-    @app.post("/v1/images/generations")
-    async def generate(request: Request) -> Response:
-        """Generate images from a prompt."""
-        wanted = parse_request(await read_body(request, service.settings.limits.body_bytes))
-        queued = service.submit(wanted)
-        done = await outcome_of(queued.job, request)
-        content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds)
-        ignored = wanted.quality not in (None, "auto")
-        return JSONResponse(content, headers={"Warning": QUALITY_WARNING} if ignored else None)
 
 
 def _add_models(app: FastAPI, service: ImageService) -> None:

@@ -1,7 +1,7 @@
 """Exceptions of a job as responses. Details of a failure are in the server's log, under the request's ID."""
 
 from patchpar.errors import LaunchError, PatchparError, PlanError, WorkerDied, WorkerHung
-from patchpar.serving.job_queue import Cancelled
+from patchpar.serving.job import Cancelled
 from patchpar.serving.request_error import RequestError
 
 RESTART_SECONDS = 10

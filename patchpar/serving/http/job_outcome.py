@@ -6,7 +6,11 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from patchpar.serving.job_queue import Job
+from patchpar.serving.job import Job
+from patchpar.serving.kept_jobs import KeptJob
+
+LOOK_SECONDS = 0.05
+"""Between looks at a job whose result is being encoded."""
 
 
 async def outcome_of(job: Job, request: Request) -> Any:
@@ -24,6 +28,18 @@ async def outcome_of(job: Job, request: Request) -> Any:
     finally:
         gone.cancel()
         job.cancel()  # does nothing to a job that has ended
+
+
+async def until_ended(kept: KeptJob, request: Request) -> None:
+    """Wait until a kept job has its result or its error. Raises ClientDisconnect once the client has gone."""
+    gone = asyncio.create_task(_until_gone(request))
+    try:
+        while not kept.ended.is_set():
+            done, _ = await asyncio.wait({gone}, timeout=LOOK_SECONDS)
+            if done:
+                raise ClientDisconnect
+    finally:
+        gone.cancel()
 
 
 async def _until_gone(request: Request) -> None:

@@ -1,10 +1,55 @@
-"""Bodies of requests: read up to a limit, and only as JSON."""
+"""Bodies of requests: read up to a limit, as JSON or, where there are files, as a form."""
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from urllib.parse import urlsplit
 
 from fastapi import Request
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from patchpar.serving.request_error import RequestError
 
-JSON = "application/json"
+JSON, FORM = "application/json", "multipart/form-data"
+MAX_FILES, MAX_FIELDS = 16, 64
+MAX_TEXT = 1 << 18
+"""Bytes of a text field: a prompt of the longest kind, in any script."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormBody:
+    """The text fields of a form, and the bytes of its files by the name of their field."""
+
+    values: Mapping[str, str]
+    files: Mapping[str, tuple[bytes, ...]]
+
+    def digest(self) -> bytes:
+        """Return a digest of all fields and files."""
+        found = sha256(repr(sorted(self.values.items())).encode())
+        for name, data in ((name, data) for name, files in sorted(self.files.items()) for data in files):
+            found.update(sha256(name.encode()).digest() + sha256(data).digest())
+        return found.digest()
+
+    def check_files(self, *names: str) -> None:
+        """Raise RequestError for a file whose field has another name than these, and for such a field with text."""
+        for name in self.files:
+            if name not in names:
+                wanted = ", ".join(names)
+                raise RequestError(
+                    f"{name[:64]!r} is no field for a file: there are {wanted}",
+                    param=name[:64],
+                    code="unknown_parameter",
+                )
+        for name in (each for each in names if each in self.values):
+            raise RequestError(
+                f"{name} is text: send it as a file; a path or a URL is not opened", param=name, code="invalid_image"
+            )
+
+
+def kind_of(request: Request) -> str:
+    """Return the declared type of a body, without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -13,20 +58,71 @@ async def read_body(request: Request, most: int) -> bytes:
     Another type than JSON is refused with 415: a page of another site can make a browser send forms and plain text
     without asking this server first, but not JSON.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != JSON:
+    _check_kind(request, JSON)
+    _check_length(request, most)
+    found = bytearray()
+    async for part in _limited(request, most):
+        found += part
+    return bytes(found)
+
+
+async def read_form(request: Request, most: int) -> FormBody:
+    """Return a form. Raises RequestError as `read_body` does, and 403 for a form that a page of another site sends."""
+    _check_kind(request, FORM)
+    check_origin(request)
+    _check_length(request, most)
+    parser = MultiPartParser(
+        request.headers, _limited(request, most), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT
+    )
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise RequestError(f"the body is no form: {error.message}", code="invalid_form") from None
+    except (ValueError, KeyError, TypeError) as error:  # of python-multipart's readers of headers
+        raise RequestError(f"the body is no form: {type(error).__name__}", code="invalid_form") from None
+    values: dict[str, str] = {}
+    files: dict[str, tuple[bytes, ...]] = {}
+    try:
+        for name, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                files[name] = (*files.get(name, ()), await value.read())
+            elif name in values:
+                raise RequestError(f"{name[:64]} is there twice: send it once", param=name[:64])
+            else:
+                values[name] = value
+    finally:
+        await form.close()
+    return FormBody(values=values, files=files)
+
+
+def check_origin(request: Request) -> None:
+    """Raise RequestError, 403, if a browser says that a page of another site sends this."""
+    origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise RequestError("a page of another site may not send forms here", status=403, code="foreign_origin")
+
+
+def _check_kind(request: Request, wanted: str) -> None:
+    kind = kind_of(request)
+    if kind != wanted:
         raise RequestError(
-            f"Content-Type {kind[:80] or 'missing'}: send {JSON}", status=415, code="unsupported_content_type"
+            f"Content-Type {kind[:80] or 'missing'}: send {wanted}", status=415, code="unsupported_content_type"
         )
+
+
+def _check_length(request: Request, most: int) -> None:
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
         raise _too_large(most)
-    found = bytearray()
+
+
+async def _limited(request: Request, most: int) -> AsyncGenerator[bytes, None]:
+    length = 0
     async for part in request.stream():
-        found += part
-        if len(found) > most:
+        length += len(part)
+        if length > most:
             raise _too_large(most)
-    return bytes(found)
+        yield part
 
 
 def _too_large(most: int) -> RequestError:

@@ -1,0 +1,1 @@
+"""What `patchpar serve` costs beside its calls, and what its policies are worth on a mix of requests."""

@@ -1,0 +1,81 @@
+"""What a server costs, and what its policies are worth: a page of figures.
+
+python -m benchmarks.serving --write docs/figures/serving.md
+python -m benchmarks.serving --no-overhead --requests 200      # the simulated mix only: the same on any machine
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.page import publish
+from benchmarks.serving.mix import DEVICES, RESUME_SECONDS, SLACK, SMALL_PART, Kind, kinds, outcomes
+from benchmarks.serving.overhead import Overhead, measure
+
+
+def mix_lines(count: int) -> Iterator[str]:
+    """The section of the simulated mix."""
+    small, large = kinds()
+    yield from ("## A mix of requests, simulated", "")
+    yield (
+        f"**Simulated**: {count} requests on {DEVICES} devices, {SMALL_PART:.0%} small and the rest large, that arrive "
+        "at random. Their costs stand for those of two sizes: the [predicted ones](gpu-predict.md) of two models on an "
+        f"H100 SXM, exact. Each has a deadline of {SLACK[0]:g} to {SLACK[1]:g} times its seconds on one device. Load 1 "
+        "is what all devices can do if each has a request of its own. Where requests can be suspended, going on again "
+        f"costs {RESUME_SECONDS:g} s; the server cannot suspend yet."
+    )
+    yield from ("", "| request | " + " | ".join(f"step on {degree}, ms" for degree in (1, 2, 4, 8)) + " |")
+    yield "|---|---|---|---|---|"
+    for kind in (small, large):
+        yield f"| {kind.name} | " + " | ".join(_milliseconds(kind, degree) for degree in (1, 2, 4, 8)) + " |"
+    yield from ("", "| load | policy | deadlines met | requests per minute | mean seconds | suspensions |")
+    yield "|---|---|---|---|---|---|"
+    for each in outcomes(count):
+        yield (
+            f"| {each.load:g} | {each.policy} | {each.met:.0%} | {each.per_minute:.0f} | {each.seconds:.2f} | "
+            f"{each.suspensions} |"
+        )
+
+
+def _milliseconds(kind: Kind, degree: int) -> str:
+    return f"{1000 * kind.costs.steps[degree]:.1f}"
+
+
+def overhead_lines(found: Overhead, runs: int) -> Iterator[str]:
+    """The section of the measured overhead."""
+    yield from ("## Beside the call, measured", "")
+    yield (
+        f"The embedded model at 128 x 128 on one CPU device, {runs} requests one after another over HTTP on an idle "
+        "server. Beside the call: HTTP, checks, queue, encoding of the image as PNG."
+    )
+    yield from ("", "| | median, ms | worst, ms |", "|---|---|---|")
+    yield f"| call | {1000 * found.call:.1f} | |"
+    yield f"| request beside its call | {1000 * found.beside:.1f} | {1000 * found.worst_beside:.1f} |"
+    yield f"| from the queue to the start of the call | {1000 * found.queued:.2f} | {1000 * found.worst_queued:.2f} |"
+    yield ""
+
+
+def page(count: int, found: Overhead | None, runs: int) -> Iterator[str]:
+    """The lines of the page."""
+    yield from ("# Serving", "", "Written by `python -m benchmarks.serving` ([serve images](../howto/serve.md)).", "")
+    if found is not None:
+        yield from overhead_lines(found, runs)
+    yield from mix_lines(count)
+
+
+def main() -> None:
+    """Measure, simulate, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000, help="of the simulated mix")
+    parser.add_argument("--runs", type=int, default=20, help="measured requests")
+    parser.add_argument("--no-overhead", action="store_true", help="leave out what is measured")
+    parser.add_argument("--write", type=Path, help="file of the page")
+    asked = parser.parse_args()
+    found = None if asked.no_overhead else measure(asked.runs)
+    publish(page(asked.requests, found, asked.runs), asked.write)
+
+
+if __name__ == "__main__":
+    main()

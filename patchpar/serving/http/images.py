@@ -1,0 +1,120 @@
+"""Routes of images: from a prompt, and edits of uploaded ones; at once, as events, or as a job for later."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from patchpar.serving.http.access import owner_of
+from patchpar.serving.http.event_stream import EventStream, event_of
+from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.job_events import events_of
+from patchpar.serving.http.job_outcome import outcome_of
+from patchpar.serving.http.jobs import job_view
+from patchpar.serving.http.request_body import FormBody, read_body, read_form
+from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
+from patchpar.serving.image_response import event_fields, response_of
+from patchpar.serving.kept_jobs import KeptWork
+from patchpar.serving.partial_images import CompletedImage, PartialImage
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.service import ImageService, QueuedImages
+from patchpar.serving.uploaded_image import Uploads, read_mask, read_upload
+
+QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
+IMAGES = ("image", "image[]")
+MASK = "mask"
+GENERATION, EDIT = "image_generation", "image_edit"
+
+
+def add_images(app: FastAPI, service: ImageService) -> None:
+    """Add the routes."""
+    limits = service.settings.limits
+
+    @app.post("/v1/images/generations")
+    async def generate(request: Request) -> Response:
+        """Generate images from a prompt."""
+        body = await read_body(request, limits.body_bytes)
+        return await _answer(service, request, parse_request(body), Uploads(), GENERATION, sha256(body).digest())
+
+    @app.post("/v1/images/edits")
+    async def edit(request: Request) -> Response:
+        """Generate images from a prompt and uploaded images."""
+        form = await read_form(request, limits.form_bytes)
+        form.check_files(*IMAGES, MASK)
+        wanted = parse_edit(dict(form.values))
+        uploads = await asyncio.to_thread(_uploads_of, form)
+        return await _answer(service, request, wanted, uploads, EDIT, form.digest())
+
+
+async def _answer(
+    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, kind: str, digest: bytes
+) -> Response:
+    """Answer with images, with events, or with a job whose result is kept."""
+    is_later = request.query_params.get("async", "").lower() in ("1", "true")
+    if is_later:
+        return _later(service, request, wanted, uploads, digest)
+    queued = service.submit(wanted, uploads)
+    if wanted.stream:
+        request_id = request.scope["state"]["request_id"]
+        return EventStream(_events(wanted, queued, kind, request_id))
+    done = await outcome_of(queued.job, request)
+    content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds)
+    return JSONResponse(content, headers=_warning(wanted))
+
+
+def _later(
+    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, digest: bytes
+) -> Response:
+    if wanted.stream:
+        raise RequestError(
+            "stream=true and ?async=true: leave one out; /v1/jobs/{id}/events has the events of a job", param="stream"
+        )
+    queued: list[QueuedImages] = []
+
+    def submit() -> Any:
+        queued.append(service.submit(wanted, uploads))
+        return queued[0].job
+
+    def finish(_: str, done: Any) -> Any:
+        return response_of(wanted, queued[0].call, done, queued[0].job.queued_seconds)
+
+    work = KeptWork(kind="job", owner=owner_of(request), request=wanted, call=None, finish=finish, images=wanted.n or 1)
+    kept = service.kept.add(work, submit, key=request.headers.get("idempotency-key", "")[:256], digest=digest)
+    return JSONResponse(job_view(service, kept, request), status_code=202, headers=_warning(wanted))
+
+
+async def _events(wanted: GenerationRequest, queued: QueuedImages, kind: str, request_id: str) -> AsyncIterator[bytes]:
+    """Yield partial and finished images as events, and an error as one; cancel the job if nobody reads them."""
+    try:
+        async for event in events_of(queued.job, partial(rendered, wanted, queued, kind)):
+            yield event
+        queued.job.outcome.result()
+    except Exception as error:  # noqa: BLE001  the response has begun, so that an error is an event
+        yield event_of("error", request_error_of(error, request_id).body)
+    finally:
+        queued.job.cancel()  # does nothing to a job that has ended
+
+
+def rendered(wanted: GenerationRequest, queued: QueuedImages, kind: str, event: PartialImage | CompletedImage) -> bytes:
+    """Return an event of a job as a server-sent event. Encodes its image."""
+    fields = event_fields(wanted, queued.call, event, kind, queued.job.queued_seconds)
+    return event_of(fields["type"], fields)
+
+
+def _warning(wanted: GenerationRequest) -> dict[str, str] | None:
+    return None if wanted.quality in (None, "auto") else {"Warning": QUALITY_WARNING}
+
+
+def _uploads_of(form: FormBody) -> Uploads:
+    """Return the images and the mask of a form. Raises RequestError."""
+    images = tuple(read_upload(data, "image") for name in IMAGES for data in form.files.get(name, ()))
+    if not images:
+        raise RequestError("there is no image: send a file in the field image", param="image", code="missing_parameter")
+    masks = form.files.get(MASK, ())
+    if len(masks) > 1:
+        raise RequestError(f"{len(masks)} masks: send one", param=MASK)
+    return Uploads(images=images, mask=read_mask(masks[0], MASK, images[0].size) if masks else None)

@@ -1,0 +1,182 @@
+"""Jobs whose results are kept until they are fetched, deleted or expire: those of /v1/jobs and /v1/videos."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from patchpar.errors import PatchparError
+from patchpar.serving.job import Cancelled, Job
+from patchpar.serving.partial_images import CompletedImage
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.settings import KeptResults
+
+Kind = Literal["job", "video"]
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptWork:
+    """What a kept job is for. `owner`: who may see it. `finish`: makes of the job's result what is kept of it.
+
+    `drop`: frees what is kept. `images`: how many images the job makes, for its progress.
+    """
+
+    kind: Kind
+    owner: str
+    request: Any
+    call: Any
+    finish: Callable[[str, Any], Any]
+    drop: Callable[[Any], object] = lambda _: None
+    images: int = 1
+
+
+class KeptJob:
+    """A job and, once it has ended, its result or the exception that it ended with. Times are Unix times in seconds."""
+
+    def __init__(self, work: KeptWork, job: Job) -> None:
+        self.work, self.job = work, job
+        self.id = f"{work.kind}_{secrets.token_hex(12)}"
+        self.created_at = int(time.time())
+        self.completed_at: int | None = None
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._end: Status | None = None
+        self.ended = threading.Event()
+
+    @property
+    def status(self) -> Status:
+        """Where it is; "in_progress" until its result is there."""
+        if self._end is not None:
+            return self._end
+        return "queued" if self.job.view.state == "waiting" else "in_progress"
+
+    @property
+    def progress(self) -> int:
+        """Percent: 2 for the prompt, 88 for steps, 10 for decoding and encoding."""
+        view = self.job.view
+        if self._end == "completed":
+            return 100
+        if view.state == "waiting":
+            return 0
+        if view.state == "done":
+            return 95
+        made = sum(isinstance(event, CompletedImage) for event in self.job.events())
+        part = view.step / view.steps if view.steps and made < self.work.images else 0.0
+        return 2 + round(88 * min(1.0, (made + part) / self.work.images))
+
+    def finish(self, outcome: "Future[Any]") -> None:
+        """Take the outcome of its job, and free the job's own copy of the result."""
+        try:
+            self.result = self.work.finish(self.id, outcome.result())
+            end: Status = "completed"
+        except Cancelled as error:
+            self.error, end = error, "cancelled"
+        except Exception as error:
+            if not isinstance(error, PatchparError):
+                log.exception("%s failed", self.id)
+            self.error, end = error.with_traceback(None), "failed"
+        ended = Job(lambda _: None)  # without the result and the events of the other one
+        ended.show(step=self.job.view.step, steps=self.job.view.steps)
+        ended.run()
+        self.completed_at, self._end, self.job = int(time.time()), end, ended
+        self.ended.set()
+
+
+class KeptJobs:
+    """The kept jobs of a server. Results go one after another through a thread that encodes them."""
+
+    def __init__(self, limits: KeptResults) -> None:
+        self._limits = limits
+        self._jobs: dict[str, KeptJob] = {}
+        self._keys: dict[tuple[str, str], tuple[str, bytes]] = {}
+        self._lock = threading.RLock()
+        self._encoder = ThreadPoolExecutor(1, "patchpar-encoder")
+
+    def add(self, work: KeptWork, submit: Callable[[], Job], *, key: str = "", digest: bytes = b"") -> KeptJob:
+        """Submit a job and keep it. Raises what `submit` raises.
+
+        `key`: a name by which the owner may send the same request again, and get the same job. `digest`: of the
+        request; another one under the same key is refused with RequestError, 409.
+        """
+        with self._lock:
+            self._sweep()
+            known = self._keys.get((work.owner, key)) if key else None
+            if known is not None and known[0] in self._jobs:
+                if known[1] != digest:
+                    reason = "Idempotency-Key: another request has used it: use a new one"
+                    raise RequestError(reason, status=409, code="idempotency_conflict")
+                return self._jobs[known[0]]
+            kept = KeptJob(work, submit())
+            self._jobs[kept.id] = kept
+            if key:
+                self._keys[work.owner, key] = kept.id, digest
+        kept.job.outcome.add_done_callback(lambda outcome: self._finish(kept, outcome))
+        return kept
+
+    def get(self, name: str, kind: Kind, owner: str) -> KeptJob:
+        """Return a job by its ID. Raises RequestError, 404, also for that of another owner."""
+        with self._lock:
+            self._sweep()
+            found = self._jobs.get(name)
+        if found is None or found.work.kind != kind or found.work.owner != owner:
+            raise RequestError(
+                f"there is no {kind} {name[:80]!r}: it has expired, was deleted, or never was",
+                status=404,
+                code="not_found",
+            )
+        return found
+
+    def all_of(self, kind: Kind, owner: str) -> list[KeptJob]:
+        """Return the jobs of an owner, the oldest first."""
+        with self._lock:
+            self._sweep()
+            return [each for each in self._jobs.values() if each.work.kind == kind and each.work.owner == owner]
+
+    def expires_at(self, kept: KeptJob) -> int | None:
+        """Return when a job expires, in Unix time; None before it has ended."""
+        return None if kept.completed_at is None else kept.completed_at + int(self._limits.seconds)
+
+    def delete(self, kept: KeptJob) -> None:
+        """Cancel a job, if it has not ended, and keep nothing of it."""
+        with self._lock:
+            self._jobs.pop(kept.id, None)
+        kept.job.cancel()
+        if kept.ended.is_set():
+            self._drop(kept)
+
+    def close(self) -> None:
+        """Finish what has ended, and take no more. Idempotent."""
+        self._encoder.shutdown(wait=True)
+
+    def _finish(self, kept: KeptJob, outcome: "Future[Any]") -> None:
+        with suppress(RuntimeError):  # the server ends
+            self._encoder.submit(self._finish_now, kept, outcome)
+
+    def _finish_now(self, kept: KeptJob, outcome: "Future[Any]") -> None:
+        kept.finish(outcome)
+        with self._lock:
+            is_kept = kept.id in self._jobs
+        if not is_kept:  # deleted meanwhile
+            self._drop(kept)
+
+    def _drop(self, kept: KeptJob) -> None:
+        result, kept.result = kept.result, None
+        if result is not None:
+            kept.work.drop(result)
+
+    def _sweep(self) -> None:
+        """Drop jobs that have expired, and the oldest ones beyond the limit. Needs the lock."""
+        now = time.time()
+        ended = [each for each in self._jobs.values() if each.ended.is_set()]
+        late = [each for each in ended if (self.expires_at(each) or now) < now]
+        for kept in {each.id: each for each in (*late, *ended[: max(0, len(ended) - self._limits.count)])}.values():
+            del self._jobs[kept.id]
+            self._drop(kept)
+        self._keys = {key: found for key, found in self._keys.items() if found[0] in self._jobs}

@@ -1,0 +1,60 @@
+"""Partial images of a call: its latents on the way, as images by a linear map that finished images have fitted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.pipeline.messages import Previews
+from patchpar.pipeline.report import Run
+from patchpar.serving.latent_preview import ColourMap, grid_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialImage:
+    """A PIL image of the steps so far. `image_index`: of which image of the request; `index`: its number, from 0."""
+
+    image_index: int
+    index: int
+    image: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletedImage:
+    """A finished PIL image of a request, and the statistics of its call. `prompt_tokens`: of the prompt."""
+
+    image_index: int
+    image: Any
+    run: Run
+    reason: str
+    prompt_tokens: int
+
+
+class PartialImages:
+    """Receives latents of one image. `send` gets its partial images, of `size`, width and height in pixels."""
+
+    def __init__(
+        self, colours: ColourMap, *, size: tuple[int, int], count: int, image_index: int, send: Callable[[Any], object]
+    ) -> None:
+        self._colours, self._size, self._count, self._send = colours, size, count, send
+        self._image_index, self._sent = image_index, 0
+        self._latents: Any = None
+
+    @property
+    def previews(self) -> Previews:
+        """What a call of the pipeline is to send."""
+        return Previews(count=self._count, receive=self.receive)
+
+    def receive(self, step: int, steps: int, latents: Any) -> None:
+        """Send latents of a step as a partial image; keep those of the last one for `fit`."""
+        self._latents = grid_of(latents.numpy(), self._size)
+        if step == steps or self._latents is None or self._sent == self._count:
+            return
+        image = self._colours.enlarged(self._latents, self._size)
+        if image is not None:
+            self._send(PartialImage(image_index=self._image_index, index=self._sent, image=image))
+            self._sent += 1
+
+    def fit(self, image: Any) -> None:
+        """Fit the map to the finished image, for later ones."""
+        if self._latents is not None:
+            self._colours.fit(self._latents, image)

@@ -1,0 +1,105 @@
+"""Fields that all requests have in common, with their types, and errors of bodies. Limits and the model come later."""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from patchpar.serving.request_error import RequestError, nearest
+
+MAX_SEED = 2**63 - 1
+MAX_DEADLINE = 24 * 3600 * 1000
+Text = Annotated[str, Field(max_length=32_000)]
+NOT_THERE_YET = ("lora", "degree", "previews", "exactness")
+"""Extensions that are planned; a request with one is refused, so that none is ignored."""
+
+_UPLOADS = "send it as a file of a form (multipart/form-data), to /v1/images/edits or /v1/videos; never a path or URL"
+OF_OTHERS = {
+    **dict.fromkeys(("image", "mask", "input_reference"), _UPLOADS),
+    **dict.fromkeys(("complexity", "frame_count", "input_fidelity"), "does not apply here: leave it out"),
+}
+"""Fields of other requests, and why they are refused here."""
+
+
+class PipelineFields(BaseModel):
+    """Arguments of the pipeline and of its call. None is a field that was left out. `height` and `width` in pixels.
+
+    `deadline_ms`: milliseconds from the arrival of the request. `priority`: those of a higher one come first.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    prompt: Annotated[Text, Field(pattern=r"\S")]
+    model: Text | None = None
+    size: Text | None = None
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    negative_prompt: Text | None = None
+    num_inference_steps: Annotated[int, Field(ge=1)] | None = None
+    guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = None
+    true_cfg_scale: Annotated[float, Field(ge=0, le=100)] | None = None
+    strength: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    height: Annotated[int, Field(ge=1)] | None = None
+    width: Annotated[int, Field(ge=1)] | None = None
+    plan: Text | None = None
+    strategy: Text | None = None
+    priority: Annotated[int, Field(ge=-10, le=10)] | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE)] | None = None
+
+
+F = TypeVar("F", bound=PipelineFields)
+
+
+def from_json(kind: type[F], body: bytes) -> F:
+    """Return the request of a JSON body. Raises RequestError that names the first wrong field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, kind) from None
+
+
+def from_texts(kind: type[F], values: dict[str, str]) -> F:
+    """Return the request of a form, whose values are all text. Raises RequestError as `from_json` does."""
+    try:
+        return kind.model_validate_strings({name: value for name, value in values.items() if value != ""})
+    except ValidationError as error:
+        raise _refusal(error, kind) from None
+
+
+def _refusal(error: ValidationError, kind: type[PipelineFields]) -> RequestError:
+    """Return the error for the client: unknown names first, since a wrong name often is the cause of the others."""
+    found = error.errors(include_url=False, include_context=False)
+    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "json_invalid":
+        return RequestError(f"the body is no JSON: {first['msg']}", code="invalid_json")
+    if not first["loc"]:
+        return RequestError('the body is no JSON object: send {"prompt": "..."}', code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return _unknown(name, kind)
+    if first["type"] == "missing":
+        return RequestError("there is no prompt: describe the result", param=name, code="missing_parameter")
+    if first["type"] == "string_pattern_mismatch":
+        return RequestError("the prompt is empty: describe the result", param=name, code="invalid_value")
+    given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"
+    return RequestError(f"{name}{given}: {first['msg']}", param=name, code="invalid_value")
+
+
+def _unknown(name: str, kind: type[PipelineFields]) -> RequestError:
+    short = name[:64]
+    if short in NOT_THERE_YET:
+        return RequestError(f"{short} is not there yet: leave it out", param=short, code="unsupported_parameter")
+    if short in OF_OTHERS:
+        return RequestError(f"{short}: {OF_OTHERS[short]}", param=short, code="unsupported_parameter")
+    known = tuple(kind.model_fields)
+    near = nearest(short, known)
+    hint = f"; did you mean {near!r}?" if near else f". There are {', '.join(known)}"
+    return RequestError(f"there is no parameter {short!r}{hint}", param=short, code="unknown_parameter")
+
+
+def check_only(request: BaseModel, only: dict[str, tuple[Any, str]]) -> None:
+    """Raise RequestError for a field of `only` with another value than those listed, which change nothing."""
+    for name, (accepted, reason) in only.items():
+        value = getattr(request, name)
+        if value is not None and value not in accepted:
+            raise RequestError(f"{name}={value!r}: {reason}", param=name, code="unsupported_parameter")

@@ -1,0 +1,207 @@
+"""Costs that are learnt, policies on a real queue, deadlines, and ranks that are lost while others go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchpar.errors import WorkerDied
+from patchpar.serving.http.application import application
+from patchpar.serving.image_request import parse_request
+from patchpar.serving.job import Job
+from patchpar.serving.job_queue import WorkQueue
+from patchpar.serving.rank_pool import RankPool
+from patchpar.serving.scheduler import JobFacts, JobScheduler
+from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
+from patchpar.serving.scheduling.policies import POLICIES
+from patchpar.serving.service import ImageService
+from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.shard.verification_cache import VerificationCache
+from tests.serving.fakes import FakeGenerator
+from tests.serving.requests import PATH, client_of, until
+from tests.serving.test_http import error_of
+
+SMALL, LARGE = CallShape(512 * 512), CallShape(1024 * 1024)
+
+
+def test_costs_are_learnt_and_kept(tmp_path: Path) -> None:
+    cache, facts = VerificationCache(tmp_path), {"model": "a"}
+    costs = LearntCosts(cache, facts)
+    for seconds in (10.0, 12.0):
+        costs.observe(SMALL, 1, 10, seconds)
+    again = LearntCosts(cache, facts)
+    assert again.costs(SMALL, (1,)).steps[1] == pytest.approx(1.1)
+    assert LearntCosts(cache, {"model": "b"}).costs(SMALL, (1,)).steps[1] == 1.0
+    assert LearntCosts().costs(SMALL, (1,)).steps[1] == 1.0
+    for _ in range(40):
+        again.observe(SMALL, 1, 10, 2.0)
+    assert again.costs(SMALL, (1,)).steps[1] == pytest.approx(0.2, rel=0.02), "older calls fade"
+
+
+def test_a_broken_file_of_costs_is_ignored(tmp_path: Path) -> None:
+    cache, facts = VerificationCache(tmp_path), {"model": "a"}
+    for rows in ("[[1]]", "[[0, 1, 1, 1.0, 1]]", "[[1, 1, 1, -1, 1]]", '"a"', "3"):
+        (tmp_path / f"{cache.key(facts)}.json").write_text(f'{{"step_seconds": {rows}}}')
+        assert LearntCosts(cache, facts).costs(SMALL, (1,)).steps[1] == 1.0
+
+
+def test_what_was_not_measured_is_guessed_from_what_is_near() -> None:
+    costs = LearntCosts()
+    costs.observe(SMALL, 1, 1, 1.0)
+    steps = costs.costs(LARGE, (1, 2, 4)).steps
+    assert steps[1] == pytest.approx(4.0)
+    assert 1 < steps[1] / steps[2] < 2
+    costs.observe(LARGE, 4, 1, 9.0)  # slower than one device: no longer used
+    assert costs.costs(LARGE, (1, 4)).degrees == (1,) or costs.costs(LARGE, (1, 4)).steps[1] > 9
+    assert not costs.is_measured(LARGE, 1)
+
+
+def queue_of(policy: str, costs: LearntCosts) -> WorkQueue:
+    return WorkQueue(max_waiting=8, capacity=4, choose=JobScheduler(POLICIES[policy], 4, costs).choose)
+
+
+def test_a_queue_gives_each_job_what_its_policy_says() -> None:
+    costs = LearntCosts()
+    for degree, seconds in ((1, 1.0), (2, 0.6), (4, 0.4)):
+        costs.observe(LARGE, degree, 1, seconds)
+    queue, gate = queue_of("throughput", costs), threading.Event()
+    facts = JobFacts(shape=LARGE, steps=4, degrees=(1, 2, 4))
+    first = queue.append(lambda job: gate.wait(20), takes=4)  # without facts: in order
+    together = threading.Barrier(4)
+    jobs = [queue.append(lambda job: together.wait(20), takes=4, facts=facts) for _ in range(4)]
+    gate.set()
+    for job in (first, *jobs):
+        job.outcome.result(20)
+    assert first.takes == 4
+    assert [job.takes for job in jobs] == [1, 1, 1, 1]
+    alone = queue.append(lambda job: None, takes=4, facts=facts)
+    alone.outcome.result(20)
+    assert alone.takes == 4
+    queue.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_higher_priority_comes_first(policy: str) -> None:
+    queue, gate, order = queue_of(policy, LearntCosts()), threading.Event(), list[str]()
+    queue.append(lambda job: gate.wait(20), takes=4, facts=JobFacts(shape=LARGE, steps=1, degrees=(4,)))
+
+    def work(name: str) -> Any:
+        return lambda job: order.append(name)
+
+    jobs = [
+        queue.append(work(name), facts=JobFacts(shape=LARGE, steps=1, degrees=(4,), priority=priority))
+        for name, priority in (("low", -1), ("middle", 0), ("high", 1))
+    ]
+    gate.set()
+    for job in jobs:
+        job.outcome.result(20)
+    assert order == ["high", "middle", "low"]
+    queue.close()
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(client: Any, service: ImageService) -> None:
+    body = {"prompt": "a", "size": "64x64", "num_inference_steps": 10, "deadline_ms": 500}
+    assert client.post(PATH, json=body).status_code == 200, "nothing is known yet"
+    shape = CallShape(64 * 64, branches=2)
+    for _ in range(20):
+        service.scheduler.costs.observe(shape, 1, 10, 10.0)
+    error = error_of(client.post(PATH, json=body), 504)
+    assert (error["code"], error["param"]) == ("deadline_unreachable", "deadline_ms")
+    assert client.post(PATH, json={**body, "deadline_ms": 60_000}).status_code == 200
+
+
+def test_a_deadline_that_passes_in_the_queue(client: Any, fake: FakeGenerator, service: ImageService) -> None:
+    fake.gate.clear()
+    first = service.kept  # nothing of it is touched
+    running = client.post(f"{PATH}?async=true", json={"prompt": "a"}).json()["id"]
+    assert fake.started.wait(20)
+    late = client.post(f"{PATH}?async=true", json={"prompt": "b", "deadline_ms": 1}).json()["id"]
+    fake.gate.set()
+    until(lambda: client.get(f"/v1/jobs/{late}").json()["status"] == "failed", "the late one to fail")
+    assert client.get(f"/v1/jobs/{late}").json()["error"]["code"] == "deadline_missed"
+    until(lambda: client.get(f"/v1/jobs/{running}").json()["status"] == "completed", "the other one")
+    assert service.kept is first
+
+
+def test_ranks_that_are_lost_are_taken_last() -> None:
+    ranks = RankPool(4)
+    with ranks.taken(2) as found:
+        assert found == (0, 1)
+        assert ranks.states == ("busy", "busy", "free", "free")
+        ranks.lose(found)
+    assert ranks.states == ("lost", "lost", "free", "free")
+    with ranks.taken(2) as found:
+        assert found == (2, 3)
+    with ranks.taken(1, lost_first=True) as found:
+        assert found == (0,)
+        ranks.restore(found)
+    assert (ranks.usable, ranks.lost) == (3, (1,))
+
+
+@pytest.fixture
+def four() -> Iterator[tuple[Any, FakeGenerator, ImageService]]:
+    """A server of four devices, one for each request, whose state is that of its ranks."""
+    fake: Any = RankedGenerator(ServedModel(model="fake", devices=("cpu",) * 4, per_request=1))
+    service = ImageService(fake, ServerSettings())
+    service.load()
+    yield client_of(application(service)), fake, service
+    fake.gate.set()
+    fake.may_warm.set()
+    service.close()
+
+
+class RankedGenerator(FakeGenerator):
+    """Its calls take ranks, and lose them with an error."""
+
+    @property
+    def state(self) -> Any:
+        return "ready" if self.ranks.usable >= self.served.devices_of("auto") else "lost"
+
+    @state.setter
+    def state(self, value: Any) -> None: ...
+
+    def generate(self, job: Job, call: Any) -> Any:
+        with self.ranks.taken(job.takes) as ranks:
+            try:
+                return super().generate(job, call)
+            except WorkerDied:
+                self.ranks.lose(ranks)
+                raise
+
+    def repair(self, job: Job) -> None:
+        with self.ranks.taken(job.takes, lost_first=True) as ranks:
+            self.warm_up(job)
+            self.ranks.restore(ranks)
+
+
+def test_a_server_is_ready_while_one_rank_of_several_is_replaced(four: Any) -> None:
+    client, fake, _ = four
+    fake.error = WorkerDied("rank 0 ended", rank=0)
+    fake.may_warm.clear()
+    assert error_of(client.post(PATH, json={"prompt": "a"}), 500)["code"] == "worker_lost"
+    assert client.get("/health/ready").status_code == 200
+    assert fake.ranks.states[0] == "lost"
+    assert client.post(PATH, json={"prompt": "b"}).status_code == 200, "others serve meanwhile"
+    fake.may_warm.set()
+    until(lambda: fake.ranks.states == ("free",) * 4, "the rank to be replaced")
+
+
+def test_a_server_that_has_too_few_ranks_is_not_ready(four: Any) -> None:
+    client, fake, _ = four
+    fake.ranks.lose((0, 1, 2, 3))
+    response = client.get("/health/ready")
+    assert (response.status_code, response.json()) == (503, {"status": "lost"})
+    fake.ranks.restore((2,))
+    assert client.get("/health/ready").status_code == 200
+
+
+def test_what_a_policy_knows_of_a_request(four: Any) -> None:
+    client, _, service = four
+    assert client.post(PATH, json={"prompt": "a", "size": "64x64"}).status_code == 200
+    queued = service.submit(parse_request(b'{"prompt": "a", "size": "64x64", "n": 2, "num_inference_steps": 7}'))
+    facts = queued.job.facts
+    assert (facts.shape, facts.steps, facts.degrees) == (CallShape(64 * 64, branches=2), 14, (1,))

@@ -1,0 +1,198 @@
+"""Images and masks that come with requests: what is no image, too large, of another site, or too much is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from patchpar.models.task import PipelineTask
+from patchpar.serving.http.application import application
+from patchpar.serving.service import ImageService
+from patchpar.serving.settings import RequestLimits, ServerSettings
+from tests.serving.fakes import MODEL, FakeGenerator
+from tests.serving.requests import PATH, client_of
+from tests.serving.test_http import error_of
+
+EDITS = "/v1/images/edits"
+FORM = {"prompt": "a fox"}
+
+
+def png(size: tuple[int, int] = (100, 130), mode: str = "RGB", colour: Any = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few hundred bytes that declares side x side pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+    )
+
+
+def served(**parameters: Any) -> tuple[Any, FakeGenerator, ImageService]:
+    """A client of a server whose pipeline takes these arguments in addition."""
+    fake: Any = FakeGenerator()
+    fake.description = replace(MODEL, parameters={**MODEL.parameters, **parameters})
+    service = ImageService(fake, ServerSettings(limits=RequestLimits(form_bytes=1 << 20)))
+    service.load()
+    return client_of(application(service)), fake, service
+
+
+@pytest.fixture(scope="module")
+def begun() -> Any:
+    """Image-to-image: strength, and no size of its own."""
+    client, fake, service = served(image=None, strength=0.8)
+    without = {name: value for name, value in fake.description.parameters.items() if name not in ("height", "width")}
+    fake.description = replace(fake.description, parameters=without)
+    service.prepare()
+    yield client, fake
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def painted() -> Any:
+    """Inpainting: a mask, and sides."""
+    client, fake, service = served(image=None, mask_image=None, strength=0.8)
+    yield client, fake
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def edited() -> Any:
+    """A model that edits: images are references."""
+    client, fake, service = served(image=None)
+    fake.task = PipelineTask(pipeline="Fake", product="images", begins_with="image")
+    service.prepare()
+    yield client, fake
+    service.close()
+
+
+def test_the_image_decides_the_size(begun: Any) -> None:
+    client, fake = begun
+    response = client.post(EDITS, data={**FORM, "strength": "0.5", "seed": "7"}, files={"image": png()})
+    assert response.status_code == 200, response.text
+    call = fake.calls[-1]
+    assert call.arguments["image"].size == (96, 128), "on the model's grid"
+    assert (call.arguments["strength"], call.seed, call.size) == (0.5, 7, (96, 128))
+    client.post(EDITS, data={**FORM, "size": "64x80"}, files={"image": png()})
+    assert fake.calls[-1].arguments["image"].size == (64, 80)
+    assert "height" not in fake.calls[-1].arguments
+
+
+def test_a_mask_is_white_where_it_is_transparent(painted: Any) -> None:
+    client, fake = painted
+    alpha = Image.new("RGBA", (128, 64), (0, 0, 0, 255))
+    alpha.paste((0, 0, 0, 0), (0, 0, 64, 64))
+    file = io.BytesIO()
+    alpha.save(file, "PNG")
+    response = client.post(EDITS, data=FORM, files={"image": png((128, 64)), "mask": file.getvalue()})
+    assert response.status_code == 200, response.text
+    arguments = fake.calls[-1].arguments
+    assert (arguments["height"], arguments["width"]) == (64, 128)
+    assert [arguments["mask_image"].getpixel(at) for at in ((10, 10), (100, 10))] == [255, 0]
+
+
+def test_models_that_edit_get_the_images_as_they_are(edited: Any) -> None:
+    client, fake = edited
+    two = [("image[]", png((100, 50))), ("image[]", png((70, 70)))]
+    assert client.post(EDITS, data=FORM, files=two).status_code == 200
+    assert [each.size for each in fake.calls[-1].arguments["image"]] == [(100, 50), (70, 70)]
+    assert client.post(EDITS, data=FORM, files={"image": png()}).status_code == 200
+    assert fake.calls[-1].arguments["image"].size == (100, 130)
+    error = error_of(client.post(PATH, json={"prompt": "a fox"}), 400)
+    assert (error["code"], error["param"]) == ("missing_parameter", "image")
+
+
+CASES: list[tuple[str, dict[str, str], dict[str, bytes], int, str, str | None]] = [
+    ("begun", FORM, {}, 415, "unsupported_content_type", None),
+    ("begun", {}, {"image": png()}, 400, "missing_parameter", "prompt"),
+    ("begun", FORM, {"mask": png()}, 400, "missing_parameter", "image"),
+    ("begun", FORM, {"image": b"no image"}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": b""}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": bomb(60_000)}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": bomb(9_000)}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": png()[:-30]}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": b"GIF89a" + bytes(30)}, 400, "invalid_image", "image"),
+    ("begun", {**FORM, "image": "/etc/passwd"}, {"mask": png()}, 400, "invalid_image", "image"),
+    ("begun", {**FORM, "image": "http://example.org/a.png"}, {"mask": png()}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": png(), "file": png()}, 400, "unknown_parameter", "file"),
+    ("begun", FORM, {"image": png(), "mask": png()}, 400, "invalid_image", "mask"),  # without transparency
+    ("begun", FORM, {"image": png(), "mask": png(mode="RGBA")}, 400, "unsupported_parameter", "mask"),
+    ("painted", FORM, {"image": png()}, 400, "missing_parameter", "mask"),
+    ("painted", FORM, {"image": png(), "mask": png((64, 64), "RGBA")}, 400, "invalid_image", "mask"),
+    ("begun", {**FORM, "strength": "0"}, {"image": png()}, 400, "invalid_value", "strength"),
+    ("begun", {**FORM, "strength": "nan"}, {"image": png()}, 400, "invalid_value", "strength"),
+    ("begun", {**FORM, "n": "two"}, {"image": png()}, 400, "invalid_value", "n"),
+    ("begun", {**FORM, "promt": "a"}, {"image": png()}, 400, "unknown_parameter", "promt"),
+    ("begun", {**FORM, "size": "100x130"}, {"image": png()}, 400, "invalid_size", "size"),
+    ("begun", {**FORM, "num_inference_steps": "1000000"}, {"image": png()}, 400, "above_limit", "num_inference_steps"),
+    ("begun", FORM, {"image": png(mode="RGB") + bytes(1 << 20)}, 413, "body_too_large", None),
+]
+
+
+@pytest.mark.parametrize(("which", "form", "files", "status", "code", "param"), CASES, ids=range(len(CASES)))
+def test_bad_uploads(
+    which: str, form: Any, files: Any, status: int, code: str, param: str | None, request: pytest.FixtureRequest
+) -> None:
+    client, _ = request.getfixturevalue(which)
+    error = error_of(client.post(EDITS, data=form, files=files), status)
+    assert (error["code"], error["param"]) == (code, param), error["message"]
+
+
+def test_a_model_that_takes_no_image(client: Any) -> None:
+    error = error_of(client.post(EDITS, data=FORM, files={"image": png()}), 400)
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "image")
+
+
+def test_a_large_upload_is_refused_before_it_is_read(begun: Any) -> None:
+    client, _ = begun
+    headers = {"Content-Type": "multipart/form-data; boundary=x", "Content-Length": str(500 << 20)}
+    assert error_of(client.post(EDITS, content=b"--x", headers=headers), 413)["code"] == "body_too_large"
+
+
+def test_forms_of_other_sites(begun: Any) -> None:
+    """A browser sends them without asking this server first, but says from where."""
+    client, fake = begun
+    before = len(fake.calls)
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:81"):
+        response = client.post(EDITS, data=FORM, files={"image": png()}, headers={"Origin": origin})
+        assert error_of(response, 403)["code"] == "foreign_origin"
+    assert len(fake.calls) == before
+    own = client.post(EDITS, data=FORM, files={"image": png()}, headers={"Origin": "http://127.0.0.1"})
+    assert own.status_code == 200
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.breadth)])
+def test_any_form_is_read_or_refused(begun: Any, count: int) -> None:
+    """Random forms, whole and damaged: 4xx in the form of all errors, and never 5xx."""
+    client, _ = begun
+    random = Random(count)
+    names = ["prompt", "image", "mask", "image[]", "n", "size", "seed", "strength", "stream", "x", ""]
+    values: list[Any] = ["a fox", "", "1", "-1", "64x64", "true", "\x00", "é" * 9, png((64, 64)), b"\xff", b""]
+    for _ in range(count):
+        chosen = {name: random.choice(values) for name in random.sample(names, random.randint(1, 5))}
+        parts = [
+            f'--x\r\nContent-Disposition: form-data; name="{name}"'.encode()
+            + (b'; filename="a"\r\n\r\n' + value if isinstance(value, bytes) else b"\r\n\r\n" + value.encode())
+            for name, value in chosen.items()
+        ]
+        body = bytearray(b"\r\n".join([*parts, b"--x--\r\n"]))
+        for _ in range(random.choice([0, 0, 1, 3])):
+            body[random.randrange(len(body))] = random.randrange(256)
+        response = client.post(EDITS, content=bytes(body), headers={"Content-Type": "multipart/form-data; boundary=x"})
+        assert response.status_code < 500, (response.text, bytes(body)[:300])
+        assert response.status_code == 200 or "error" in json.loads(response.text)
