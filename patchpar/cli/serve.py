@@ -32,7 +32,7 @@ class ServeFlags:
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
     max_pixels: Annotated[int, typer.Option(help="Largest image, in pixels.")] = 2048 * 2048
     max_steps: Annotated[int, typer.Option(help="Most denoising steps of an image.")] = 150
-    grace: Annotated[float, typer.Option(help="Seconds in which requests finish at the end.")] = 30.0
+    grace: Annotated[float, typer.Option(help="Seconds to finish requests after a signal; a second ends it.")] = 30.0
     deadline: Deadline = DEADLINE
     debug: Debug = False
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from patchpar.errors import PatchparError, PlanError, WorkerDied, WorkerHung
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
-CLOSE_SECONDS = 3.0  # a first call may be minutes from its next step, and `docker stop` waits for ten seconds
+CLOSE_SECONDS = 1.0  # a first call may be minutes from its next step
 log = logging.getLogger(__name__)
 
 
@@ -112,24 +112,27 @@ class Job:
         try:
             result = self._work(self)
         except Cancelled as error:
-            self._change(state="cancelled", preview=None)
-            self._end_with(error)
+            self._end_with(error, state="cancelled")
         except Exception as error:
             if not isinstance(error, PatchparError):
                 log.exception("a job failed")
-            self._change(state="failed", error=job_error_message(error), preview=None)
-            self._end_with(error)
+            self._end_with(error, state="failed", error=job_error_message(error))
         else:
-            self._change(state="done", result=result, preview=None)
-            self.outcome.set_result(result)
+            if self._change(state="done", result=result, preview=None):
+                self.outcome.set_result(result)
+
+    def abandon(self) -> None:
+        """End a job that was cancelled and goes on all the same: whoever waits for its outcome has it now."""
+        self._end_with(Cancelled(), state="cancelled")
 
     def set_ahead(self, ahead: int) -> None:
         """Set the number of jobs before it."""
         if self._view.ahead != ahead:
             self._change(only="waiting", ahead=ahead)
 
-    def _end_with(self, error: Exception) -> None:
-        self.outcome.set_exception(error.with_traceback(None))  # which would keep the tensors of its frames
+    def _end_with(self, raised: Exception, **changes: Any) -> None:
+        if self._change(**changes, preview=None):
+            self.outcome.set_exception(raised.with_traceback(None))  # which would keep the tensors of its frames
 
     def _change(self, *, only: JobState | None = None, **changes: Any) -> bool:
         """Update the view of a job that is not over, `only` if it is in this state. Return whether it was updated."""
@@ -206,12 +209,15 @@ class WorkQueue:
         return self._ended.wait(seconds)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Cancel everything, and wait up to `timeout` seconds for running jobs. Idempotent."""
+        """Cancel everything, wait up to `timeout` seconds for running jobs, and abandon the others. Idempotent."""
         with self._changed:
             self.stop_taking()
             for job in (*self._waiting, *self._running):
                 job.cancel()
-        self.finish(timeout)
+        if not self.finish(timeout):
+            with self._changed:
+                for job in self._running:
+                    job.abandon()
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:

@@ -6,7 +6,7 @@ from patchpar.errors import LaunchError, WorkerError
 from patchpar.serving.generation import GeneratedImages, ImageGenerator
 from patchpar.serving.image_call import CallRules, ImageCall
 from patchpar.serving.image_request import GenerationRequest
-from patchpar.serving.job_queue import Job, QueueClosed, QueueFull, WorkQueue
+from patchpar.serving.job_queue import CLOSE_SECONDS, Job, QueueClosed, QueueFull, WorkQueue
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServerSettings
@@ -50,6 +50,11 @@ class ImageService:
     def waiting(self) -> int:
         """Number of requests that wait."""
         return self._queue.waiting
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a request still runs after `close`: on a device in this process, where a call cannot be ended."""
+        return not self._queue.finish(CLOSE_SECONDS)
 
     def load(self) -> None:
         """Load the model and warm it up. Raises what these raise."""
