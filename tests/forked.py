@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 READY = b"ready\n"
+SECONDS = 8.0  # until a command must have ended, on a loaded machine
 
 
 def compute_for_ever(*_: Any, **__: Any) -> NoReturn:
@@ -61,6 +62,15 @@ class ForkedCommand:
             assert time.monotonic() < give_up, f"it has not ended within {within:g} s: {self.errors()}"
             time.sleep(0.02)
         return self._code
+
+    def ends_by(self, number: signal.Signals, code: int, within: float = SECONDS) -> None:
+        """Send a signal, which has to end a computation within so many seconds, with this exit code and a sentence."""
+        began = time.monotonic()
+        self.send(number)
+        assert self.code() == code, self.errors()
+        assert time.monotonic() - began < within
+        assert f"ended by {number.name}, in the middle of a computation" in self.errors()
+        assert "Traceback" not in self.errors()
 
     @property
     def is_running(self) -> bool:
