@@ -82,13 +82,16 @@ def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
 
 
 def for_task(pipe: Any, task: str | None) -> Any:
-    """Return the pipeline of the same networks for `task`; itself for None. Raises UnsupportedModel if none exists."""
+    """Return the pipeline of the same networks for `task`; itself for None. Raises UnsupportedModel if none exists.
+
+    `task`: "image-to-image" or "inpainting".
+    """
     if task is None:
         return pipe
-    from diffusers import AutoPipelineForImage2Image  # slow: imports every such pipeline
+    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting  # slow: imports every such pipeline
 
     try:
-        return AutoPipelineForImage2Image.from_pipe(pipe)
+        return (AutoPipelineForInpainting if task == "inpainting" else AutoPipelineForImage2Image).from_pipe(pipe)
     except ValueError as error:
         raise UnsupportedModel(
             f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}: use another model"

@@ -12,7 +12,7 @@ AGREE = 0.05
 """Two medians differ by at most this much on a machine that does nothing else."""
 REPEATS, ROUNDS = 3, 4
 LONG = 0.3
-"""Seconds of a run that is not repeated within a round: what disturbs a machine for a moment is little of it."""
+"""Seconds of a run that is not repeated within a round: other work of a moment is little of it."""
 
 
 class DeviceTimer:
