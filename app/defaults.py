@@ -1,4 +1,4 @@
-"""Initial values of the fields of an image: the pipeline's own defaults, from its call and its networks."""
+"""Initial values of the fields of an image: those of a distilled model, or the defaults of the pipeline's call."""
 
 from dataclasses import dataclass
 
@@ -30,12 +30,15 @@ def defaults_before(model: str) -> Defaults:
 
 
 def defaults_of(model: str, description: PipelineInfo | None) -> Defaults:
-    """After loading: from the signature of the pipeline's call and the size that it was trained at."""
+    """After loading: those of a model distilled to few steps, or of the pipeline's call; the size it was trained at."""
     before = defaults_before(model)
     if description is None or model in EMBEDDED:
         return before
     height, width = description.size({}) or (UNKNOWN_SIDE, UNKNOWN_SIDE)
+    few = description.few_steps
     steps, guidance = (description.parameters.get(name) for name in ("num_inference_steps", "guidance_scale"))
+    if few is not None:
+        steps, guidance = few.steps, few.guidance
     return Defaults(
         height=max(MIN_SIDE, height),
         width=max(MIN_SIDE, width),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import ParallelPipeline, PlanError, Run, upscale
+from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT
 from patchpar.serving.latent_preview import ColourMap
 
@@ -59,7 +60,7 @@ class ImageJobRunner:
         job.check()
         job.show(note=options.title, step=0, steps=request.steps)
         pipe = self.workers.image_pipeline(preset)
-        arguments = request.arguments(pipe.description.parameters)
+        arguments = {**request.arguments(pipe.description.parameters), **own_arguments(pipe.description)}
         if options.exact:
             arguments["output_type"] = "np"
         return self._call(pipe, arguments, job, options)
@@ -70,6 +71,7 @@ class ImageJobRunner:
         job.show(note="starting the image-to-image workers")
         pipe = self.workers.upscaler()
         arguments = request.arguments(set(pipe.description.parameters) - {"height", "width"})
+        arguments |= own_arguments(pipe.description)
         with self._watched(pipe, job, RunOptions(title="upscaling")) as watched:
             larger = upscale(pipe, image, scale=scale, strength=strength, **arguments, **watched.arguments)
         return _job_image(pipe, larger)
@@ -91,6 +93,12 @@ class ImageJobRunner:
             yield watched
         finally:
             pipe.on_step, pipe.tracing = None, False
+
+
+def own_arguments(model: PipelineInfo) -> dict[str, Any]:
+    """Arguments that a model is called with and that have no field: how long prompts of a distilled one may be."""
+    length = None if model.few_steps is None else model.few_steps.max_sequence_length
+    return {} if length is None or "max_sequence_length" not in model.parameters else {"max_sequence_length": length}
 
 
 def _job_image(pipe: ParallelPipeline, image: Any, values: Any = None) -> JobImage:

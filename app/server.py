@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from patchpar import PlanError
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
-from patchpar.stream.web.shutdown import signals_unwind
+from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored, signals_unwind
 
 from .limits import MAX_BYTES
 from .origin import OwnRequests
@@ -124,6 +123,11 @@ class Server:
         """Until ctrl-C."""
         self._port.wait()
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a job still runs after `close`, on a device in this process."""
+        return self._state.is_computing
+
     def close(self) -> None:
         """End page, jobs and workers. Idempotent."""
         self._port.end()
@@ -138,18 +142,21 @@ class Server:
 
 
 def serve(setup: AppConfig, address: Address, announce: Callable[[str], Any], ending: Callable[[], Any]) -> None:
-    """Serve until ctrl-C; `announce` gets the page's address once it is served, `ending` is called before it is closed.
+    """Serve until a signal; `announce` gets the page's address once it is served, `ending` is called before the end.
 
-    Raises PlanError, and SystemExit where SIGTERM or SIGHUP have ended it.
+    Raises PlanError, and KeyboardInterrupt or SystemExit of the signal. Exits where a job still computes in this
+    process then.
     """
     silence_libraries()
     setup.check()
-    with signals_unwind(), closing(Server(setup, address)) as server:
-        try:
-            server.start()
-            announce(server.url)
-            server.wait()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            ending()
+    with signals_unwind():
+        server = Server(setup, address)
+        with computation_abandoned(lambda: server.is_computing):
+            try:
+                server.start()
+                announce(server.url)
+                server.wait()
+            finally:
+                with signals_ignored():
+                    ending()
+                    server.close()

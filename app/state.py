@@ -57,8 +57,13 @@ class AppState:
         folder.mkdir(exist_ok=True)
         return folder
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a job still runs after `close`: on a device in this process, where a call cannot be ended."""
+        return not self.job_queue.finish(0)
+
     def close(self) -> None:
-        """End jobs and workers. Idempotent."""
+        """End jobs and workers, and delete all files. Idempotent."""
         self.feeds.close()
         self.job_queue.close()
         self.workers.close()  # ends a job that is still running

@@ -42,6 +42,17 @@ def written_whole(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def removed_after_error(path: Path | None) -> Iterator[None]:
+    """Remove the file at `path`, if there is one, where the `with` block raises."""
+    try:
+        yield
+    except BaseException:
+        if path is not None and path.is_file():
+            path.unlink()
+        raise
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -40,7 +40,7 @@ class ServeFlags:
     max_kept: Annotated[int, typer.Option(help="Results of jobs and videos that are kept.")] = 256
     ttl: Annotated[float, typer.Option(help="Seconds for which they are kept.")] = 3600.0
     files: Annotated[Path | None, typer.Option(help="Folder of videos; default: one that ends with the server.")] = None
-    grace: Annotated[float, typer.Option(help="Seconds in which requests finish at the end.")] = 30.0
+    grace: Annotated[float, typer.Option(help="Seconds to finish requests after a signal; a second ends it.")] = 30.0
     deadline: Deadline = DEADLINE
     debug: Debug = False
 

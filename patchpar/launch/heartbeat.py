@@ -1,11 +1,12 @@
 """Heartbeats in shared memory: the last exchange point of a rank, readable also when it hangs or has been killed.
 
-    page:  [count: u64][offset: u64][waits: u64][work: u64] [length: u16, text] [length: u16, text] ...
-                             |__________________________________________________^
+    page:  [count][offset][waits][work][stream: u64 each] [length: u16, text] [length: u16, text] ...
+                     |_______________________________________________________^
 
 A rank counts its heartbeats and stores the offset of the text of the last one. Worker and caller both map the page, an
 anonymous file. A text is written once, when it is first used, so that a heartbeat costs two stores. `waits` is not 0
-while the rank waits for another; `work` is its processor time in ms, as of the last ping that it answered.
+while the rank waits for another, `stream` is not while the stream of its GPU does; `work` is its processor time in ms,
+as of the last ping that it answered.
 """
 
 import mmap
@@ -15,8 +16,8 @@ import struct
 from patchpar.launch.hang_detection import RankActivity
 
 PAGE_BYTES = 256 * 1024  # unused pages take no memory
-HEAD = struct.Struct("<QQQQ")
-COUNT, OFFSET, WAITS, WORK = range(4)
+HEAD = struct.Struct("<QQQQQ")
+COUNT, OFFSET, WAITS, WORK, STREAM = range(5)
 LENGTH = struct.Struct("<H")
 MAX_TEXT = 200
 
@@ -70,6 +71,10 @@ class WaitingFlag:
     def __exit__(self, *_: object) -> None:
         self._head[WAITS] -= 1
 
+    def set_stream_waiting(self, waits: bool) -> None:
+        """Store whether the stream of this rank's GPU waits for another rank. From one thread at a time."""
+        self._head[STREAM] = waits
+
 
 class HeartbeatReader:
     """The reader, in the caller. Reading never blocks."""
@@ -81,8 +86,8 @@ class HeartbeatReader:
     @property
     def sign(self) -> RankActivity:
         """The rank's current activity."""
-        count, _, waits, work = HEAD.unpack_from(self._page, 0)
-        return RankActivity(beats=count, work=work / 1000, waits=waits > 0)
+        count, _, waits, work, stream = HEAD.unpack_from(self._page, 0)
+        return RankActivity(beats=count, work=work / 1000, waits=waits > 0 or stream > 0)
 
     @property
     def where(self) -> str:

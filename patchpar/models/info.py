@@ -7,6 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from patchpar.errors import UnsupportedModel
+from patchpar.models.call_parameters import parameters_of, passes_on
+from patchpar.models.few_steps import FewSteps, few_steps_of
 from patchpar.plan.scalars import plain
 from patchpar.shard.compiled import compiled_in, is_compiled, is_wrapped
 
@@ -45,6 +47,7 @@ class PipelineInfo:
     size; empty if structure guidance supports them, None if that is unknown. `one_batch_reason`: why prompts cannot be
     split over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown.
     `guided_by_its_scale`: `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
+    `few_steps`: what a model that is distilled to few steps is called with; None for others, as far as is known.
     """
 
     pipeline: str
@@ -67,6 +70,7 @@ class PipelineInfo:
     latent_channels: int = 4
     decoded_bytes: int = 0
     guided_by_its_scale: bool = False
+    few_steps: FewSteps | None = None
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call with `kwargs` uses guidance of any kind, as far as its arguments show."""
@@ -124,13 +128,14 @@ def describe(pipe: Any) -> PipelineInfo:
         vae_scale=scale,
         size_unit=_size_unit(pipe, config, scale),
         parameters=parameters_of(type(pipe)),
-        takes_any=_passes_on(type(pipe)),
+        takes_any=passes_on(type(pipe)),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
         methods=_methods_of(pipe),
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
+        few_steps=few_steps_of(pipe, config),
         networks={
             name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
             for name, each in pipe.components.items()
@@ -201,35 +206,10 @@ def _has_blocks(denoiser: Any) -> bool:
     return any(type(module).__name__ == "ModuleList" for module in denoiser.modules())
 
 
-_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-
-
-def parameters_of(kind: type) -> dict[str, Any]:
-    """Return the parameters of a pipeline's call with defaults; those of its base class where it takes `**kwargs`."""
-    found: dict[str, Any] = {}
-    for each in kind.__mro__:
-        if "__call__" in vars(each):
-            for parameter in inspect.signature(each.__call__).parameters.values():
-                if parameter.name != "self" and parameter.kind not in _VARIADIC:
-                    found.setdefault(parameter.name, _plain(parameter.default))
-            if not _passes_on(each):
-                break
-    return found
-
-
-def _passes_on(kind: Any) -> bool:
-    signature = inspect.signature(kind.__call__)
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-
-
 def _size_of_image(image: Any) -> tuple[int, int] | None:
     """Return height and width of a PIL image."""
     size = image.size
     return (size[1], size[0]) if isinstance(size, tuple) and len(size) == 2 else None
-
-
-def _plain(default: Any) -> Any:
-    return default if isinstance(default, (int, float, str, bool)) else None
 
 
 def _number(value: Any) -> float:

@@ -125,24 +125,27 @@ class Job:
         try:
             result = self._work(self)
         except Cancelled as error:
-            self._change(state="cancelled", preview=None)
-            self._end_with(error)
+            self._end_with(error, state="cancelled")
         except Exception as error:
             if not isinstance(error, PatchparError):
                 log.exception("a job failed")
-            self._change(state="failed", error=job_error_message(error), preview=None)
-            self._end_with(error)
+            self._end_with(error, state="failed", error=job_error_message(error))
         else:
-            self._change(state="done", result=result, preview=None)
-            self.outcome.set_result(result)
+            if self._change(state="done", result=result, preview=None):
+                self.outcome.set_result(result)
+
+    def abandon(self) -> None:
+        """End a job that was cancelled and goes on all the same: whoever waits for its outcome has it now."""
+        self._end_with(Cancelled(), state="cancelled")
 
     def set_ahead(self, ahead: int) -> None:
         """Set the number of jobs before it."""
         if self._view.ahead != ahead:
             self._change(only="waiting", ahead=ahead)
 
-    def _end_with(self, error: Exception) -> None:
-        self.outcome.set_exception(error.with_traceback(None))  # which would keep the tensors of its frames
+    def _end_with(self, raised: Exception, **changes: Any) -> None:
+        if self._change(**changes, preview=None):
+            self.outcome.set_exception(raised.with_traceback(None))  # which would keep the tensors of its frames
 
     def _change(self, *, only: JobState | None = None, **changes: Any) -> bool:
         """Update the view of a job that is not over, `only` if it is in this state. Return whether it was updated."""

@@ -15,7 +15,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.serving.job import Job
 
-CLOSE_SECONDS = 3.0  # a first call may be minutes from its next step, and `docker stop` waits for ten seconds
+CLOSE_SECONDS = 1.0  # a first call may be minutes from its next step
 
 
 class QueueFull(PlanError):
@@ -110,12 +110,15 @@ class WorkQueue:
         return self._ended.wait(seconds)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Cancel everything, and wait up to `timeout` seconds for running jobs. Idempotent."""
+        """Cancel everything, wait up to `timeout` seconds for running jobs, and abandon the others. Idempotent."""
         with self._changed:
             self.stop_taking()
             for job in (*self._waiting, *self._running):
                 job.cancel()
-        self.finish(timeout)
+        if not self.finish(timeout):
+            with self._changed:
+                for job in self._running:
+                    job.abandon()
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:

@@ -1,4 +1,7 @@
-"""Serves until a signal: the port first, then the model; at the end what was accepted is finished."""
+"""Serves until a signal: the port first, then the model; at the end what was accepted is finished.
+
+A second signal ends it at once, whatever is under way, and so does the first one while the model is loaded.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,6 +10,7 @@ from typing import Any
 from patchpar.serving.http.application import application
 from patchpar.serving.service import ImageService
 from patchpar.stream.web.server import WebServer
+from patchpar.stream.web.shutdown import computation_abandoned, ended_at_once, signals_unwind
 
 WRITE_SECONDS = 2
 """Time for the last responses to be sent."""
@@ -49,14 +53,17 @@ def serve(service: ImageService, announce: Callable[[str, float], Any], ending: 
     """Serve until a signal. `announce` gets URL and seconds once it is ready; `ending` is called before the end.
 
     Raises PlanError, LaunchError, and KeyboardInterrupt or SystemExit of the signal after accepted requests have ended.
+    Exits where a call that cannot be cancelled still computes in this process then.
     """
     start = time.monotonic()
-    with ImageServer(service) as server:
+    with computation_abandoned(lambda: service.is_computing), ImageServer(service) as server:
         server.start()
-        service.load()
+        with ended_at_once():
+            service.load()
         try:
             announce(server.url, time.monotonic() - start)
             server.wait()
         finally:
             ending()
-            server.drain()
+            with signals_unwind():  # a second signal counts too
+                server.drain()

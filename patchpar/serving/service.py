@@ -11,7 +11,7 @@ from patchpar.serving.image_call import NO_UPLOADS, CallRules, ImageCall
 from patchpar.serving.image_request import GenerationRequest
 from patchpar.serving.job import Job
 from patchpar.serving.job_facts import facts_of
-from patchpar.serving.job_queue import QueueClosed, QueueFull, WorkQueue
+from patchpar.serving.job_queue import CLOSE_SECONDS, QueueClosed, QueueFull, WorkQueue
 from patchpar.serving.kept_jobs import KeptJobs
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.pipeline_fields import PipelineFields
@@ -66,6 +66,11 @@ class ImageService:
     def waiting(self) -> int:
         """Number of requests that wait."""
         return self._queue.waiting
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a request still runs after `close`: on a device in this process, where a call cannot be ended."""
+        return not self._queue.finish(CLOSE_SECONDS)
 
     def load(self) -> None:
         """Load the model and warm it up. Raises what these raise."""

@@ -23,8 +23,8 @@ ENGINE = "patchpar.stream.causal.runner:StreamRunner"
 LOAD_SECONDS = 600.0
 PATIENCE = 2
 """Deaths without a finished block between them, after which the device of the rank that died is left out."""
-SOON = 2.0
-"""Seconds that a cancelled stream has to free its ranks before they are ended."""
+SOON = 1.0
+"""Seconds that a cancelled stream has to free its ranks before they are ended, and a stream after that."""
 R = TypeVar("R", bound="Ranks | WorkerGroup")
 S = TypeVar("S", bound=BaseSession[Any, Any, Any])
 C = TypeVar("C", StreamConfig, FifoConfig)
@@ -182,8 +182,17 @@ class HeldRanks(Closing, Generic[R, S]):
             self._session.close()
         return self._ranks
 
-    def close(self) -> None:
-        """End the stream and the workers, also in the middle of a step. Idempotent. Raises PlanError."""
+    @property
+    def is_computing(self) -> bool:
+        """Whether the stream still runs after `close`: on a device in this process, where a step cannot be ended."""
+        return self._session is not None and not self._session.is_free_within(0)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the stream and the workers, also in the middle of a step. Idempotent.
+
+        Where the only rank is this process, its step is waited for, unless `wait` is False: then `is_computing` says
+        whether it goes on. Raises PlanError after a minute.
+        """
         ranks, self._ranks = self._ranks, None
         try:
             if self._session is not None:
@@ -192,7 +201,7 @@ class HeldRanks(Closing, Generic[R, S]):
         finally:
             if ranks is not None:
                 ranks.close()
-        if self._session is not None:
+        if self._session is not None and (wait or self._session.is_free_within(SOON)):
             self._session.close()
 
 

@@ -46,7 +46,11 @@ class FakePipeline:
     def description(self) -> Any:
         known = [name for name in PARAMETERS if self.has_callback or name != "callback_on_step_end"]
         return SimpleNamespace(
-            pipeline="Fake", parameters=dict.fromkeys([*known, *self.more]), latent_channels=4, vae_scale=4
+            pipeline="Fake",
+            parameters=dict.fromkeys([*known, *self.more]),
+            latent_channels=4,
+            vae_scale=4,
+            few_steps=None,
         )
 
     def restore(self) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import pytest
+from diffusers import (
+    DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    LCMScheduler,
+)
 
 from app.defaults import Defaults, defaults_before, defaults_of
 from app.fields import Forms, image_fields
+from app.image_runner import own_arguments
 from app.image_stream import StreamSummary
 from app.image_tab import ImageTab
 from app.job_queue import JobView
@@ -21,8 +31,11 @@ from app.presets import CUSTOM, CUSTOM_MEANING
 from app.state import AppState
 from app.stream_tab import show
 from app.workers import AppConfig
+from patchpar.models.few_steps import few_steps_of
 from patchpar.models.info import PipelineInfo, describe
+from patchpar.models.loading import load_pipeline
 from tests import tiny
+from tests.breadth import first_of
 
 from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers
@@ -62,6 +75,62 @@ def test_they_are_those_of_the_pipeline_s_call_and_of_its_size(kind: str, steps:
     assert (found.steps, found.guidance) == (steps, guidance)
     assert model.default_size is not None
     assert (found.height, found.width) == tuple(max(64, side) for side in model.default_size)
+
+
+TRAILING = {"timestep_spacing": "trailing"}
+ZERO_SNR = {**TRAILING, "prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+SHIFTED = {"use_dynamic_shifting": True}
+UNGUIDED = {"guidance_embeds": False}
+DISTILLED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "sd-turbo": ("sd", EulerDiscreteScheduler(**TRAILING), {}),
+    "sdxl-turbo": ("sdxl", EulerAncestralDiscreteScheduler(**TRAILING), {}),
+    "LCM-LoRA": ("sd", LCMScheduler(), {}),
+    "FLUX.1-schnell": ("flux", FlowMatchEulerDiscreteScheduler(), UNGUIDED),
+}
+OTHERS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "timesteps from the beginning": ("sdxl", EulerDiscreteScheduler(timestep_spacing="leading"), {}),
+    "zero terminal SNR": ("sd", EulerDiscreteScheduler(**ZERO_SNR), {}),
+    "another scheduler": ("sd", DDIMScheduler(**TRAILING), {}),
+    "FLUX.1-dev": ("flux", FlowMatchEulerDiscreteScheduler(**SHIFTED), {}),
+    "shifted by size": ("flux", FlowMatchEulerDiscreteScheduler(**SHIFTED), UNGUIDED),
+}
+
+
+def description_of(model: tuple[str, Any, dict[str, Any]], folder: Path) -> PipelineInfo:
+    """Of a tiny pipeline with this scheduler, and these values in the configuration of its denoiser, from a folder."""
+    kind, scheduler, config = model
+    pipe = tiny.build(kind).pipe
+    pipe.scheduler = scheduler
+    pipe.save_pretrained(folder)
+    for file in folder.glob("transformer/config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    return describe(load_pipeline(str(folder), {}))
+
+
+@pytest.mark.parametrize("name", DISTILLED)
+def test_models_that_are_distilled_have_few_steps_and_no_guidance(name: str, tmp_path: Path) -> None:
+    model = description_of(DISTILLED[name], tmp_path)
+    found = defaults_of("org/name", model)
+    assert (found.steps, found.guidance) == (4, 0.0)
+    assert own_arguments(model) == ({"max_sequence_length": 256} if name == "FLUX.1-schnell" else {})
+
+
+@pytest.mark.parametrize("name", first_of(OTHERS, "zero terminal SNR", "shifted by size"))
+def test_others_have_those_of_their_class(name: str, tmp_path: Path) -> None:
+    model = description_of(OTHERS[name], tmp_path)
+    found = defaults_of("org/name", model)
+    parameters = model.parameters
+    assert (found.steps, found.guidance) == (parameters["num_inference_steps"], parameters["guidance_scale"])
+    assert found.steps > 20
+    assert own_arguments(model) == {}
+
+
+def test_what_a_model_says_of_itself_counts() -> None:
+    for kind, few in (("Flux2KleinPipeline", (4, 1.0)), ("Krea2Pipeline", (8, 0.0))):
+        for is_distilled in (True, False):
+            pipe = type(kind, (), {"config": {"is_distilled": is_distilled}, "scheduler": None})()
+            found = few_steps_of(pipe, {})
+            assert (found and (found.steps, found.guidance)) == (few if is_distilled else None)
 
 
 def test_the_embedded_models_have_theirs_whatever_their_class_says() -> None:

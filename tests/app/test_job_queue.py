@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.job_queue import MAX_PAGES, Job, JobQueue, JobView
+from app.job_queue import MAX_PAGES, Cancelled, Job, JobQueue, JobView
 from app.job_updates import updates_of
 from app.sessions import PageSessions
 from patchpar import PlanError, WorkerDied
@@ -205,3 +205,22 @@ def test_without_a_job_there_is_one_look() -> None:
         return [displayed async for displayed in updates_of(None, lambda view: view)]
 
     assert asyncio.run(look()) == [None]
+
+
+def test_a_job_that_goes_on_after_the_end_is_over_for_who_waits_for_it(queue: JobQueue) -> None:
+    """One in a call that cannot be ended; what it returns later is nobody's."""
+    go, started = threading.Event(), threading.Event()
+
+    def stubborn(job: Job) -> str:
+        started.set()
+        go.wait(10)
+        return "too late"
+
+    job = queue.submit("A", "image", stubborn)
+    assert started.wait(10)
+    queue.close(0.05)
+    assert (job.view.state, type(job.outcome.exception(0))) == ("cancelled", Cancelled)
+    assert not queue.finish(0)
+    go.set()
+    assert queue.finish(10)
+    assert (job.view.state, job.view.result) == ("cancelled", None)

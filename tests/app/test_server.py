@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,15 +20,18 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from app.feeds import VideoFeed
-from app.server import Address, read_users
+from app.image_runner import ImageJobRunner
+from app.server import Address, read_users, serve
 from app.state import AppState
 from app.workers import AppConfig, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
+from patchpar.cli.shutdown import ended_by_signals
 from patchpar.models.files import embedded_model
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import WebServer
 from patchpar.stream.web.shutdown import signals_unwind
+from tests.forked import compute_for_ever, forked
 
 from .app_states import client_of
 from .browser import REPOSITORY
@@ -217,6 +221,27 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
         assert list(tmp_path.rglob("patchpar-app-*")) == []
         assert not uploaded.exists()
         until(lambda: not is_there(process.pid), "the workers, which are of its session, to be gone")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_first_call_in_its_own_process_is_abandoned(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has no end, and in which Python handles no signal."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def work() -> None:
+        ImageJobRunner.prepare = compute_for_ever  # type: ignore[method-assign]
+        setup, address = AppConfig(devices=devices_of("cpu")), Address(port=0)
+        with ended_by_signals():
+            serve(setup, address, lambda url: os.write(1, b"served"), lambda: None)
+
+    with forked(work, tmp_path / "errors") as child:
+        child.wait_for(b"served")
+        child.wait_for()
+        assert list(tmp_path.glob("patchpar-app-*"))
+        child.ends_by(number, code)
+    assert list(tmp_path.glob("patchpar-app-*")) == []
 
 
 def is_there(group: int) -> bool:

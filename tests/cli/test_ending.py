@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from patchpar.cli.shutdown import ended_at_once
+from patchpar.stream.web import shutdown
+from patchpar.stream.web.shutdown import signals_unwind
 from tests.breadth import first_of
 
 PRELUDE = """
@@ -86,3 +88,13 @@ def test_it_leaves_signals_and_descriptors_as_they_were() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     now = signal.set_wakeup_fd(before)
     assert now == before
+
+
+def test_a_signal_long_after_another_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may have lost the exception of the first one, which then would be the only one ever."""
+    monkeypatch.setattr(shutdown, "CLEANUP_SECONDS", 0.0)
+    with signals_unwind():
+        for _ in range(2):
+            with pytest.raises(SystemExit) as ending:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert ending.value.code == 143

@@ -90,6 +90,11 @@ class PlainEngine:
         with self.context.waiting:
             return self.burn(seconds)
 
+    def spin_on_gpu(self, seconds):
+        """The same, by a kernel in the stream of a GPU, while the process does anything else."""
+        self.context.waiting.set_stream_waiting(True)
+        return self.burn(seconds)
+
     def work(self, steps, seconds):
         for step in range(steps):
             time.sleep(seconds)

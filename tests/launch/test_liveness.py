@@ -59,9 +59,10 @@ def test_ranks_that_wait_for_one_another_are_told_apart_from_slow_ones(pool):
     assert "last exchange point 'an exchange'" in str(caught.value)
 
 
-def test_spinning_for_another_rank_is_no_work(single):
+@pytest.mark.parametrize("how", ["spin", "spin_on_gpu"])
+def test_spinning_for_another_rank_is_no_work(single, how):
     with pytest.raises(WorkerHung, match="waited for one another"):
-        single.call("spin", 600)
+        single.call(how, 600)
 
 
 def test_an_endless_loop_ends(single, monkeypatch):

@@ -253,6 +253,18 @@ def test_a_mark_is_cheap_and_readable_from_outside():
     assert reader.where.startswith("ü" * 99)
 
 
+def test_a_rank_waits_while_its_process_or_its_stream_does():
+    fd = anonymous_file("test")
+    reader, heartbeat = HeartbeatReader(fd), Heartbeat(fd)
+    os.close(fd)
+    heartbeat.waiting.set_stream_waiting(True)
+    assert reader.sign.waits
+    with heartbeat.waiting:
+        heartbeat.waiting.set_stream_waiting(False)
+        assert reader.sign.waits
+    assert not reader.sign.waits
+
+
 def _seconds_of_beats(heartbeat, number):
     start = time.perf_counter()
     for _ in range(number):

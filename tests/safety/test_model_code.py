@@ -144,6 +144,63 @@ def test_who_trusts_it_says_so_by_name(hostile: Path) -> None:
         refuse_code(hostile, {"trust_remote_code": False})
 
 
+NAMED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "trust": {"trust_remote_code": True},
+    "pipeline": {"custom_pipeline": "somebody/pipeline"},
+    "both": {"trust_remote_code": True, "custom_pipeline": "somebody/pipeline"},
+}
+
+
+class Reached(PlanError):
+    """diffusers has been called."""
+
+
+@pytest.mark.parametrize("pipeline", [ParallelPipeline, ImageStreamingPipeline])
+@pytest.mark.parametrize("named", NAMED)
+def test_what_is_named_reaches_diffusers_and_nothing_else_does(
+    named: str, pipeline: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[dict[str, Any]] = []
+
+    def load(folder: str, **options: Any) -> None:
+        passed.append({name: options[name] for name in ("trust_remote_code", "custom_pipeline") if name in options})
+        raise Reached
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", load)
+    with pytest.raises(Reached):
+        pipeline.from_pretrained(model, devices="cpu", variant="fp16", **NAMED[named])
+    assert passed == [NAMED[named]]
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_what_is_named_reaches_the_download_too(named: str, model: Path) -> None:
+    passed: list[dict[str, Any]] = []
+
+    class Hub:
+        @staticmethod
+        def download(name: str, **options: Any) -> str:
+            passed.append({each: options[each] for each in ("trust_remote_code", "custom_pipeline") if each in options})
+            return str(model)
+
+        @staticmethod
+        def from_pretrained(folder: str, **options: Any) -> None:
+            raise Reached
+
+    with pytest.raises(Reached):
+        load_pipeline("somebody/model", NAMED[named], kind=Hub)
+    assert passed == [NAMED[named]]
+
+
+def test_a_pipeline_that_is_named_and_trusted_is_run(model: Path, tmp_path: Path) -> None:
+    """Diffusers takes a file of a folder for the class of the pipeline."""
+    payload(tmp_path / "pipeline.py", kind="Mine", base="diffusers.StableDiffusionXLPipeline")
+    named = {"custom_pipeline": str(tmp_path), "trust_remote_code": True}
+    with ParallelPipeline.from_pretrained(model, devices="cpu", variant="fp16", **named) as pipe:
+        assert pipe.description.pipeline == "Mine"
+    assert (tmp_path / "ran").exists()
+
+
 def test_a_part_that_is_handed_over_is_not_looked_at(hostile: Path) -> None:
     own_module(hostile)
     refuse_code(hostile, {"unet": object()})

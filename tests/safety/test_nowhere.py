@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from tests.cli.test_stream import one_block
 
 MODELS = {
     "generate": ("a fox",),
@@ -18,7 +21,9 @@ MODELS = {
     "stream": ("a fox", "-o", "a.mp4"),
     "app": (),
     "doctor": (),
+    "replay": ("here.jsonl",),
 }
+CONVERT = ("convert", "here.safetensors", "--to", "new")
 OTHERS = {
     "video --image": ("video", "--model", "embedded", "--image", "nowhere.png"),
     "upscale": ("upscale", "nowhere.png"),
@@ -26,6 +31,9 @@ OTHERS = {
     "stream --reference": ("stream", "--reference", "nowhere.png", "-o", "a.mp4"),
     "stream --input": ("stream", "a fox", "--input", "nowhere", "-o", "a.mp4"),
     "replay": ("replay", "nowhere.jsonl"),
+    "convert": ("convert", "nowhere.pt", "--to", "new"),
+    "convert --base": (*CONVERT, "--family", "self-forcing", "--base", "./nowhere"),
+    "tune --devices": ("tune", "--devices", "./nowhere"),
 }
 
 
@@ -34,6 +42,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("patchpar.launch.local.LocalExecutor.start", lambda *_: pytest.fail("workers were started"))
     Image.new("RGB", (64, 64)).save("here.png")
+    one_block(Path("here.jsonl"), "embedded-face")
+    save_file({"patch_embedding.bias": torch.zeros(2)}, "here.safetensors")
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/no/where"])

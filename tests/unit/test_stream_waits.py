@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +21,17 @@ from patchpar.errors import ExchangeError
 
 
 class Gpu:
-    """A GPU and what is enqueued on it. `seconds`: what its stream has done, which a work that never ends holds up."""
+    """A GPU and what is enqueued on it. `seconds`: what its stream has done, which a work that never ends holds up.
+
+    `reached`: how far it has come then.
+    """
 
     def __init__(self) -> None:
         self.enqueued: list[str] = []
         self.groups: list[Group] = []
         self.works: list[weakref.ref[Work]] = []
         self.stuck = False
-        self.seconds = 0.0
+        self.seconds, self.reached = 0.0, -1.0
 
     def event(self, *, enable_timing: bool) -> Event:
         assert enable_timing
@@ -42,7 +46,7 @@ class Event:
         self.at, self.recorded = self.gpu.seconds, True
 
     def query(self) -> bool:
-        return self.recorded and not self.gpu.stuck
+        return self.recorded and (not self.gpu.stuck or self.at <= self.gpu.reached)
 
     def synchronize(self) -> None:
         assert not self.gpu.stuck, "this would wait for ever"
@@ -250,3 +254,66 @@ def test_what_torch_says_of_a_broken_work(gpu: Gpu) -> None:
         line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
     with pytest.raises(ExchangeError, match="not used again"):
         line.send_recv([], [], "norm2")
+
+
+class RecordedFlag(AbstractContextManager[None]):
+    """Stands for a rank's WaitingFlag."""
+
+    def __init__(self) -> None:
+        self.values: list[bool] = []
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def set_stream_waiting(self, waits: bool) -> None:
+        self.values.append(waits)
+
+
+def test_a_stream_that_waits_is_told_from_one_that_works(gpu: Gpu) -> None:
+    """NCCL's kernel uses the GPU while it waits for another rank: the events around the wait tell which it is."""
+    line, flag = transport(), RecordedFlag()
+    line.waiting = flag
+    assert line.waits is not None
+    gpu.stuck = True
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    line.waits.look()
+    assert flag.values[-1] is False, "it has kernels of its own before the wait"
+    gpu.reached = 0.0  # which are done
+    line.waits.look()
+    assert flag.values[-1] is True
+    with line.waits.paused():
+        assert flag.values[-1] is False
+    line.waits.look()
+    assert flag.values[-1] is True
+    gpu.stuck = False
+    line.settle("end of the call")
+    assert flag.values[-1] is False
+    line.close()
+
+
+@pytest.mark.parametrize("end", ["late", "close"])
+def test_nothing_waits_any_more_at_the_end(gpu: Gpu, end: str) -> None:
+    line, flag = transport(), RecordedFlag()
+    line.waiting = flag
+    assert line.waits is not None
+    gpu.stuck, gpu.reached = True, 0.0
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    line.waits.look()
+    assert flag.values[-1] is True
+    if end == "late":
+        line.deadline = 0.0
+    else:
+        line.waits.close()
+    line.waits.look()
+    assert flag.values[-1] is False
+
+
+def test_what_computes_and_exchanges_in_one_does_not_count_as_a_wait(gpu: Gpu) -> None:
+    """As the replay of a graph: nobody knows which of both it does."""
+    line, flag = transport(), RecordedFlag()
+    line.waiting = flag
+    assert line.waits is not None
+    gpu.stuck, gpu.reached = True, 10.0
+    line.waits.watch(lambda: False, lambda: "a graph")
+    line.waits.look()
+    assert flag.values[-1] is False
+    line.close()

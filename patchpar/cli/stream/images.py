@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.flags import given
 from patchpar.cli.output_files import SUFFIXES
+from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.image_file import check_pixels, read_image_file
@@ -67,21 +68,22 @@ def stream_images(request: StreamFlags) -> None:
     assert request.input is not None
     frames = ImageFrames.of(request.input, request.fps)
     RequestedTask(verb="stream", has_image=None).check_model(request.weights, request.for_loading())
-    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
+    with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # videos close before ranks
         report = _run(request, frames, stack, ranks)
     report.write(request.json)
     report.finish(is_endless=False)
 
 
-def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: ExitStack) -> StreamReport:
+def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: StreamRanks) -> StreamReport:
     from patchpar import ImageStreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    screens = FrameOutputs.opened(request, frames.fps, None, stack)
+    screens = FrameOutputs.pages(request, frames.fps, None, stack)
     print_line = screens.status_line(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
-    pipe = ranks.enter_context(ImageStreamingPipeline.from_pretrained(request.weights, **opened))
+    pipe = ranks.load(lambda: ImageStreamingPipeline.from_pretrained(request.weights, **opened))
+    screens = screens.with_file(stack)
     arguments = given(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
@@ -94,8 +96,11 @@ def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: Exi
     results = session.map({"image": _sized(frame, request)} for frame in frames)
     parts = _parts(results, frames.fps)
     ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, print_line, frames.fps)
+    ranks.has_signal = bool(ending.code)
     written = [] if request.output is None else [request.output]
-    return StreamReport(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
+    return StreamReport(
+        plan=repr(pipe), ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=written
+    )
 
 
 def _sized(frame: Image, request: StreamFlags) -> Image:

@@ -13,6 +13,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_deadline
+from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
 from patchpar.cli.stream.video import parts_of
 from patchpar.cli.video_file import check_video, video_at
@@ -45,8 +46,8 @@ def replay(request: ReplayFlags) -> None:
 
         recording, differing = StreamRecording.read(request.session), list[int]()
         model = _model(request, recording.origin.model)
-        with stdout_kept_clean(request.json), ExitStack() as stack:
-            report = _run(request, model, recording, differing, stack)
+        with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:
+            report = _run(request, model, recording, differing, stack, ranks)
         report.write(request.json, differing=differing)
         report.finish(is_endless=False)
         if differing:
@@ -77,21 +78,27 @@ def _can_be_asked() -> bool:
 
 
 def _run(
-    request: ReplayFlags, model: str, recording: StreamRecording, differing: list[int], stack: ExitStack
+    request: ReplayFlags,
+    model: str,
+    recording: StreamRecording,
+    differing: list[int],
+    stack: ExitStack,
+    ranks: StreamRanks,
 ) -> StreamReport:
     from patchpar import StreamingPipeline
 
     origin = recording.origin
     print_line = stack.enter_context(living_line("starting"))
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
-    pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
+    pipe = ranks.load(lambda: StreamingPipeline.from_pretrained(model, **opened))
     meter, plan = ProgressMeter(), str(pipe.plan)
     session = pipe.replay(recording)
     screens = [] if request.output is None else [stack.enter_context(video_at(request.output, origin.fps, pipe.rate))]
     parts = parts_of(_compared(session, recording, differing), session)
     ending = show_all(parts, session, screens, meter, print_line, origin.fps)
+    ranks.has_signal = bool(ending.code)
     written = [] if request.output is None else [request.output]
-    return StreamReport(plan=plan, meter=meter, ending=ending, dropped=0, outputs=written)
+    return StreamReport(plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=0, outputs=written)
 
 
 def _compared(session: Any, recording: StreamRecording, differing: list[int]) -> Iterator[Any]:

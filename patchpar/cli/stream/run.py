@@ -6,16 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 from rich.console import Console
 
 from patchpar.cli.console import print_json
-from patchpar.cli.shutdown import INTERRUPTED
 from patchpar.cli.video_file import StreamVideoFile, video_at
 from patchpar.stream.web.server import HOME, is_local
+from patchpar.stream.web.shutdown import INTERRUPTED, abandon_computation, exit_code
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from patchpar.cli.stream.flags import StreamFlags
+    from patchpar.cli.stream.ranks import StreamRanks
     from patchpar.stream.base_session import BaseSession
     from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 
@@ -134,7 +135,10 @@ def show_all(
     print_line: Callable[[str], None],
     fps: float,
 ) -> StreamEnding:
-    """Send all parts to all `screens`, until the stream ends by itself, by a signal or by an error."""
+    """Send all parts to all `screens`, until the stream ends by itself, by a signal or by an error.
+
+    Before the first frame there is nothing to keep: then the signal or the error is raised.
+    """
     seconds = 0.0
     try:
         for part in parts:
@@ -144,14 +148,12 @@ def show_all(
                 seconds = part.pts + len(part.frames) / fps
                 meter.add(len(part.frames), session.in_flight)
             print_line(meter.line(part.status, session.in_flight, seconds))
-    except KeyboardInterrupt:
-        return StreamEnding(seconds=seconds, code=INTERRUPTED)
-    except SystemExit as ending:
-        return StreamEnding(seconds=seconds, code=int(ending.code or 0))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if not meter.frames:
             raise
-        return StreamEnding(seconds=seconds, error=error)
+        if isinstance(error, Exception):
+            return StreamEnding(seconds=seconds, error=error)
+        return StreamEnding(seconds=seconds, code=exit_code(error))
     return StreamEnding(seconds=seconds)
 
 
@@ -171,6 +173,7 @@ class StreamReport:
     """The report at the end of a stream. `plan`: assignment of steps to ranks, as text."""
 
     plan: str
+    ranks: StreamRanks
     meter: ProgressMeter
     ending: StreamEnding
     dropped: int
@@ -197,29 +200,44 @@ class StreamReport:
         }
 
     def finish(self, *, is_endless: bool) -> None:
-        """Raise the error of the stream, or Exit after a signal; ctrl-C is a normal end if the stream is endless."""
+        """Raise the error of the stream, or Exit after a signal; ctrl-C is a normal end if the stream is endless.
+
+        Exits if a step still computes in this process.
+        """
         if self.ending.error is not None:
             raise self.ending.error
-        if self.ending.code and not (is_endless and self.ending.code == INTERRUPTED):
-            raise typer.Exit(self.ending.code)
+        code = 0 if is_endless and self.ending.code == INTERRUPTED else self.ending.code
+        if self.ending.code and self.ranks.is_computing:
+            abandon_computation(code, self.ending.code - 128)
+        if code:
+            raise typer.Exit(code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameOutputs:
-    """Live pages, served from the beginning, and a file, complete at the end."""
+    """Live pages, served from the beginning, and a file, begun when ranks are ready and complete at the end.
 
+    Frames have `fps`, and their audio `rate` samples per second; None for no audio.
+    """
+
+    request: StreamFlags
+    fps: float
+    rate: int | None
     live: tuple[ImageScreen | VideoScreen, ...]
-    videos: tuple[StreamVideoFile, ...]
+    videos: tuple[StreamVideoFile, ...] = ()
 
     @classmethod
-    def opened(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
-        """Open the requested outputs until `stack` is closed. Raises PlanError for a port that is not free.
-
-        `rate`: samples per second of the audio; None for no audio.
-        """
+    def pages(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
+        """Serve the requested pages until `stack` is closed. Raises PlanError for a port that is not free."""
         live = _live(request, fps, rate, stack) if request.is_live else ()
-        videos = () if request.output is None else (stack.enter_context(video_at(request.output, fps, rate)),)
-        return cls(live=live, videos=videos)
+        return cls(request=request, fps=fps, rate=rate, live=live)
+
+    def with_file(self, stack: ExitStack) -> FrameOutputs:
+        """Return these with the requested file, which is complete when `stack` is closed without an error."""
+        output = self.request.output
+        if output is None:
+            return self
+        return replace(self, videos=(stack.enter_context(video_at(output, self.fps, self.rate)),))
 
     @property
     def all(self) -> list[FrameOutput]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from patchpar.cli.console import stdout_kept_clean
+from patchpar.cli.output_files import removed_after_error
+from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, show_all
 from patchpar.errors import PlanError
 
@@ -32,7 +34,7 @@ def stream_video(request: StreamFlags) -> None:
     if request.reference is not None:
         reference = load_reference_image(request.reference, config.height, config.width)
     given = {"reference": reference, "audio": _audio(request, folder)}
-    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
+    with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # videos close before ranks
         report = _run(request, folder, given, stack, ranks)
     report.write(request.json)
     report.finish(is_endless=request.audio is None and request.seconds is None)
@@ -52,16 +54,17 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
 
 
 def _run(
-    request: StreamFlags, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: ExitStack
+    request: StreamFlags, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: StreamRanks
 ) -> StreamReport:
     from patchpar import StreamDelivery, StreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
     fps = request.fps or folder.config.fps
-    screens = FrameOutputs.opened(request, fps, folder.rate, stack)
+    screens = FrameOutputs.pages(request, fps, folder.rate, stack)
     print_line = screens.status_line(stack.enter_context(living_line("starting")))
-    pipe = ranks.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
+    pipe = ranks.load(lambda: StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
+    screens = screens.with_file(stack)
     pace: Pacing = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
     if request.restarts is not None:
@@ -69,9 +72,11 @@ def _run(
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     session = pipe.stream(request.prompt, **arguments)
-    ending = show_all(parts_of(session, session), session, screens.all, meter, print_line, fps)
+    with removed_after_error(request.record):  # without a block there is nothing to replay
+        ending = show_all(parts_of(session, session), session, screens.all, meter, print_line, fps)
+    ranks.has_signal = bool(ending.code)
     written = [path for path in (request.output, request.record) if path is not None]
-    return StreamReport(plan=plan, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
+    return StreamReport(plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 
 
 def parts_of(chunks: Iterable[Any], session: Any) -> Iterator[TimedFrames]:

@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -172,6 +172,14 @@ class Arrived(Work[T]):
 
     def _receive(self, index: int) -> list[Tensor]:
         raise IndexError(f"{self.where}: no message {index}")
+
+
+@runtime_checkable
+class StreamWaitingFlag(Protocol):
+    """Where a rank says whether the stream of its GPU waits for another rank, while the process may do anything."""
+
+    def set_stream_waiting(self, waits: bool) -> None:
+        """Say whether it waits."""
 
 
 class Transport(Protocol):

@@ -7,6 +7,9 @@ duration is measured with two events of the stream.
 The deadline is checked by a thread, since the process may be blocked in a synchronisation with the stream. It asks the
 event that the stream has recorded after the wait. Once one is late, all groups are aborted: the stream goes on, and the
 next exchange raises ExchangeError.
+
+The event before the wait tells a GPU that works from one that waits, which NCCL's kernel uses as well: once this event
+is complete and the one after it is not, the stream waits for another rank.
 """
 
 import contextlib
@@ -40,19 +43,34 @@ class StreamStall(NamedTuple):
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
-Awaited = tuple[float, Callable[[], bool], Callable[[], str]]
-"""What a stream waits for: since when, whether it is over, and what names rank, exchange point, peers and shapes."""
+class Awaited(NamedTuple):
+    """What a stream waits for. `has_begun`: whether all is complete that the stream had to do before.
+
+    `what` names rank, exchange point, peers and shapes.
+    """
+
+    since: float
+    has_begun: Callable[[], bool]
+    is_over: Callable[[], bool]
+    what: Callable[[], str]
 
 
 class StreamWaits:
     """Works that streams wait for, of devices of type `kind`.
 
     `deadline` returns the limit of one in seconds, which may change.
-    `on_late` is called once, by any thread, with what has not arrived.
+    `on_late` is called once, by any thread, with what has not arrived. `report` gets at each look whether the stream
+    waits.
     """
 
-    def __init__(self, kind: str, deadline: Callable[[], float], on_late: Callable[[str], object]) -> None:
-        self._event, self._deadline, self._on_late = timing_events(kind), deadline, on_late
+    def __init__(
+        self,
+        kind: str,
+        deadline: Callable[[], float],
+        on_late: Callable[[str], object],
+        report: Callable[[bool], object],
+    ) -> None:
+        self._event, self._deadline, self._on_late, self._report = timing_events(kind), deadline, on_late, report
         self._awaited: deque[Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
@@ -78,7 +96,7 @@ class StreamWaits:
         for work in works:
             work.wait()
         end.record()
-        self.watch(end.query, what)
+        self._add(Awaited(time.monotonic(), begin.query, end.query, what))
         return StreamStall(begin, end)
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -86,7 +104,10 @@ class StreamWaits:
 
         Its time begins when that which the stream began before is over.
         """
-        self._awaited.append((time.monotonic(), is_over, what))
+        self._add(Awaited(time.monotonic(), lambda: False, is_over, what))  # it computes too
+
+    def _add(self, awaited: Awaited) -> None:
+        self._awaited.append(awaited)
         if self._has_news:  # the thread looks again after it has cleared this, so that nothing is missed without a lock
             return
         self._has_news = True
@@ -109,6 +130,7 @@ class StreamWaits:
         """No thread asks the GPU for events meanwhile: that would break the capture of a graph."""
         with self._lock:
             self._paused += 1
+            self._report(False)
         try:
             yield
         finally:
@@ -127,7 +149,9 @@ class StreamWaits:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            self._report(False)
         self._news.set()
 
     def _watch_over(self) -> None:
@@ -147,13 +171,13 @@ class StreamWaits:
         with self._lock:
             if self._paused or self._late:
                 return
-            while self._awaited and self._awaited[0][1]():
+            while self._awaited and self._awaited[0].is_over():
                 self._awaited.popleft()
                 self._moved_on = time.monotonic()
-            if not self._awaited:
+            first = self._awaited[0] if self._awaited else None
+            self._report(first is not None and not self._closed and first.has_begun())
+            if first is None or time.monotonic() - max(first.since, self._moved_on) <= self._deadline():
                 return
-            since, _, what = self._awaited[0]
-            if time.monotonic() - max(since, self._moved_on) <= self._deadline():
-                return
-            self._late = f"{what()} within {self._deadline():g} s"
+            self._late = f"{first.what()} within {self._deadline():g} s"
+            self._report(False)
         self._on_late(self._late)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from patchpar.comm.transport.message import Incoming, Messages, Outgoing, T
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, StreamWaitingFlag, T
 from patchpar.comm.transport.packing import layout_of, pack
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.comm.transport.stream_waits import StreamWaits
@@ -32,7 +32,10 @@ class TorchTransport(Poisonable):
         backend = group_backend(device)
         self.staged = backend in HOST_BACKENDS and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
-        self.waits = None if backend in HOST_BACKENDS else StreamWaits(device.type, lambda: self.deadline, self.poison)
+        in_stream = backend not in HOST_BACKENDS
+        self.waits = (
+            StreamWaits(device.type, lambda: self.deadline, self.poison, self._report_wait) if in_stream else None
+        )
         all_ranks = tuple(range(dist.get_world_size()))
         self._groups = ProcessGroups(backend, self._wire, deadline)
         collective = collective or self.waits is not None
@@ -68,6 +71,10 @@ class TorchTransport(Poisonable):
             text = f"rank {self.rank} at {where}: cannot exchange messages ({error})"
             self.poison(text)
             raise ExchangeError(text) from error
+
+    def _report_wait(self, waits: bool) -> None:
+        if isinstance(self.waiting, StreamWaitingFlag):
+            self.waiting.set_stream_waiting(waits)
 
     def settle(self, where: str) -> None:
         """Block until every message waited for has arrived. Raises ExchangeError."""

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from patchpar.models.call_parameters import parameters_of
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
-from patchpar.models.info import describe, parameters_of
+from patchpar.models.info import describe
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image

@@ -25,7 +25,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import tensors_in, with_tensors
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.info import parameters_of
+from patchpar.models.call_parameters import parameters_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
