@@ -48,9 +48,9 @@ def lead(steps: int) -> list[str]:
         "in a batch of two, and with torch's plain kernel of attention (`SDPBackend.MATH`) in place of the fused one.",
         "`off`: how far ranks, and one process of plain diffusers, are from the same half weights computed in fp32;",
         "`one step`: the same after a single step without guidance, so of a single forward. The guarantee is that",
-        f"ranks are no farther off than {MOST} times one process. Two results that are each off by as much, in directions",
-        "of their own, are 1.4 times that apart. Where the error comes from: [rounding](rounding.md). Measured",
-        "by `python -m benchmarks.parity.half`, written with `--write docs/figures/parity-half.md`.",
+        f"ranks are no farther off than {MOST} times one process. Two results that are each off by as much, in",
+        "directions of their own, are 1.4 times that apart. Where the error comes from: [rounding](rounding.md).",
+        "Measured by `python -m benchmarks.parity.half`, written with `--write docs/figures/parity-half.md`.",
         "",
         *HEAD,
     ]
