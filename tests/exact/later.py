@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from patchpar.errors import PatchparError
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import refused_in_words
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies import parse_strategy
@@ -310,3 +312,19 @@ def found(
             calls.append(counted.call_count)
         layer.finish()
     return {"errors": errors, "calls": calls, "effect": effect}
+
+
+@torch.no_grad()
+def divided(this: PoolRank, axis: str, folder: str) -> str:
+    """What is said of a hook in a transformer whose weights are divided along an axis."""
+    network, site, call = network_of("tokens")
+    _hook(network, site)
+    mesh, verifications = (this.comm(), this.mesh(**{axis: this.world})[axis]), VerificationCache(Path(folder))
+    try:
+        if axis == "tensor":
+            TensorDenoiser(network, mesh, verifications).prepare(network.forward, ((), call(TIMES[0])))
+        else:
+            StagedDenoiser(network, mesh, verifications).denoise(network.forward, **call(TIMES[0]))
+    except PatchparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

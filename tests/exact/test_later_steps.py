@@ -103,3 +103,16 @@ def test_what_cannot_be_put_back_is_refused_in_words(ranks: Any, tmp_path: Path,
         assert found["step"] == 0
         assert found["said"].startswith("UnsupportedModel: ")
         assert words in found["said"], found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "refused_by"), [({"tensor": 2}, "tensor=2"), ({"stage": 2}, "stage=2")], ids=["tensor", "stage"]
+)
+def test_where_weights_are_divided_it_is_refused_by_name(
+    ranks: Any, tmp_path: Path, degrees: dict[str, int], refused_by: str
+) -> None:
+    """There no rank could run the plain call in a later step."""
+    for said in ranks.run("tests.exact.later:divided", 2, next(iter(degrees)), str(tmp_path)):
+        assert said.startswith("UnsupportedModel: FluxTransformer2DModel holds code of another library or your own")
+        assert refused_by in said
+        assert "trusted_code=[...]" in said

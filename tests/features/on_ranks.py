@@ -30,7 +30,8 @@ def state_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def divided(this: PoolRank, network: nn.Module, folder: str | None = None) -> TensorDenoiser:
-    verifications = None if folder is None else VerificationCache(Path(folder) / str(this.rank))
+    trusted = frozenset({"tests"})  # a hook that counts is code which stays in the network
+    verifications = None if folder is None else VerificationCache(Path(folder) / str(this.rank), trusted=trusted)
     return TensorDenoiser(network, (this.comm(), this.mesh(tensor=this.world)["tensor"]), verifications)
 
 

@@ -120,7 +120,7 @@ def test_what_begins_in_the_second_step_is_seen_there(parallel: ParallelPipeline
         assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
         parallel.unet.set_attn_processor(script["Exchanging"](layers))
         parallel.plan = "cfg=2"
-        with pytest.raises(VerificationError, match=r"Exchanging of __main__.*mixes guidance branches"):
+        with pytest.raises(VerificationError, match=r"__main__\.Exchanging.*mixes guidance branches"):
             parallel(**CALL, generator=generator())
     finally:
         parallel.unet.set_attn_processor(AttnProcessor2_0())
