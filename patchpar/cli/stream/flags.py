@@ -12,7 +12,7 @@ from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.stream.web.server import check_port
 
-OF_VIDEO = ("audio", "reference", "seconds", "record", "restarts")
+OF_VIDEO = ("audio", "reference", "seconds", "record", "restarts", "lora")
 OF_IMAGES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
 
 
@@ -40,6 +40,7 @@ class StreamFlags:
     negative_prompt: Annotated[str | None, typer.Option(help="With --input: what not to show.")] = None
     height: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
     width: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
+    lora: Annotated[str | None, typer.Option(help="A LoRA for the model: PATH, or PATH:SCALE.")] = None
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the assignment of steps to ranks.")] = False

@@ -61,7 +61,9 @@ def _run(
     fps = request.fps or folder.config.fps
     screens = FrameOutputs.opened(request, fps, folder.rate, stack)
     print_line = screens.status_line(stack.enter_context(living_line("starting")))
-    pipe = ranks.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
+    pipe = ranks.enter_context(
+        StreamingPipeline.from_pretrained(request.weights, lora=request.lora, **request.for_loading())
+    )
     pace: Pacing = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
     if request.restarts is not None:

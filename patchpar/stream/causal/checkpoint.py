@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.loading import dtype_of, load_pipeline, with_dtype
+from patchpar.stream.causal.lora import LORA, LoraFile, merge_lora
 from patchpar.stream.causal.original_names import are_original, as_diffusers
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
@@ -39,10 +40,14 @@ class RequiredWeights:
 def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
     """Load a WanPipeline on the CPU, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
     _refuse_others(folder)
-    options = with_dtype({name: value for name, value in options.items() if value is not None})
+    options = {name: value for name, value in options.items() if value is not None}
+    lora = LoraFile.of(options.pop(LORA)) if LORA in options else None
+    options = with_dtype(options)
     spared = needs.spared() | dict.fromkeys((HIGH_NOISE, LOW_NOISE))
     pipe = load_pipeline(str(folder), options | spared, kind=WanPipeline)
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
+    for part in parts.values() if lora is not None else ():
+        merge_lora(part, lora)
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # not used by streams
     return pipe

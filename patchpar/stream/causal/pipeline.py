@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
 from patchpar.stream.audio.audio_file import read_audio
 from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import AudioSource, StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.model_index import low_noise_below
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
@@ -48,27 +50,31 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         devices: object = "auto",
         plan: StreamPlan | None = None,
         config: StreamConfig | None = None,
+        lora: str | Path | None = None,
         deadline: float = 60.0,
         **options: Any,
     ) -> "StreamingPipeline":
         """Load a WanPipeline of a block-causal model: a folder, or a name of the hub, which is downloaded.
 
         `devices`: see ParallelPipeline. `plan`: steps by rank; even by default. `config`: replaces the folder's
-        stream.json. `deadline`: seconds that a rank may wait for another. Other options are those of diffusers'
-        from_pretrained; the dtype is bfloat16 by default on accelerators. Raises PlanError, UnsupportedModel,
-        LaunchError.
+        stream.json. `lora`: a file that is merged into the transformer, or `PATH:SCALE`. `deadline`: seconds that a
+        rank may wait for another. Other options are those of diffusers' from_pretrained; the dtype is bfloat16 by
+        default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
         """
+        merged = {} if lora is None else {LORA: str(LoraFile.of(lora))}
         known = StreamFolder.read(
             folder, config=config, options={name: _plain(value) for name, value in options.items()}
         )
         config = known.config
+        if merged and low_noise_below(Path(known.path)) is not None:
+            raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
         found = resolve_devices(devices)
         plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
         _check(plan, config, found)
         loading = ModelLoading(
             folder=known.path,
             config=config,
-            options=with_default_dtype(known.options, found.names),
+            options=with_default_dtype(known.options, found.names) | merged,
             devices=found.names,
             deadline=deadline,
         )
@@ -204,8 +210,9 @@ def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
 
 
 def _steps_of(config: StreamConfig) -> str:
-    if config.blocks.history == "clean":
-        return "a block of this model is one step, since each attends to the finished one before it (history='clean')"
+    history = config.blocks.history
+    if not config.blocks.is_pipelined:
+        return f"a block of this model is one step, since each attends to the finished one before it ({history=})"
     return f"the model has {config.steps}"
 
 

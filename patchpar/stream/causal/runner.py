@@ -14,6 +14,7 @@ from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
+from patchpar.stream.causal.recomputed_history import RecomputedHistoryStream
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
 from patchpar.stream.events import Change, Prompt, Reference
@@ -23,6 +24,12 @@ from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
 from patchpar.stream.stage import StageLoop, StageStats
 
+HISTORIES: Mapping[str, type[WanStream]] = {
+    "noisy": WanStream,
+    "clean": CleanHistoryStream,
+    "recompute": RecomputedHistoryStream,
+}
+"""The classes of streams by their history, see CausalOptions."""
 TRAINING_CHUNKS = 20
 """Chunks of 4 grey images after a reference: image-to-video models were trained on videos of 81 images."""
 
@@ -34,8 +41,11 @@ class StreamRunner(StageRunner):
         config, plan, rank = self._config, self._plan, self._context.rank
         boundary = low_noise_below(folder)
         self._high_noise = config.schedule.steps_above(-1.0 if boundary is None else boundary)
+        decodes_for_itself = config.blocks.history == "recompute"
         needs = RequiredWeights(
-            text=rank == 0, vae=rank in (0, plan.decoder), transformers=_parts(stage.steps, self._high_noise)
+            text=rank == 0,
+            vae=decodes_for_itself or rank in (0, plan.decoder),
+            transformers=_parts(stage.steps, self._high_noise),
         )
         self._pipe = pipe = load_wan(folder, needs, options)
         loaded = [getattr(pipe, part) for part in needs.transformers]
@@ -91,8 +101,7 @@ class StreamRunner(StageRunner):
             adapt_sink=run.adapt_sink,
         )
         low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
-        kind = CleanHistoryStream if self._config.blocks.history == "clean" else WanStream
-        return kind(network, self._config.schedule, self._decoder, options, low_noise)
+        return HISTORIES[self._config.blocks.history](network, self._config.schedule, self._decoder, options, low_noise)
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:

@@ -162,11 +162,11 @@ class WanStream(CausalModel):
         state.text, state.blending = text, None
         if change.transition == "switch":
             return
-        state.memory.forget()
+        dropped = state.memory.forget(keep_sinks=change.transition == "recache")
         self._fill_sink(state)
         if change.transition == "cut":
             state.recent.clear()
-        for block, payload in state.recent:
+        for block, payload in list(state.recent)[max(0, len(state.recent) - dropped) :]:
             self._recompute(state, block, payload)
 
     def _set(self, state: StepState, change: Parameter) -> None:
