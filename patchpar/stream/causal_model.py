@@ -41,6 +41,15 @@ class CausalModel(Protocol):
     def apply(self, state: Any, change: Change) -> None:
         """Change a condition in the state of one step, from its next block on. Raises PlanError."""
 
+    def conditions(self, state: Any) -> Any:
+        """Return what changes have made of a state, such as prompt and sink, which later blocks do not change.
+
+        Its method `on_host` returns the same in host memory, picklable.
+        """
+
+    def restored(self, step: int, conditions: Any) -> Any:
+        """Return a state of denoising step `step` with these conditions, and without earlier blocks."""
+
     def step(self, state: Any, block: int, payload: Payload) -> Payload:
         """Run one denoising step of one block. Changes `state` and nothing else."""
 

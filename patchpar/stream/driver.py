@@ -3,13 +3,14 @@
     BlockReady(b) from the first rank --> audio of b here? credit? not paused? --> BeginBlock(b) with the updates at b
 
 A resumed stream continues at the first block that has not been delivered, in a new epoch, with the same seed, block
-numbers, audio, conditions and sink; the content of the window is lost.
+numbers, audio, conditions and sink. Stages whose ranks live go on as they are, and the others with an empty window; in
+the first blocks of a stream all begin anew.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,12 +23,14 @@ from patchpar.stream.messages import (
     BlockReady,
     CancelStream,
     EndStream,
+    LostStage,
     ProducedBlock,
     PromptUpdate,
     ReferenceUpdate,
     StreamRun,
     Update,
 )
+from patchpar.stream.lost_states import LostStates
 from patchpar.stream.rank_driver import RankDriver
 from patchpar.stream.stage import StageStats
 
@@ -66,13 +69,17 @@ class AudioSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBlock:
-    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch."""
+    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch.
+
+    `lost`: states that were lost before it.
+    """
 
     produced: ProducedBlock
     begun: BeginBlock
     samples: Tensor | None
     run: StreamRun
     epoch: int
+    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,15 +94,20 @@ class ResumeState:
     def note(self, produced: ProducedBlock, begun: BeginBlock) -> None:
         """Record a delivered block. Its updates hold until others of their kind replace them."""
         self.next_out = produced.block + 1
-        for update in begun.updates:
-            kind = (
-                "reference" if isinstance(update, (ReferenceUpdate, Reference)) else getattr(update, "name", "prompt")
-            )
-            self.updates[kind] = (
-                replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
-            )
+        self.updates = with_updates(self.updates, begun.updates)
         if produced.sink is not None:
             self.updates["reference"], self.has_sink = Reference(latents=produced.sink), True
+
+
+def with_updates(known: Mapping[str, Update], updates: Iterable[Update]) -> dict[str, Update]:
+    """Return the conditions after `updates`, by kind; a prompt is there at once."""
+    found = dict(known)
+    for update in updates:
+        is_reference = isinstance(update, (ReferenceUpdate, Reference))
+        is_prompt = isinstance(update, PromptUpdate)
+        kind = "reference" if is_reference else getattr(update, "name", "prompt")
+        found[kind] = replace(update, transition="switch", over=0) if is_prompt else update
+    return found
 
 
 class StreamDriver(RankDriver):
@@ -112,12 +124,14 @@ class StreamDriver(RankDriver):
         track: AudioSource | None,
         deliver: Callable[[OutputBlock], object],
     ) -> None:
-        self._current, *later = runs
+        self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
         super().__init__(self._current.ranks, limits.credit)
         self._run, self._later, self._limits, self._track, self._deliver = run, deque(later), limits, track, deliver
         self._updates: dict[int, list[Update]] = {}
         self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
         self._resume_state = ResumeState()
+        self._lost = LostStates()
+        self._settled = None if self._current.settles is None else self._current.first_block + self._current.settles
         self._ready: int | None = None
         self._next = 0
         self._timer: threading.Timer | None = None
@@ -165,7 +179,9 @@ class StreamDriver(RankDriver):
 
     def _on_event(self, rank: int, event: Any) -> None:
         with self.changed:
-            if isinstance(event, BlockReady):
+            if isinstance(event, LostStage):
+                self._note_lost(event)
+            elif isinstance(event, BlockReady):
                 self._ready = event.block
                 self._order()
             elif isinstance(event, ProducedBlock) and self.status != "cancelled":
@@ -173,9 +189,34 @@ class StreamDriver(RankDriver):
                 self._resume_state.note(event, begun)
                 if self.status == "degraded":
                     self.status = "paused" if self._is_paused else "running"
-                epoch = self._resume_state.epoch
-                self._deliver(OutputBlock(produced=event, begun=begun, samples=samples, run=self._current, epoch=epoch))
+                self._deliver(
+                    OutputBlock(
+                        produced=event,
+                        begun=begun,
+                        samples=samples,
+                        run=self._current,
+                        epoch=self._resume_state.epoch,
+                        lost=self._lost.pop(event.block),
+                    )
+                )
             self.changed.notify_all()
+
+    def _note_lost(self, lost: LostStage) -> None:
+        """A stage goes on without its state; the first one gets its conditions again with its next order."""
+        self._lost.add(lost)
+        if lost.start == 0 and lost.stop > 0:
+            known = self._resume_state.updates
+            for block in range(self._resume_state.next_out, lost.block):
+                known = with_updates(known, self._sent[block][0].updates)
+            self._say_again(lost.block, tuple(known.values()))
+
+    def _say_again(self, block: int, again: tuple[Update, ...]) -> None:
+        """Put updates before those of a block."""
+        if block in self._sent:
+            begin, samples = self._sent[block]
+            self._sent[block] = (replace(begin, updates=(*again, *begin.updates)), samples)
+        else:
+            self._updates.setdefault(block, [])[:0] = again
 
     def _order(self) -> None:
         """Send the next order to the first rank, if it has requested one and an order is possible."""
@@ -231,14 +272,14 @@ class StreamDriver(RankDriver):
             return None
         state.epoch += 1
         self.status = "degraded"
-        again = tuple(state.updates.values())
-        if state.next_out in self._sent:
-            begin, samples = self._sent[state.next_out]
-            self._sent[state.next_out] = (replace(begin, updates=(*again, *begin.updates)), samples)
-        else:
-            self._updates.setdefault(state.next_out, [])[:0] = again
-        adapts = self._current.adapt_sink and not state.has_sink
-        self._current = replace(self._current, first_block=state.next_out, adapt_sink=adapts)
+        run = replace(self._current, first_block=state.next_out)
+        if self._settled is not None and state.next_out > self._settled:
+            self._current = replace(run, continues=True, adapt_sink=False)  # it has been adapted
+            return self._current
+        self._say_again(state.next_out, tuple(state.updates.values()))
+        self._lost = LostStates()
+        self._settled = None if run.settles is None else state.next_out + run.settles
+        self._current = replace(run, continues=False, adapt_sink=run.adapt_sink and not state.has_sink)
         return self._current
 
     def _may_restart(self) -> bool:

@@ -76,8 +76,28 @@ class ProducedBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostStage:
+    """The state of steps `start` to `stop` was lost with a rank, and is empty before block `block`.
+
+    `decodes`: also that of the decoder; with `refills` it decodes the block before once more. first rank, or the one
+    that goes on ---> session.
+    """
+
+    block: int
+    start: int
+    stop: int
+    decodes: bool = False
+    refills: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRun:
-    """One run on `ranks` ranks, with latents of `rows` x `columns`, from block `first_block` on (above 0: resumed)."""
+    """One run on `ranks` ranks, with latents of `rows` x `columns`, from block `first_block` on (above 0: resumed).
+
+    `keep`: blocks that each stage keeps, to go on when another one has died. `continues`: a run after such a death, in
+    which stages keep their state. `settles`: blocks after which a stream can go on so; None if it cannot. `lost`: what
+    was lost in a run that is repeated.
+    """
 
     ranks: int
     seed: int
@@ -85,6 +105,10 @@ class StreamRun:
     columns: int
     first_block: int
     adapt_sink: bool
+    keep: int = 0
+    continues: bool = False
+    settles: int | None = None
+    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,10 @@ from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import LostStage
 from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
+from patchpar.stream.stage_place import StagePlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,14 @@ class StageIO:
     """Callbacks of a stage. `order` is called on the first stage, `put` on the stage that decodes.
 
     `order(block, patience)`: waits up to `patience` seconds for the next order; after that the order is to rest.
-    `is_cancelled`: if True, further blocks are passed on without being computed.
+    `is_cancelled`: if True, further blocks are passed on without being computed. `lost`: called when a stage goes on
+    without its state.
     """
 
     order: Callable[[int, float], StageOrder]
     put: Callable[[FinishedBlock], object]
     is_cancelled: Callable[[], bool]
+    lost: Callable[[LostStage], object] = lambda lost: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +122,24 @@ def order_patience(comm: Communicator | None) -> float:
 
 
 class OrderInlet:
-    """The inlet of the first stage: makes a block per order, for which it waits `patience` seconds."""
+    """The inlet of the first stage: makes a block per order, for which it waits `patience` seconds.
 
-    def __init__(self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int) -> None:
+    `has_settled`: the adaptive sink is there already.
+    """
+
+    def __init__(
+        self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int, *, has_settled: bool = False
+    ) -> None:
         self._model, self._stage_io, self._patience = model, stage_io, patience
         self._block = self._first_block = first_block
+        self._has_settled = has_settled
         self._back: Work[Messages] | None = None
         self._first: Payload | None = None
         self._has_reference = False
+
+    def go_on(self, stage_io: StageIO) -> None:
+        """Take orders from `stage_io` from now on."""
+        self._stage_io = stage_io
 
     def expect_first(self, back: Work[Messages]) -> None:
         """Set the receive of the first finished block, where another stage finishes it."""
@@ -152,7 +166,8 @@ class OrderInlet:
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
         """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
-        if block != self._first_block + self._model.steps or not self._model.adapts_sink:
+        is_due = block == self._first_block + self._model.steps and not self._has_settled
+        if not is_due or not self._model.adapts_sink:
             return ()
         first = self._fetch_first()
         return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
@@ -164,7 +179,10 @@ class OrderInlet:
 
 
 class StageLoop(Stage):
-    """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError."""
+    """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError.
+
+    `begins`: connect with the other stages at once, for a stream's first block.
+    """
 
     def __init__(
         self,
@@ -174,36 +192,44 @@ class StageLoop(Stage):
         comm: Communicator | None,
         stage_io: StageIO,
         first_block: int = 0,
+        *,
+        begins: bool = True,
     ) -> None:
-        stages = plan.stages
-        number = plan.stage_of(rank)
-        _check(model, plan, stages[number], comm)
+        self._place = StagePlace.of(plan, rank)
+        _check(model, plan, self._place.stage, comm)
         super().__init__(rank, comm, stage_io)
-        stage, specs = stages[number], model.payload()
-        leader, *peers = stage.ranks
-        leads = rank == leader
-        self._model, self._first_block = model, first_block
-        self._makes_first = leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1
-        self._states = [model.new_state(step) for step in stage.steps]
-        self._decodes = leads and stage.decodes
-        self._decoder = model.new_decoder() if self._decodes else None
+        self._model, self._plan, self._first_block = model, plan, first_block
+        self._states = [model.new_state(step) for step in self._place.stage.steps]
+        self._decoder = model.new_decoder() if self._place.decodes else None
         self._beginning: OrderInlet | None = None
-        self._peers = Downstream(connected(comm), peers, specs) if leads and peers else None
-        if rank == 0:
-            self._beginning = OrderInlet(model, stage_io, order_patience(comm), first_block)
-            if model.adapts_sink and not self._makes_first:
-                back = connected(comm).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
-                self._beginning.expect_first(back)
-        before = stages[number - 1].ranks[0] if leads else leader
-        self._in = self._beginning or Upstream(connected(comm), before, specs, ahead=leads)
-        has_next = leads and number + 1 < len(stages)
-        self._out = Downstream(connected(comm), [stages[number + 1].ranks[0]], specs) if has_next else None
-        self._leads = leads
         self._first_sent: Work[Messages] | None = None
+        if begins:
+            self._begin()
+
+    def _begin(self) -> None:
+        model, place = self._model, self._place
+        if self._rank == 0:
+            self._beginning = OrderInlet(model, self._stage_io, order_patience(self._comm), self._first_block)
+            if model.adapts_sink and not place.makes_first:
+                leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
+                back = connected(self._comm).receive("first", "stream", leader, model.payload())
+                self._beginning.expect_first(back)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Receive from the stage before and send to the next, and to the other ranks of this one."""
+        place, specs = self._place, self._model.payload()
+        if self._beginning is not None:
+            self._in = self._beginning
+        else:
+            assert place.source is not None, "all ranks but the first have one"
+            self._in = Upstream(connected(self._comm), place.source, specs, ahead=place.leads)
+        self._peers = Downstream(connected(self._comm), place.peers, specs) if place.peers else None
+        self._out = None if place.next is None else Downstream(connected(self._comm), [place.next], specs)
 
     def _handle(self, envelope: BlockEnvelope) -> None:
         """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
-        if self._leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
+        if self._place.leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
             envelope = replace(envelope, sign=BlockSignal.VOID)
         if self._peers is not None:
             self._peers.send(envelope)
@@ -220,12 +246,15 @@ class StageLoop(Stage):
                 for change in envelope.changes:
                     self._model.apply(state, change)
                 payload = self._model.step(state, envelope.block, payload)
-        if self._makes_first and envelope.block == self._first_block and self._model.adapts_sink:
+        if self._place.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
-        if self._decodes and is_wanted:
+        if self._place.decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
-            self._stage_io.put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
+            self._put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
         return replace(envelope, payload=payload)
+
+    def _put(self, finished: FinishedBlock) -> None:
+        self._stage_io.put(finished)
 
     def _send_first(self, payload: Payload) -> None:
         if self._beginning is not None:

@@ -37,14 +37,17 @@ def connected(comm: Communicator | None) -> Communicator:
 
 
 class BlockSignal(enum.IntEnum):
-    """Kind of a message or an order. VOID: a block of a cancelled stream, which is not computed."""
+    """Kind of a message or an order. VOID: a block of a cancelled stream, which is not computed.
 
-    BLOCK, REST, END, VOID = range(4)
+    REFILL: a block that a decoder that has been restarted decodes once more, for the features that the next one needs.
+    """
+
+    BLOCK, REST, END, VOID, REFILL = range(5)
 
     @property
     def is_block(self) -> bool:
         """Whether the message carries a block."""
-        return self in (BlockSignal.BLOCK, BlockSignal.VOID)
+        return self in (BlockSignal.BLOCK, BlockSignal.VOID, BlockSignal.REFILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

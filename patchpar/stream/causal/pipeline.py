@@ -103,7 +103,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         silence. `seconds`: length; None for no end, except that of the audio. Raises PlanError.
         """
         workers = self._free_ranks()
-        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink)
+        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
         delivery = delivery or StreamDelivery()
         form = self._format_at(delivery.fps or self.config.fps)
         limits = self._limits(form, delivery, seconds)

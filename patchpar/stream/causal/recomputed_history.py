@@ -29,6 +29,16 @@ from patchpar.stream.causal_model import Payload
 from patchpar.stream.flow_schedule import FlowSchedule
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedBlock:
+    """Latents and images [N, 3, H, W] of a block. `before`: latent frames that its decoder had had; `after`: itself."""
+
+    latents: Tensor
+    images: Tensor
+    before: int
+    after: DecoderState
+
+
 @dataclass(slots=True, kw_only=True)
 class RecomputeState(StepState):
     """`decoder`: of the stream's images. `images`: the newest [N, 3, H, W] of them, as many as the window needs."""
@@ -51,7 +61,7 @@ class RecomputedHistoryStream(CleanHistoryStream):
         super().__init__(network, schedule, decoder, options, low_noise)
         if self._is_conditioned:
             raise UnsupportedModel("history='recompute' is for text-to-video models: use 'noisy' or 'clean'")
-        self._decoded: tuple[Tensor, Tensor] | None = None  # latents of the newest block, and their images
+        self._decoded: DecodedBlock | None = None
 
     def new_state(self, step: int) -> RecomputeState:
         """Return the empty state of the only step."""
@@ -92,8 +102,9 @@ class RecomputedHistoryStream(CleanHistoryStream):
 
     def _keep_images(self, state: RecomputeState, latents: Tensor) -> None:
         assert self._decoder is not None, "a stage that denoises has the decoder"
+        before = state.decoder.frames
         images = self._decoder.decode(state.decoder, latents)
-        self._decoded = latents, images
+        self._decoded = DecodedBlock(latents=latents, images=images, before=before, after=state.decoder)
         options = self._network.options
         needed = 1 + ((options.window - 1) * options.frames - 1) * self._decoder.per_latent
         known = images if state.images is None else torch.cat([state.images, images])
@@ -102,6 +113,8 @@ class RecomputedHistoryStream(CleanHistoryStream):
     @torch.no_grad()
     def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
         """See CausalModel. On the rank that has denoised the block, its images are there already."""
-        if self._decoded is not None and self._decoded[0] is payload[0]:
-            return as_pixels(self._decoded[1])
-        return super().decode(decoder, payload)
+        known = self._decoded
+        if known is None or known.latents is not payload[0] or known.before != decoder.frames:
+            return super().decode(decoder, payload)  # another rank, or one of the two decoders was lost
+        decoder.features, decoder.frames = list(known.after.features), known.after.frames
+        return as_pixels(known.images)

@@ -22,7 +22,8 @@ from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, 
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
-from patchpar.stream.stage import StageLoop, StageStats
+from patchpar.stream.resumable_stage import ResumableStage
+from patchpar.stream.stage import StageStats
 
 HISTORIES: Mapping[str, type[WanStream]] = {
     "noisy": WanStream,
@@ -36,6 +37,8 @@ TRAINING_CHUNKS = 20
 
 class StreamRunner(StageRunner):
     """One rank of a block-causal stream."""
+
+    _stage: ResumableStage | None = None
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         config, plan, rank = self._config, self._plan, self._context.rank
@@ -83,8 +86,23 @@ class StreamRunner(StageRunner):
         if self._starts_from_image:  # the sink stays the reference
             run = replace(run, adapt_sink=False)
         stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
-        rank = self._context.rank
-        return StageLoop(self._model(run), self._plan, rank, self._comm, stage_io, run.first_block).run()
+        if not run.continues:
+            self._stage = None  # frees its memory before the next one is made
+        if self._stage is None:
+            self._stage = ResumableStage(
+                self._model(run),
+                self._plan,
+                self._context.rank,
+                self._comm,
+                stage_io,
+                run.first_block,
+                begins=not run.continues,
+                keep=run.keep,
+                lost=run.lost,
+            )
+        if run.continues:
+            self._stage.go_on(stage_io, run.first_block)
+        return self._stage.run()
 
     @property
     def _starts_from_image(self) -> bool:

@@ -8,14 +8,14 @@ Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
-from patchpar.shard.host_memory import to_device
+from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
@@ -73,6 +73,28 @@ class StepState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepConditions:
+    """What changes have made of a StepState."""
+
+    text: Tensor
+    sink: Tensor | None
+    blending: PromptBlend | None
+    video: Tensor | None
+    audio_scale: float
+
+    def on_host(self) -> "StepConditions":
+        """Return the same with tensors in host memory."""
+        blend = self.blending
+        return replace(
+            self,
+            text=to_host(self.text),
+            sink=None if self.sink is None else to_host(self.sink),
+            blending=None if blend is None else replace(blend, start=to_host(blend.start), end=to_host(blend.end)),
+            video=None if self.video is None else to_host(self.video),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LowNoiseTransformer:
     """The transformer for denoising steps from `start` on, as Wan 2.2 has one for low noise levels."""
 
@@ -125,6 +147,28 @@ class WanStream(CausalModel):
             sink=None if options.sink is None else self._own(options.sink),
             recent=deque(maxlen=self._network.options.window - 1),
         )
+        self._fill_sink(state)
+        return state
+
+    def conditions(self, state: StepState) -> StepConditions:
+        """See CausalModel. A state gets new tensors with each change, so that these stay as they are."""
+        return StepConditions(
+            text=state.text,
+            sink=state.sink,
+            blending=None if state.blending is None else replace(state.blending),
+            video=state.video,
+            audio_scale=state.audio_scale,
+        )
+
+    @torch.no_grad()
+    def restored(self, step: int, conditions: StepConditions) -> StepState:
+        """See CausalModel."""
+        state, blend = self.new_state(step), conditions.blending
+        state.text, state.audio_scale = self._own(conditions.text), conditions.audio_scale
+        state.sink = None if conditions.sink is None else self._own(conditions.sink)
+        state.video = None if conditions.video is None else self._own(conditions.video)
+        if blend is not None:
+            state.blending = replace(blend, start=self._own(blend.start), end=self._own(blend.end))
         self._fill_sink(state)
         return state
 

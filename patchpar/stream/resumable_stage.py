@@ -1,0 +1,147 @@
+"""`ResumableStage`: a StageLoop that goes on when another rank has died, with the state that it has."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from patchpar.comm.collectives import Communicator
+from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.messages import LostStage
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import FinishedBlock, OrderInlet, StageIO, StageLoop, order_patience
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal
+from patchpar.stream.stage_resume import KeptBlocks, StageNeeds
+
+
+class ResumableStage(StageLoop):
+    """See StageLoop. `keep`: blocks that it keeps, for other stages. `lost`: see StreamRun."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        plan: StreamPlan,
+        rank: int,
+        comm: Communicator | None,
+        stage_io: StageIO,
+        first_block: int = 0,
+        *,
+        begins: bool = True,
+        keep: int = 0,
+        lost: Sequence[LostStage] = (),
+    ) -> None:
+        super().__init__(model, plan, rank, comm, stage_io, first_block, begins=begins)
+        self._is_new, self._is_half_done = not begins, False
+        self._lost, self._next = tuple(lost), first_block
+        self._kept, self._finished = KeptBlocks(keep), deque[FinishedBlock](maxlen=keep)
+        self._decoded: Payload = ()
+
+    def go_on(self, stage_io: StageIO, first_block: int) -> None:
+        """Prepare to run again after ranks have died. `first_block`: the next that comes out. Raises ExchangeError.
+
+        A rank that was started anew, or was interrupted within a step, goes on without its state.
+        """
+        place, self._stage_io = self._place, stage_io
+        needs = None if self._comm is None else StageNeeds(self._comm)
+        is_lost = self._is_new or self._is_half_done or place.is_shared  # who share a step may be at different layers
+        need, next_is_lost = (first_block, False)
+        if needs is not None and place.next is not None:
+            need, next_is_lost = needs.of(place.next)
+        if is_lost:
+            self._next = need
+        if needs is not None and place.leads and place.source is not None:
+            needs.tell(place.source, self._next, is_lost=is_lost)
+        if is_lost:
+            self._restore(needs)
+        if needs is not None and place.next is not None and next_is_lost and self._next_has_steps:
+            before = self._kept.before(need)
+            assert before is not None, "a stage keeps all blocks that may be in flight"
+            needs.give(place.next, before.conditions)
+        self._reconnect(is_lost=is_lost)
+        self._send_again(need, first_block, next_is_lost=next_is_lost)
+
+    @property
+    def _next_has_steps(self) -> bool:
+        return bool(self._plan.stages[self._place.number + 1].steps)
+
+    def _restore(self, needs: StageNeeds | None) -> None:
+        """Make new states, with the conditions that the stage before gives, or else those of the next order."""
+        place, model = self._place, self._model
+        steps, given = place.stage.steps, None
+        if needs is not None:
+            given = needs.conditions_of(place.source) if place.source is not None and steps else None
+            for peer in place.peers:
+                needs.give(peer, given)
+        self._states = [model.new_state(step) if given is None else model.restored(step, given) for step in steps]
+        self._decoder = model.new_decoder() if place.decodes else None
+        self._kept.begin(self._next, given)
+        self._finished.clear()
+        self._is_new = self._is_half_done = False
+        if place.leads and steps:
+            lost = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=place.decodes)
+            self._stage_io.lost(lost)
+
+    def _reconnect(self, *, is_lost: bool) -> None:
+        self._first_sent = None
+        if self._beginning is not None and not is_lost:
+            self._beginning.go_on(self._stage_io)
+        elif self._rank == 0:
+            patience = order_patience(self._comm)
+            self._beginning = OrderInlet(self._model, self._stage_io, patience, self._next, has_settled=True)
+        self._connect()
+
+    def _send_again(self, need: int, first_block: int, *, next_is_lost: bool) -> None:
+        """Send what the next stage still needs, and put what has not come out."""
+        for finished in self._finished:
+            if finished.block >= first_block:
+                self._stage_io.put(finished)
+        if self._out is None:
+            return
+        if next_is_lost and not self._next_has_steps:
+            before = self._kept.before(need)
+            refill = None if before is None else before.envelope
+            if refill is not None:
+                self._out.send(replace(refill, sign=BlockSignal.REFILL, changes=()))
+            steps, refills = self._plan.steps, refill is not None
+            self._stage_io.lost(LostStage(block=need, start=steps, stop=steps, decodes=True, refills=refills))
+        for envelope in self._kept.since(need):
+            self._out.send(envelope)
+
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        if envelope.sign is BlockSignal.REFILL:
+            self._model.decode(self._decoder, envelope.payload)
+            self._decoded = envelope.payload
+        else:
+            super()._handle(envelope)
+
+    def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
+        self._is_half_done = True
+        if envelope.sign is BlockSignal.BLOCK:
+            self._lose_again(envelope.block)
+        done = super()._work(envelope)
+        self._next, self._is_half_done = done.block + 1, False
+        if self._place.next is not None and done.sign is BlockSignal.BLOCK:
+            self._kept.add(done, self._conditions())
+        return done
+
+    def _conditions(self) -> Any:
+        return self._model.conditions(self._states[-1]) if self._states else None
+
+    def _put(self, finished: FinishedBlock) -> None:
+        self._finished.append(finished)
+        self._decoded = finished.latents
+        super()._put(finished)
+
+    def _lose_again(self, block: int) -> None:
+        """In a run that is repeated, lose the states that were lost before this block."""
+        for lost in self._lost:
+            if lost.block != block:
+                continue
+            for number, step in enumerate(self._place.stage.steps):
+                if step in range(lost.start, lost.stop):
+                    conditions = self._model.conditions(self._states[number])
+                    self._states[number] = self._model.restored(step, conditions)
+            if lost.decodes and self._place.decodes:
+                self._decoder = self._model.new_decoder()
+                if lost.refills:
+                    self._model.decode(self._decoder, self._decoded)
