@@ -18,6 +18,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
 from patchpar.stream.events import Reference
+from patchpar.stream.lost_states import LostStates
 from patchpar.stream.messages import (
     BeginBlock,
     BlockReady,
@@ -30,7 +31,6 @@ from patchpar.stream.messages import (
     StreamRun,
     Update,
 )
-from patchpar.stream.lost_states import LostStates
 from patchpar.stream.rank_driver import RankDriver
 from patchpar.stream.stage import StageStats
 

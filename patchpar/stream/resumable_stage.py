@@ -1,13 +1,12 @@
 """`ResumableStage`: a StageLoop that goes on when another rank has died, with the state that it has."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from patchpar.comm.collectives import Communicator
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.messages import LostStage
+from patchpar.stream.messages import LostStage, StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, OrderInlet, StageIO, StageLoop, order_patience
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal
@@ -15,7 +14,7 @@ from patchpar.stream.stage_resume import KeptBlocks, StageNeeds
 
 
 class ResumableStage(StageLoop):
-    """See StageLoop. `keep`: blocks that it keeps, for other stages. `lost`: see StreamRun."""
+    """See StageLoop. With a run that `continues`, `go_on` has to be called before it is run."""
 
     def __init__(
         self,
@@ -24,16 +23,12 @@ class ResumableStage(StageLoop):
         rank: int,
         comm: Communicator | None,
         stage_io: StageIO,
-        first_block: int = 0,
-        *,
-        begins: bool = True,
-        keep: int = 0,
-        lost: Sequence[LostStage] = (),
+        run: StreamRun,
     ) -> None:
-        super().__init__(model, plan, rank, comm, stage_io, first_block, begins=begins)
-        self._is_new, self._is_half_done = not begins, False
-        self._lost, self._next = tuple(lost), first_block
-        self._kept, self._finished = KeptBlocks(keep), deque[FinishedBlock](maxlen=keep)
+        super().__init__(model, plan, rank, comm, stage_io, run.first_block)
+        self._is_new, self._is_half_done = run.continues, False
+        self._lost, self._next = run.lost, run.first_block
+        self._kept, self._finished = KeptBlocks(run.keep), deque[FinishedBlock](maxlen=run.keep)
         self._decoded: Payload = ()
 
     def go_on(self, stage_io: StageIO, first_block: int) -> None:

@@ -179,10 +179,7 @@ class OrderInlet:
 
 
 class StageLoop(Stage):
-    """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError.
-
-    `begins`: connect with the other stages at once, for a stream's first block.
-    """
+    """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError."""
 
     def __init__(
         self,
@@ -192,8 +189,6 @@ class StageLoop(Stage):
         comm: Communicator | None,
         stage_io: StageIO,
         first_block: int = 0,
-        *,
-        begins: bool = True,
     ) -> None:
         self._place = StagePlace.of(plan, rank)
         _check(model, plan, self._place.stage, comm)
@@ -203,10 +198,16 @@ class StageLoop(Stage):
         self._decoder = model.new_decoder() if self._place.decodes else None
         self._beginning: OrderInlet | None = None
         self._first_sent: Work[Messages] | None = None
-        if begins:
+        self._is_connected = False
+
+    def run(self) -> StageStats:
+        """See Stage."""
+        if not self._is_connected:
             self._begin()
+        return super().run()
 
     def _begin(self) -> None:
+        """Connect with the other stages, for a stream's first block."""
         model, place = self._model, self._place
         if self._rank == 0:
             self._beginning = OrderInlet(model, self._stage_io, order_patience(self._comm), self._first_block)
@@ -218,7 +219,7 @@ class StageLoop(Stage):
 
     def _connect(self) -> None:
         """Receive from the stage before and send to the next, and to the other ranks of this one."""
-        place, specs = self._place, self._model.payload()
+        place, specs, self._is_connected = self._place, self._model.payload(), True
         if self._beginning is not None:
             self._in = self._beginning
         else:

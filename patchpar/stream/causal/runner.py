@@ -89,17 +89,8 @@ class StreamRunner(StageRunner):
         if not run.continues:
             self._stage = None  # frees its memory before the next one is made
         if self._stage is None:
-            self._stage = ResumableStage(
-                self._model(run),
-                self._plan,
-                self._context.rank,
-                self._comm,
-                stage_io,
-                run.first_block,
-                begins=not run.continues,
-                keep=run.keep,
-                lost=run.lost,
-            )
+            rank, comm = self._context.rank, self._comm
+            self._stage = ResumableStage(self._model(run), self._plan, rank, comm, stage_io, run)
         if run.continues:
             self._stage.go_on(stage_io, run.first_block)
         return self._stage.run()
