@@ -8,7 +8,6 @@ the first blocks of a stream all begin anew.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,19 +30,17 @@ from patchpar.stream.messages import (
     StreamRun,
     Update,
 )
-from patchpar.stream.rank_driver import RankDriver
+from patchpar.stream.rank_driver import RankDriver, Restarts
 from patchpar.stream.stage import StageStats
 
 Run = Callable[..., list[Any]]
-RENEWED = 60.0
-"""Seconds after which a restart is forgotten: what happens once an hour should not end a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
     """`credit`: blocks begun and not taken. `blocks`: length, None for no end.
 
-    `restarts`: how often within RENEWED seconds the stream is resumed after a worker has died.
+    `restarts`: how often within a minute the stream is resumed after a worker has died.
     """
 
     credit: int
@@ -135,7 +132,7 @@ class StreamDriver(RankDriver):
         self._ready: int | None = None
         self._next = 0
         self._timer: threading.Timer | None = None
-        self._restarts: deque[float] = deque()  # when, within the last RENEWED seconds
+        self._restarts = Restarts(limits.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
     def update(self, update: Update, at: int | None) -> int:
@@ -267,7 +264,7 @@ class StreamDriver(RankDriver):
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""
         state = self._resume_state
-        if self.status == "cancelled" or not isinstance(error, WorkerError) or not self._may_restart():
+        if self.status == "cancelled" or not isinstance(error, WorkerError) or not self._restarts.take():
             self._end(error)
             return None
         state.epoch += 1
@@ -281,13 +278,3 @@ class StreamDriver(RankDriver):
         self._settled = None if run.settles is None else state.next_out + run.settles
         self._current = replace(run, continues=False, adapt_sink=run.adapt_sink and not state.has_sink)
         return self._current
-
-    def _may_restart(self) -> bool:
-        """Take one of the restarts that are left; False if there is none."""
-        now = time.monotonic()
-        while self._restarts and self._restarts[0] < now - RENEWED:
-            self._restarts.popleft()
-        if len(self._restarts) >= self._limits.restarts:
-            return False
-        self._restarts.append(now)
-        return True
