@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.page import write_page
 
 STARTUP_LIMIT, OVERHEAD_LIMIT = 1.30, 0.05
-TELL = """
+REPORT = """
 def tell(moment):
     '''Write the moment, and the processor time of this process and of all that it has started and ended.'''
     time.sleep(0.5)  # for the template process to reap its workers
@@ -124,7 +124,7 @@ def _to_first_step(kind: str, model: Path) -> tuple[float, float]:
     start = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", TELL + (PLAIN if kind == "plain" else PARALLEL), str(model), kind],
+        [sys.executable, "-c", REPORT + (PLAIN if kind == "plain" else PARALLEL), str(model), kind],
         capture_output=True,
         env=environment,
         check=True,

@@ -144,20 +144,20 @@ def absolute(node: ast.ImportFrom, path: Path) -> str:
     return ".".join((*folder, *filter(None, [node.module])))
 
 
-def is_in(name: str, place: str) -> bool:
-    return name == place or name.startswith(f"{place}.")
+def is_in(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
 
 
 def wrong_imports(source: str, path: Path) -> list[str]:
     me = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    rules = [place for place in ONLY if is_in(me, place)]
+    rules = [prefix for prefix in ONLY if is_in(me, prefix)]
     if rules:
         strictest = max(rules, key=len)
         allowed = ONLY[strictest] | {strictest}
     else:
         entry = name_of(path)
         allowed = {module for module in LEVEL if LEVEL[module] < LEVEL[entry]} | {entry}
-    return [name for name in imported(source, path) if not any(is_in(name, place) for place in allowed)]
+    return [name for name in imported(source, path) if not any(is_in(name, prefix) for prefix in allowed)]
 
 
 def mentions(source: str, name: str) -> bool:
@@ -207,10 +207,10 @@ def test_the_import_rule_sees(module: str, source: str, wrong: list[str]) -> Non
 
 
 def test_every_rule_is_of_a_module_that_is_there() -> None:
-    places = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
-    folders = {".".join(place.split(".")[:depth]) for place in places for depth in (1, 2, 3)}
-    named = {place for only in ONLY.values() for place in only} | set(ONLY) | THE_APP_MAY
-    assert {place for place in named if not {place, place.rpartition(".")[0]} & (places | folders)} == {"PUBLIC"}
+    modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
+    folders = {".".join(prefix.split(".")[:depth]) for prefix in modules for depth in (1, 2, 3)}
+    named = {prefix for only in ONLY.values() for prefix in only} | set(ONLY) | THE_APP_MAY
+    assert {prefix for prefix in named if not {prefix, prefix.rpartition(".")[0]} & (modules | folders)} == {"PUBLIC"}
 
 
 def test_few_entries_at_the_top() -> None:
@@ -247,7 +247,7 @@ def test_strategies_stand_alone() -> None:
 
 
 def test_one_communicator_to_the_other_ranks() -> None:
-    others = [path for path in FILES if not any(is_in(dotted(path), place) for place in MAY_TALK_TO_RANKS)]
+    others = [path for path in FILES if not any(is_in(dotted(path), prefix) for prefix in MAY_TALK_TO_RANKS)]
     assert [short(path) for path in others if mentions(path.read_text(), "torch.distributed")] == []
 
 
@@ -372,7 +372,7 @@ def test_names_say_what_is_inside() -> None:
 def test_recipes_and_app_use_public_names(folder: str, allowed: set[str]) -> None:
     for path in sorted((REPOSITORY / folder).rglob("*.py")):
         names = imported(path.read_text(), path)
-        wrong = [name for name in names if not any(is_in(name, place) for place in allowed)]
+        wrong = [name for name in names if not any(is_in(name, prefix) for prefix in allowed)]
         assert not wrong, f"{path} reaches into the package"
 
 
@@ -383,12 +383,12 @@ def test_recipes_are_short() -> None:
 
 def classes_in_several_modules(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """Names of classes, wherever they stand in a file, with the modules that define one of that name."""
-    places: dict[str, set[str]] = {}
+    modules: dict[str, set[str]] = {}
     for module, source in sources.items():
         for node in nodes_of(source):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, set()).add(module)
-    return {name: sorted(found) for name, found in places.items() if len(found) > 1}
+                modules.setdefault(node.name, set()).add(module)
+    return {name: sorted(found) for name, found in modules.items() if len(found) > 1}
 
 
 def test_no_class_name_in_two_modules() -> None:

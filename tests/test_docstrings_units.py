@@ -94,10 +94,10 @@ def checked(trees: Mapping[Path, ast.Module]) -> tuple[int, list[str]]:
     """How many quantities there are, and those without a unit."""
     count, silent = 0, list[str]()
     for file, tree in trees.items():
-        for place, text, name, kind in (*of_functions(tree), *of_fields(tree)):
+        for position, text, name, kind in (*of_functions(tree), *of_fields(tree)):
             count += 1
             if not states_unit(text, name, kind):
-                silent.append(f"{file}:{place} {name}: {kind}")
+                silent.append(f"{file}:{position} {name}: {kind}")
     return count, silent
 
 

@@ -39,7 +39,7 @@ WITH_WORKERS = [
 FAMILIES = {"black-forest-labs/FLUX.1-dev": "flux"}
 """Models whose place no tiny SDXL can take."""
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 2}
-SHOWN = 2  # chunks of a stream that has no end by itself
+DISPLAYED = 2  # chunks of a stream that has no end by itself
 QUEUE = FifoOptions(window=4, partitions=2, first_steps=2)
 
 
@@ -68,14 +68,14 @@ class Opened(ParallelPipeline):
 
 
 class Showing:
-    """What stands for a reader's own `show`: takes a few pictures and then ends their stream."""
+    """What stands for a reader's own `show`: takes a few images and then ends their stream."""
 
     def __init__(self, names: dict[str, Any]) -> None:
-        self.names, self.shown = names, 0
+        self.names, self.displayed = names, 0
 
     def __call__(self, *_: Any) -> None:
-        self.shown += 1
-        if self.shown == SHOWN:
+        self.displayed += 1
+        if self.displayed == DISPLAYED:
             session = self.names["session"]
             (getattr(session, "stop", None) or session.close)()
 
@@ -105,15 +105,15 @@ def write_adapters(folder: Path) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models, written once."""
     face = write_folder(tmp_path_factory.mktemp("face"))
-    pictures = tmp_path_factory.mktemp("pictures")
+    images = tmp_path_factory.mktemp("pictures")
     pipe = tiny.build("sd_img2img").pipe
     pipe.register_modules(safety_checker=None, feature_extractor=None)  # which need files of their own
-    pipe.save_pretrained(pictures)
-    return {"face": face, "pictures": pictures}
+    pipe.save_pretrained(images)
+    return {"face": face, "pictures": images}
 
 
 def small(generate: Any) -> Any:
-    """A call of diffusers' own pipelines, of a small picture in few steps whatever the page asks for."""
+    """A call of diffusers' own pipelines, of a small image in few steps whatever the page asks for."""
 
     @wraps(generate)
     def generated(self: Any, *args: Any, **arguments: Any) -> Any:
@@ -161,7 +161,7 @@ def test_it_runs(
         write_adapters(tmp_path / "path" / "to" / "loras")
     names["show"].names = names
     exec(compile(block, f"{name(page)}, block {number}", "exec"), names)
-    assert bool(names["show"].shown) == ("show(" in block)
+    assert bool(names["show"].displayed) == ("show(" in block)
 
 
 @pytest.mark.parametrize("page", WITH_WORKERS, ids=name)

@@ -1,4 +1,4 @@
-"""Figures of picture quality: closed forms, a slow second opinion, and what must not pass."""
+"""Figures of image quality: closed forms, a slow second opinion, and what must not pass."""
 
 import math
 
@@ -14,11 +14,11 @@ def noise(seed: int, shape: tuple[int, ...] = (24, 20, 3)) -> np.ndarray:
 
 
 def test_equal_images() -> None:
-    picture = noise(0)
-    assert psnr(picture, picture) == math.inf
-    assert ssim(picture, picture) == pytest.approx(1.0)
-    assert max_abs_diff(picture, picture) == 0.0
-    assert np.asarray(difference_map(picture, picture).image).max() == 0
+    image = noise(0)
+    assert psnr(image, image) == math.inf
+    assert ssim(image, image) == pytest.approx(1.0)
+    assert max_abs_diff(image, image) == 0.0
+    assert np.asarray(difference_map(image, image).image).max() == 0
 
 
 def test_psnr_of_a_constant_error() -> None:
@@ -29,9 +29,9 @@ def test_psnr_of_a_constant_error() -> None:
 
 def test_storage_does_not_matter() -> None:
     eight_bit = (noise(1) * 255).astype(np.uint8)
-    picture = Image.fromarray(eight_bit)
-    assert psnr(picture, eight_bit / 255) > 300
-    assert as_array(picture.convert("L")).shape == (24, 20, 1)
+    image = Image.fromarray(eight_bit)
+    assert psnr(image, eight_bit / 255) > 300
+    assert as_array(image.convert("L")).shape == (24, 20, 1)
     assert np.array_equal(np.asarray(as_image(eight_bit / 255)), eight_bit)
 
 
@@ -64,19 +64,19 @@ def test_ssim_agrees_with_the_slow_formula() -> None:
 
 
 def test_worse_images_score_worse() -> None:
-    picture, error = noise(4) * 0.5 + 0.25, noise(5) - 0.5
-    figures = [(psnr(picture, picture + k * error), ssim(picture, picture + k * error)) for k in (0.01, 0.1, 0.5)]
+    image, error = noise(4) * 0.5 + 0.25, noise(5) - 0.5
+    figures = [(psnr(image, image + k * error), ssim(image, image + k * error)) for k in (0.01, 0.1, 0.5)]
     assert figures == sorted(figures, reverse=True)
 
 
 def test_the_difference_map_shows_the_place() -> None:
-    picture = np.zeros((16, 16, 3))
-    other = picture.copy()
+    image = np.zeros((16, 16, 3))
+    other = image.copy()
     other[3, 7, 1] = 0.25
-    grey = np.asarray(difference_map(picture, other).image)
+    grey = np.asarray(difference_map(image, other).image)
     assert np.argwhere(grey).tolist() == [[3, 7]]
     assert grey[3, 7] == 255
-    assert difference_map(picture, other).gain == pytest.approx(4.0)
+    assert difference_map(image, other).gain == pytest.approx(4.0)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -59,7 +59,7 @@ def test_the_wheel(tmp_path: Path) -> None:
 
 
 def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> None:
-    """Streams and videos are written without an extra, as pictures are."""
+    """Streams and videos are written without an extra, as images are."""
     there = {MODULE_OF.get(need.name, need.name) for need in needs if need.marker is None}
     assert {"av", "PIL", "torch"} <= there
     known = there | set(sys.stdlib_module_names) | {"patchpar"}

@@ -58,7 +58,7 @@ def written(name: str, heading: str = "") -> list[Row]:
     return found
 
 
-def said(name: str) -> str:
+def message(name: str) -> str:
     """What a benchmark wrote in sentences."""
     return "\n".join(line for each in json.loads((FIGURES / f"{name}.json").read_text()) for line in each["text"])
 
@@ -118,7 +118,7 @@ def norms() -> Iterator[str]:
 def sentences() -> Iterator[tuple[str, str]]:
     """Page, and what it should say."""
     beside = dict(
-        re.findall(r"Times as fast as diffusers (\w+), medians over the turns: exact ([\d.]+)", said("tokens"))
+        re.findall(r"Times as fast as diffusers (\w+), medians over the turns: exact ([\d.]+)", message("tokens"))
     )
     yield (
         "README.md",

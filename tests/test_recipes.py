@@ -16,7 +16,7 @@ from PIL import Image
 from patchpar import ParallelPipeline, Plan, PlanError
 from tests import tiny
 from tests.breadth import first_of
-from tests.tiny import pictures
+from tests.tiny import sample_images
 
 FOLDER = Path(__file__).parent.parent / "pipelines"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -82,7 +82,7 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verifications = tmp_path_factory.mktemp("verdicts")
+    verifications = tmp_path_factory.mktemp("verifications")
     with ParallelPipeline(tiny.build("sd3").pipe, devices="cpu:2", verify=verifications) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
@@ -90,7 +90,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeli
 
 @pytest.fixture
 def recipe(request: Any, workers: ParallelPipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The module of a recipe that opens a tiny pipeline, in a folder with a picture."""
+    """The module of a recipe that opens a tiny pipeline, in a folder with an image."""
     module, found = load(request.param), tiny.build(TINY[request.param])
     workers.plan = "auto"
     workers._state.model = workers._state.executor.call("adopt", found.pipe)[0]
@@ -98,7 +98,7 @@ def recipe(request: Any, workers: ParallelPipeline, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(vae), "from_pretrained", lambda *_, **__: vae)  # some recipes open it beforehand
     monkeypatch.setattr(module, "ParallelPipeline", Loaded(workers, found, Plan(patch=2)))
     monkeypatch.chdir(tmp_path)
-    pictures.scene(64, 64).save("image.png")
+    sample_images.scene(64, 64).save("image.png")
     return module
 
 
@@ -112,8 +112,8 @@ def result_in(folder: Path) -> tuple[int, int]:
     (written,) = (path for path in folder.iterdir() if path.name != "image.png")
     if written.suffix == ".png":
         return 1, Image.open(written).size[1]
-    with av.open(str(written)) as film:
-        frames = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+    with av.open(str(written)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     return len(frames), frames[0].shape[0]
 
 

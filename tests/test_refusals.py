@@ -51,7 +51,7 @@ class Wrong:
 
     name: str
     flags: tuple[str, ...]
-    told: tuple[str, ...]
+    reported: tuple[str, ...]
     filled: dict[str, Any] = field(default_factory=dict)
     degrees: str = ""
     strategy: str = ""
@@ -140,7 +140,7 @@ class Typed(CommandPipeline):
         return super().__call__(prompt, **arguments)
 
 
-class Shown(PagePipeline):
+class Displayed(PagePipeline):
     """What the page opens, likewise."""
 
     def __init__(self, model: Any) -> None:
@@ -166,19 +166,19 @@ def typed(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(Typed, "model_known", model)
 
     def run(*flags: str) -> tuple[int, str, list[Path]]:
-        place = tmp_path / "drawn"
-        place.mkdir(exist_ok=True)
-        found = CliRunner().invoke(command, ["generate", "a fox", *flags, "-o", str(place / "x.png")])
-        return found.exit_code, found.stderr, [*place.iterdir()]
+        output = tmp_path / "drawn"
+        output.mkdir(exist_ok=True)
+        found = CliRunner().invoke(command, ["generate", "a fox", *flags, "-o", str(output / "x.png")])
+        return found.exit_code, found.stderr, [*output.iterdir()]
 
     return run
 
 
 @pytest.fixture
-def shown(model: Any) -> Iterator[Any]:
+def displayed(model: Any) -> Iterator[Any]:
     """Press the button of a page with these fields: what it says as an alert."""
     queue = JobQueue()
-    pipe = Shown(model)
+    pipe = Displayed(model)
 
     def press(wrong: Wrong, error: Exception | None = None) -> str:
         workers: Any = FakeWorkers(pipe, wrong.ranks)
@@ -204,25 +204,25 @@ def shown(model: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("wrong", CALLS, ids=str)
-def test_a_call_that_cannot_be(typed: Any, shown: Any, wrong: Wrong) -> None:
+def test_a_call_that_cannot_be(typed: Any, displayed: Any, wrong: Wrong) -> None:
     sizes = ("--height", str(wrong.side), "--width", str(wrong.side))
-    code, said, left = typed("--devices", f"cpu:{wrong.ranks}", *sizes, *wrong.flags)
-    assert (code, left) == (2, []), said
-    *_, sentence = said.partition("error: ")
-    for text, limit in zip((sentence, shown(wrong)), wrong.limits, strict=True):
-        assert has_all(text, (*wrong.told, limit)), text
+    code, message, left = typed("--devices", f"cpu:{wrong.ranks}", *sizes, *wrong.flags)
+    assert (code, left) == (2, []), message
+    *_, sentence = message.partition("error: ")
+    for text, limit in zip((sentence, displayed(wrong)), wrong.limits, strict=True):
+        assert has_all(text, (*wrong.reported, limit)), text
         assert is_a_sentence(text), text
 
 
-@pytest.mark.parametrize(("error", "told"), FAULTS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("error", "reported"), FAULTS, ids=lambda value: type(value).__name__)
 def test_what_goes_wrong_on_the_way(
-    typed: Any, shown: Any, error: Exception, told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    typed: Any, displayed: Any, error: Exception, reported: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Typed, "wrong", error)
-    code, said, left = typed()
+    code, message, left = typed()
     assert (code, left) == (2 if isinstance(error, PlanError) else 1, [])
-    for text in (said, shown(NOTHING, error)):
-        assert has_all(text, told), text
+    for text in (message, displayed(NOTHING, error)):
+        assert has_all(text, reported), text
         assert "Traceback" not in text
 
 
@@ -247,7 +247,7 @@ def a_folder(tmp_path: Path, fault: str) -> str:
 
 @pytest.mark.parametrize("verb", ["generate", "app"])
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reported"),
     [
         ("nowhere", ("nowhere' is no model", "give a folder with model_index.json", "'embedded'")),
         ("no index", ("has no model_index.json",)),
@@ -258,17 +258,17 @@ def a_folder(tmp_path: Path, fault: str) -> str:
     ],
 )
 def test_a_model_that_cannot_be_loaded(
-    verb: str, fault: str, told: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, fault: str, reported: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "no room":
         monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
     words = ["--model", a_folder(tmp_path, fault), "--variant", "fp16", "--devices", "cpu:2"]
-    assert_refused(verb, words, told, tmp_path)
+    assert_refused(verb, words, reported, tmp_path)
 
 
 @pytest.mark.parametrize("verb", ["generate", "app"])
 @pytest.mark.parametrize(
-    ("devices", "told"),
+    ("devices", "reported"),
     [
         ("cuda:0,cuda:0", ("cuda:0",)),
         ("cuda:97", ("cuda:97",)),
@@ -278,35 +278,35 @@ def test_a_model_that_cannot_be_loaded(
         ("cpu:many", ("cpu:many", "such as 'cpu:4'")),
     ],
 )
-def test_devices_that_are_none(verb: str, devices: str, told: tuple[str, ...], tmp_path: Path) -> None:
-    assert_refused(verb, ["--devices", devices], told, tmp_path)
+def test_devices_that_are_none(verb: str, devices: str, reported: tuple[str, ...], tmp_path: Path) -> None:
+    assert_refused(verb, ["--devices", devices], reported, tmp_path)
 
 
-def assert_refused(verb: str, words: list[str], told: tuple[str, ...], folder: Path) -> None:
+def assert_refused(verb: str, words: list[str], reported: tuple[str, ...], folder: Path) -> None:
     """Bad use, in one sentence, and nothing is left behind."""
-    place = folder / "drawn"
-    place.mkdir()
-    where = ["a fox", "-o", str(place / "x.png")] if verb == "generate" else ["--port", "0"]
+    output = folder / "drawn"
+    output.mkdir()
+    where = ["a fox", "-o", str(output / "x.png")] if verb == "generate" else ["--port", "0"]
     found = CliRunner().invoke(command, [verb, *where, *words])
     assert found.exit_code == 2, found.output
-    said = found.stderr.split("error: ")[-1]
-    assert has_all(said, told), said
-    assert "Traceback" not in said
-    assert not [*place.iterdir()]
+    message = found.stderr.split("error: ")[-1]
+    assert has_all(message, reported), message
+    assert "Traceback" not in message
+    assert not [*output.iterdir()]
 
 
-def test_a_prompt_that_is_none(typed: Any, shown: Any) -> None:
+def test_a_prompt_that_is_none(typed: Any, displayed: Any) -> None:
     found = CliRunner().invoke(command, ["generate"])
     assert (found.exit_code, "Missing argument" in found.stderr) == (2, True)
-    assert shown(Wrong("", (), (), {"prompt": ""})) == "there is no prompt: describe the image"
-    assert shown(Wrong("", (), (), {"prompt": None})) == "prompt is empty: fill it in"
-    assert shown(Wrong("", (), (), {"prompt": ["a fox"]})) == "the prompt is a list: give a text"
+    assert displayed(Wrong("", (), (), {"prompt": ""})) == "there is no prompt: describe the image"
+    assert displayed(Wrong("", (), (), {"prompt": None})) == "prompt is empty: fill it in"
+    assert displayed(Wrong("", (), (), {"prompt": ["a fox"]})) == "the prompt is a list: give a text"
 
 
 def test_a_place_that_cannot_be_written(typed: Any, tmp_path: Path) -> None:
     """Of a page nothing is written where somebody says."""
-    code, said, _ = typed("--trace", str(tmp_path / "no" / "folder" / "t.json"))
-    assert (code, has_all(said, ("there is no folder", "make it first"))) == (2, True)
+    code, message, _ = typed("--trace", str(tmp_path / "no" / "folder" / "t.json"))
+    assert (code, has_all(message, ("there is no folder", "make it first"))) == (2, True)
 
 
 def test_a_text_that_is_no_sentence_would_be_seen() -> None:

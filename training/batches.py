@@ -51,23 +51,23 @@ class Sample:
     caption: str
 
 
-def draw_sample(key: str, height: int, width: int) -> Sample:
+def sample_example(key: str, height: int, width: int) -> Sample:
     """The training image of a key, height and width in latent cells; half of them mirrored, caption and all."""
-    shown = sample_render(key, height=height * CELL, width=width * CELL)
-    latent, mask = to_latent(to_tensor(shown.pixels))[0], object_mask(shown)
+    displayed = sample_render(key, height=height * CELL, width=width * CELL)
+    latent, mask = to_latent(to_tensor(displayed.pixels))[0], object_mask(displayed)
     rng = random.Random(f"mirror {key}")
     if rng.random() < 0.5:
-        scene = flipped(shown.scene)
+        scene = flipped(displayed.scene)
         words = caption(scene, right_first=rng.random() < 0.5)
         return Sample(latent=latent.flip(-1), mask=mask.flip(-1), scene=scene, caption=words)
-    return Sample(latent=latent, mask=mask, scene=shown.scene, caption=shown.caption)
+    return Sample(latent=latent, mask=mask, scene=displayed.scene, caption=displayed.caption)
 
 
-def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Executor | None = None) -> Batch:
+def sample_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Executor | None = None) -> Batch:
     """The batch of a key. Images are drawn in the executor's processes where one is given."""
     keys = [f"{key} {index}" for index in range(bucket.batch)]
     spread: Callable = map if executor is None else executor.map
-    samples = list(spread(draw_sample, keys, [bucket.height] * bucket.batch, [bucket.width] * bucket.batch))
+    samples = list(spread(sample_example, keys, [bucket.height] * bucket.batch, [bucket.width] * bucket.batch))
     generator = torch.Generator().manual_seed(random.Random(f"noise {key}").getrandbits(62))
     dropped = torch.rand(bucket.batch, generator=generator) < CAPTION_DROPOUT
     words = ["" if drop else sample.caption for drop, sample in zip(dropped, samples, strict=True)]
@@ -77,12 +77,12 @@ def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Exe
         mask=torch.stack([sample.mask for sample in samples]),
         ids=token_ids(tokenizer, words),
         looks=torch.tensor([look_indices(sample.scene) for sample in samples]).masked_fill(dropped[:, None], -1),
-        timestep=draw_timesteps(bucket.batch, bucket.noise_shift, generator),
+        timestep=sample_timesteps(bucket.batch, bucket.noise_shift, generator),
         noise=torch.randn(latent.shape, generator=generator),
     )
 
 
-def draw_timesteps(count: int, shift: float, generator: torch.Generator) -> Tensor:
+def sample_timesteps(count: int, shift: float, generator: torch.Generator) -> Tensor:
     """Stratified timesteps 0..999: a quarter uniform, the rest logit-normal around the shift.
 
     What is where gets decided at the higher noise levels; v-prediction with uniform timesteps would spend a third of

@@ -30,7 +30,7 @@ SIDE_PX = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Judgement:
     """What the classifier sees."""
 
     left: Look | None
@@ -74,12 +74,12 @@ def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(looks), torch.tensor(terrains), torch.tensor([TIMES.index(scene.time) for scene in scenes])
 
 
-def judge(classifier: Classifier, images_BCHW: Tensor) -> list[Verdict]:
+def judge(classifier: Classifier, images_BCHW: Tensor) -> list[Judgement]:
     """What the images (B, 3, H, W) in -1..1 show, whatever their size."""
     with torch.no_grad():
         look, terrain, time = (logits.argmax(-1).tolist() for logits in classifier(_seen(images_BCHW)))
     rows = zip(look, terrain, time, strict=True)
-    return [Verdict(left=LOOKS[a], right=LOOKS[b], terrain=TERRAINS[c], time=TIMES[d]) for (a, b), c, d in rows]
+    return [Judgement(left=LOOKS[a], right=LOOKS[b], terrain=TERRAINS[c], time=TIMES[d]) for (a, b), c, d in rows]
 
 
 def load_classifier(path: Path = WEIGHTS) -> Classifier:
@@ -93,11 +93,11 @@ def accuracy(classifier: Classifier, count: int, *, height: int = 256, width: in
     """Share of held-out renders of that size whose two looks, terrain and time are named rightly."""
     right = {"objects": 0, "terrain": 0, "time": 0}
     for seed in range(count):
-        shown = sample_render(f"judge {seed}", height=height, width=width, held_out=True)
-        verdict = judge(classifier, to_tensor(shown.pixels))[0]
-        right["objects"] += all(verdict.on(side) == look_of(shown.scene.on(side)) for side in SIDES)
-        right["terrain"] += verdict.terrain == shown.scene.terrain
-        right["time"] += verdict.time == shown.scene.time
+        displayed = sample_render(f"judge {seed}", height=height, width=width, held_out=True)
+        judgement = judge(classifier, to_tensor(displayed.pixels))[0]
+        right["objects"] += all(judgement.on(side) == look_of(displayed.scene.on(side)) for side in SIDES)
+        right["terrain"] += judgement.terrain == displayed.scene.terrain
+        right["time"] += judgement.time == displayed.scene.time
     return {name: hits / count for name, hits in right.items()}
 
 
@@ -122,9 +122,9 @@ def train(steps: int, *, batch: int = 48, rate: float = 2e-3, seed: int = 0) -> 
 def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
     rng = random.Random(f"judge {key}")
     height, width = rng.choice(((128, 128), (128, 128), (192, 128), (128, 192)))
-    shown = [sample_render(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
-    images = _worn(torch.cat([to_tensor(one.pixels) for one in shown]), rng)
-    wanted = targets([one.scene for one in shown])
+    displayed = [sample_render(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
+    images = _worn(torch.cat([to_tensor(one.pixels) for one in displayed]), rng)
+    wanted = targets([one.scene for one in displayed])
     look, terrain, time = classifier(images)
     return (
         functional.cross_entropy(look.flatten(0, 1), wanted[0].flatten())

@@ -110,8 +110,8 @@ def spread_positions(transformer: SD3Transformer2DModel) -> None:
     def spread(height: int, width: int) -> Tensor:
         factor = max(1, PATCH * SIDE_TOKENS // min(height, width))
         rows, columns = factor * height // PATCH, factor * width // PATCH
-        places = crop(factor * height, factor * width).unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
-        return functional.avg_pool2d(places, factor).flatten(2).transpose(1, 2)
+        positions = crop(factor * height, factor * width).unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
+        return functional.avg_pool2d(positions, factor).flatten(2).transpose(1, 2)
 
     embedding.cropped_pos_embed = spread
 

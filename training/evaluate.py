@@ -23,9 +23,9 @@ from PIL import Image
 from torch import Tensor
 
 from patchpar.models.files import inspect_folder
-from training.classifier import Classifier, Verdict, accuracy, judge, load_classifier
+from training.classifier import Classifier, Judgement, accuracy, judge, load_classifier
 from training.package import FOLDER
-from training.report import place_of, update_document, update_figures
+from training.report import report_files, update_document, update_figures
 from training.scenes import COLORLESS, SIDES, Look, Scene, held_out_captions, look_of
 
 ROOT = Path(__file__).parent.parent
@@ -91,22 +91,22 @@ def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Setting
     return torch.cat(made)
 
 
-def score(verifications: Sequence[Verdict], scenes: Sequence[Scene]) -> Scores:
+def score(verifications: Sequence[Judgement], scenes: Sequence[Scene]) -> Scores:
     """Compare what is seen with what was asked for."""
     judged = list(zip(verifications, scenes, strict=True))
-    sides = [[(verdict.on(side), look_of(scene.on(side))) for side in SIDES] for verdict, scene in judged]
+    sides = [[(judgement.on(side), look_of(scene.on(side))) for side in SIDES] for judgement, scene in judged]
     pairs = [pair for both in sides for pair in both]
     objects = [(seen, asked) for seen, asked in pairs if asked is not None]
     colored = [(seen, asked) for seen, asked in objects if asked[0] not in COLORLESS]
     empty = [seen for seen, asked in pairs if asked is None]
     return Scores(
         captions=len(scenes),
-        scene=_share([all(seen == asked for seen, asked in both) for both in sides]),
-        kind=_share([_kind(seen) == asked[0] for seen, asked in objects]),
-        color=_share([seen is not None and seen[1] == asked[1] for seen, asked in colored]),
-        empty=_share([seen is None for seen in empty]),
-        terrain=_share([verdict.terrain == scene.terrain for verdict, scene in judged]),
-        time=_share([verdict.time == scene.time for verdict, scene in judged]),
+        scene=_fraction([all(seen == asked for seen, asked in both) for both in sides]),
+        kind=_fraction([_kind(seen) == asked[0] for seen, asked in objects]),
+        color=_fraction([seen is not None and seen[1] == asked[1] for seen, asked in colored]),
+        empty=_fraction([seen is None for seen in empty]),
+        terrain=_fraction([judgement.terrain == scene.terrain for judgement, scene in judged]),
+        time=_fraction([judgement.time == scene.time for judgement, scene in judged]),
     )
 
 
@@ -120,15 +120,15 @@ def sample_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
     """The images of SHEET in rows: eight squares, both aspects, and one of twice the size."""
     sheet = Image.new("RGB", (1536, 768), "white")
     squares = [(256 * column, 256 * row) for row in range(2) for column in range(3)] + [(1024, 512), (1280, 512)]
-    places = {(256, 256): squares, (256, 384): [(0, 512), (384, 512)], (384, 256): [(768, 0), (768, 384)]}
-    places[512, 512] = [(1024, 0)]
+    positions = {(256, 256): squares, (256, 384): [(0, 512), (384, 512)], (384, 256): [(768, 0), (768, 384)]}
+    positions[512, 512] = [(1024, 0)]
     for index, (caption, height, width) in enumerate(SHEET):
         one = replace(settings, height=height, width=width, seed=settings.seed + index)
-        sheet.paste(to_image(generate(pipe, [caption], one)[0]), places[height, width].pop(0))
+        sheet.paste(to_image(generate(pipe, [caption], one)[0]), positions[height, width].pop(0))
     return sheet
 
 
-def _share(hits: Sequence[bool]) -> float:
+def _fraction(hits: Sequence[bool]) -> float:
     return sum(hits) / len(hits) if hits else 1.0
 
 
@@ -197,8 +197,8 @@ def main() -> None:
     )
     pipe = load_pipeline(arguments.model, getattr(torch, arguments.dtype))
     if arguments.sheet:
-        draw = square_sheet if arguments.squares else sample_sheet
-        draw(pipe, settings).save(arguments.sheet)
+        render = square_sheet if arguments.squares else sample_sheet
+        render(pipe, settings).save(arguments.sheet)
         return
     classifier = load_classifier()
     own = check_judge(classifier, settings)
@@ -206,13 +206,13 @@ def main() -> None:
     images = generate(pipe, captions, settings)
     if arguments.images:
         contact_sheet(images).save(arguments.images)
-    shares = asdict(score(judge(classifier, images), scenes))
-    figures = {**asdict(settings), "dtype": arguments.dtype, **shares, "classifier": own}
+    parts = asdict(score(judge(classifier, images), scenes))
+    figures = {**asdict(settings), "dtype": arguments.dtype, **parts, "classifier": own}
     print(json.dumps(figures), flush=True)
     if not arguments.dry:
-        place = place_of(arguments.model)
-        update_figures(arguments.size, figures, place.figures)
-        update_document(place)
+        position = report_files(arguments.model)
+        update_figures(arguments.size, figures, position.figures)
+        update_document(position)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks
 from training.face_data import AUDIO, FPS, SCHEDULE, openings, prompt_of
 from training.face_measure import correlation, identity_error, moods_of, mouth_opening
 from training.face_vae import new_face_vae
-from training.faces import MOODS, Identity, Pose, draw_face, draw_identity
+from training.faces import MOODS, Identity, Pose, render_face, sample_identity
 from training.package_face import FACE_FOLDER, STREAM, assemble, averaged_face, trained_face_vae
 from training.speech import RATE, speech
 
@@ -63,7 +63,7 @@ class Talk:
     @property
     def reference(self) -> np.ndarray:
         """The image (H, W, 3) uint8 that the avatar is shown: at rest and calm."""
-        return draw_face(self.identity, Pose(), side=SIDE)
+        return render_face(self.identity, Pose(), side=SIDE)
 
     @property
     def levels(self) -> Tensor:
@@ -87,7 +87,7 @@ def packaged_avatar(folder: Path = FACE_FOLDER) -> Avatar:
 def held_out_talk(number: int, seconds: float) -> Talk:
     """A face and speech that training never sees."""
     return Talk(
-        identity=draw_identity(random.Random(f"face held out {number}")),
+        identity=sample_identity(random.Random(f"face held out {number}")),
         mood=MOODS[number % len(MOODS)],
         samples=speech(f"held out {number}", round(seconds * RATE)),
         seed=number,
@@ -139,8 +139,8 @@ def sheet_of(avatar: Avatar, talks: int, *, frames: int = 12) -> Image.Image:
     sheet = Image.new("RGB", ((frames + 1) * SIDE, talks * SIDE))
     for number in range(talks):
         talk = held_out_talk(number, (2 * frames) / FPS)
-        shown = [talk.reference, *frames_of(avatar, talk, talk.levels)[-frames:]]
-        for column, pixels in enumerate(shown):
+        displayed = [talk.reference, *frames_of(avatar, talk, talk.levels)[-frames:]]
+        for column, pixels in enumerate(displayed):
             sheet.paste(Image.fromarray(pixels), (column * SIDE, number * SIDE))
     return sheet
 

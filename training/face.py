@@ -188,9 +188,9 @@ class _ClipAttention:
         state = self._course
         sink_k, sink_v = state.sinks[self._layer]
         rows = []
-        for block, place in enumerate(state.sink):
+        for block, position in enumerate(state.sink):
             window = slice(max(0, block + 1 - state.options.window), block + 1)
-            keys = torch.cat([_turned(sink_k, place), k[:, window].flatten(1, 2)], 1)
+            keys = torch.cat([_turned(sink_k, position), k[:, window].flatten(1, 2)], 1)
             values = torch.cat([sink_v, v[:, window].flatten(1, 2)], 1)
             rows.append(_attend(q[:, block], keys, values))
         return torch.stack(rows, 1).flatten(0, 1)

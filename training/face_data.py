@@ -28,8 +28,8 @@ from training.faces import (
     UNITS,
     Identity,
     Pose,
-    draw_face,
-    draw_identity,
+    render_face,
+    sample_identity,
 )
 from training.latents import CELL, to_latent
 from training.speech import RATE, speech
@@ -38,7 +38,7 @@ FPS = 16
 WIDTH = 256
 """Of the transformer."""
 AUDIO = AudioConfig(dim=WIDTH, heads=8, after=(0, 2), fps=FPS, rate=RATE, bands=8, tokens=2)
-SWITCH_SHARE, STRANGE_SINK_SHARE = 0.15, 0.2
+SWITCH_FRACTION, STRANGE_SINK_FRACTION = 0.15, 0.2
 """Of clips whose prompt changes on the way, and of those whose sink frame was read under another prompt."""
 SINK_NOISE = 0.05
 """Added to references, so that one whose latents an encoder found, or the model itself made, will do as well."""
@@ -115,26 +115,26 @@ def spreads(levels_PC: Tensor) -> Tensor:
     return (1 + (high - low) * (50 / 30)).clamp(0, 1)
 
 
-def draw_clip(key: str, shape: ClipShape) -> Clip:
+def sample_clip(key: str, shape: ClipShape) -> Clip:
     """The clip of a key. One in five begins with its audio; the others have been going on."""
     rng = random.Random(f"face {key}")
-    identity = draw_identity(rng)
+    identity = sample_identity(rng)
     count = shape.blocks * shape.frames
     before = 0 if rng.random() < 0.2 else AUDIO.tokens - 1
-    levels = audio_levels(torch.from_numpy(_sound(rng, (before + count) * RATE // FPS)), AUDIO)
+    levels = audio_levels(torch.from_numpy(_audio(rng, (before + count) * RATE // FPS)), AUDIO)
     heard = levels[before:]
     moods = _moods(rng, shape)
     motion = zip(openings(heard).tolist(), spreads(heard).tolist(), poses(rng, count), moods, strict=True)
-    shown = [replace(pose, opening=opening, spread=spread, mood=mood) for opening, spread, pose, mood in motion]
-    shown = [replace(pose, dy=pose.dy - 1.2 * pose.opening) for pose in shown]
+    displayed = [replace(pose, opening=opening, spread=spread, mood=mood) for opening, spread, pose, mood in motion]
+    displayed = [replace(pose, dy=pose.dy - 1.2 * pose.opening) for pose in displayed]
     return Clip(
         identity=identity,
-        reference=draw_face(identity, _reference_pose(rng), side=shape.side),
-        frames=np.stack([draw_face(identity, pose, side=shape.side) for pose in shown]),
+        reference=render_face(identity, _reference_pose(rng), side=shape.side),
+        frames=np.stack([render_face(identity, pose, side=shape.side) for pose in displayed]),
         openings=openings(heard),
         audio=latent_tokens(levels, range(before, before + count), AUDIO),
         moods=moods,
-        sink_mood=rng.choice(MOODS) if rng.random() < STRANGE_SINK_SHARE else moods[0],
+        sink_mood=rng.choice(MOODS) if rng.random() < STRANGE_SINK_FRACTION else moods[0],
     )
 
 
@@ -155,10 +155,10 @@ def poses(rng: random.Random, count: int) -> list[Pose]:
     ]
 
 
-def draw_batch(key: str, shape: ClipShape, size: int, executor: Executor | None = None) -> Batch:
+def sample_batch(key: str, shape: ClipShape, size: int, executor: Executor | None = None) -> Batch:
     """The batch of a key: clips, noise and noise levels. The executor's processes draw where one is given."""
     spread: Callable = map if executor is None else executor.map
-    clips = list(spread(draw_clip, [f"{key} {index}" for index in range(size)], [shape] * size))
+    clips = list(spread(sample_clip, [f"{key} {index}" for index in range(size)], [shape] * size))
     generator = torch.Generator().manual_seed(random.Random(f"noise {key}").getrandbits(62))
     latent = torch.stack([latents_of(clip.frames) for clip in clips])
     reference = torch.stack([latents_of(clip.reference[None]) for clip in clips])
@@ -170,7 +170,7 @@ def draw_batch(key: str, shape: ClipShape, size: int, executor: Executor | None 
         sink_mood=torch.tensor([MOODS.index(clip.sink_mood) for clip in clips]),
         mask=speaking_mask(shape.side).expand(size, 1, 1, -1, -1),
         noise=torch.randn(latent.shape, generator=generator),
-        level=draw_levels(size, shape.blocks, generator),
+        level=sample_levels(size, shape.blocks, generator),
     )
 
 
@@ -178,7 +178,7 @@ SCHEDULE = FlowSchedule.shifted(4)
 """The four denoising steps of a stream: noise levels 1, 0.9, 0.75 and 0.5."""
 
 
-def draw_levels(size: int, blocks: int, generator: torch.Generator) -> Tensor:
+def sample_levels(size: int, blocks: int, generator: torch.Generator) -> Tensor:
     """Noise levels (B, N). Half of the clips have that of one of the four steps in all blocks, as in a stream.
 
     A quarter have any level in all blocks, a quarter have a level of its own in each (diffusion forcing, Chen and
@@ -220,12 +220,12 @@ def _prompt(mood: str, generator: torch.Generator) -> int:
 
 def _moods(rng: random.Random, shape: ClipShape) -> tuple[str, ...]:
     first = rng.choice(MOODS)
-    switches = rng.random() < SWITCH_SHARE
+    switches = rng.random() < SWITCH_FRACTION
     at, then = (rng.randrange(shape.blocks) if switches else shape.blocks), rng.choice(MOODS)
     return tuple(mood for block in range(shape.blocks) for mood in [first if block < at else then] * shape.frames)
 
 
-def _sound(rng: random.Random, samples: int) -> np.ndarray:
+def _audio(rng: random.Random, samples: int) -> np.ndarray:
     """Speech, or one time in ten none at all."""
     key = str(rng.getrandbits(62))
     return np.zeros(samples, np.float32) if rng.random() < 0.1 else speech(key, samples)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from training.faces import HEAD_Y, INTERIOR, LIPS, MIDDLE, MOODS, MOUTH_Y, UNITS, Identity, Pose, draw_face
+from training.faces import HEAD_Y, INTERIOR, LIPS, MIDDLE, MOODS, MOUTH_Y, UNITS, Identity, Pose, render_face
 
 Box = tuple[float, float, float, float]
 MOUTH: Box = (MIDDLE - 5, HEAD_Y + MOUTH_Y - 13, MIDDLE + 5, HEAD_Y + MOUTH_Y + 12)
@@ -44,12 +44,12 @@ def identity_error(frames_FHWC: np.ndarray, reference_HWC: np.ndarray) -> dict[s
 
 def moods_of(frames_FHWC: np.ndarray, identity: Identity) -> list[str]:
     """The mood of each frame: that of the diagram of this person, the head at one of nine places, that is nearest."""
-    places = [(dx, dy) for dx in (-2, 0, 2) for dy in (-2, -0.5, 1)]
-    known = [(mood, Pose(mood=mood, dx=dx, dy=dy)) for mood in MOODS for dx, dy in places]
+    positions = [(dx, dy) for dx in (-2, 0, 2) for dy in (-2, -0.5, 1)]
+    known = [(mood, Pose(mood=mood, dx=dx, dy=dy)) for mood in MOODS for dx, dy in positions]
     side = frames_FHWC.shape[1]
-    drawn = _cut(np.stack([draw_face(identity, pose, side=side) for _, pose in known]), BROWS_AND_CHEEKS)
-    shown = _cut(frames_FHWC, BROWS_AND_CHEEKS).astype(np.float64)
-    return [known[int(((drawn - one) ** 2).mean((1, 2, 3)).argmin())][0] for one in shown]
+    rendered = _cut(np.stack([render_face(identity, pose, side=side) for _, pose in known]), BROWS_AND_CHEEKS)
+    displayed = _cut(frames_FHWC, BROWS_AND_CHEEKS).astype(np.float64)
+    return [known[int(((rendered - one) ** 2).mean((1, 2, 3)).argmin())][0] for one in displayed]
 
 
 def correlation(one_F: np.ndarray, other_F: np.ndarray, lag: int = 0) -> float:

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor, nn
 
-from training.face_data import ClipShape, draw_clip
+from training.face_data import ClipShape, sample_clip
 from training.latents import to_latent
 from training.vae import psnr
 
@@ -59,7 +59,7 @@ def encode(vae: AutoencoderKLWan, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
 
 def clip_pixels(key: str, shape: ClipShape) -> Tensor:
     """The frames (3, F, H, W) of a clip, -1 to 1."""
-    return torch.from_numpy(draw_clip(key, shape).frames).permute(3, 0, 1, 2).float() / 127.5 - 1
+    return torch.from_numpy(sample_clip(key, shape).frames).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def clip_latents(pixels_BCFHW: Tensor) -> Tensor:

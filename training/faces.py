@@ -54,7 +54,7 @@ class Pose:
     mood: str = "calm"
 
 
-def draw_identity(rng: random.Random) -> Identity:
+def sample_identity(rng: random.Random) -> Identity:
     """Someone, by the generator alone."""
     hue, grey = rng.random(), rng.random() < 0.2
     shirt = colorsys.hsv_to_rgb(hue, 0.06 if grey else rng.uniform(0.5, 0.85), rng.uniform(0.3, 0.9))
@@ -70,7 +70,7 @@ def draw_identity(rng: random.Random) -> Identity:
     )
 
 
-def draw_face(identity: Identity, pose: Pose, *, side: int) -> np.ndarray:
+def render_face(identity: Identity, pose: Pose, *, side: int) -> np.ndarray:
     """Pixels (side, side, 3) uint8."""
     image = Image.new("RGB", (side * _SUPERSAMPLE,) * 2, identity.background)
     brush = _Brush(draw=ImageDraw.Draw(image), unit=side * _SUPERSAMPLE / UNITS, x=MIDDLE + pose.dx, y=HEAD_Y + pose.dy)
@@ -153,8 +153,8 @@ def _mouth(brush: _Brush, pose: Pose) -> None:
         brush.ellipse(0, MOUTH_Y, across, down, INTERIOR)
 
 
-def _mixed(color: Color, other: Color, share: float) -> Color:
-    red, green, blue = (round(a * (1 - share) + b * share) for a, b in zip(color, other, strict=True))
+def _mixed(color: Color, other: Color, fraction: float) -> Color:
+    red, green, blue = (round(a * (1 - fraction) + b * fraction) for a, b in zip(color, other, strict=True))
     return red, green, blue
 
 

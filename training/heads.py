@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from training.scenes import LOOKS
 
-PLACE_WEIGHT, LOOK_WEIGHT = 0.3, 0.1
+POSITION_WEIGHT, LOOK_WEIGHT = 0.3, 0.1
 """Knowing nothing costs 1/3 for places in -1..1 and log 21 for looks."""
 FROM_TIMESTEP = 500
 """Looks are asked for at this noise level and above, where only the caption can tell."""
@@ -31,12 +31,12 @@ class GuideHeads(nn.Module):
         down, middle, up = unet.down_blocks[-1], unet.mid_block, unet.up_blocks[0]
         before = [*down.resnets, middle.resnets[0], *up.resnets]
         after = [*down.attentions, *middle.attentions, *up.attentions]
-        self.places = nn.ModuleList(nn.Conv2d(module.out_channels, 1, 1) for module in before)
+        self.positions = nn.ModuleList(nn.Conv2d(module.out_channels, 1, 1) for module in before)
         self.looks = nn.ModuleList(nn.Conv2d(module.in_channels, len(LOOKS), 1) for module in after)
-        for head in (*self.places, *self.looks):
+        for head in (*self.positions, *self.looks):
             nn.init.zeros_(head.weight)
         self._features: dict[nn.Module, Tensor] = {}
-        for module, head in zip((*before, *after), (*self.places, *self.looks), strict=True):
+        for module, head in zip((*before, *after), (*self.positions, *self.looks), strict=True):
             module.register_forward_hook(self._keep_for(head))
 
     def _keep_for(self, head: nn.Module):
@@ -48,10 +48,10 @@ class GuideHeads(nn.Module):
     def loss(self, looks_B2: Tensor, timestep_B: Tensor) -> tuple[Tensor, Tensor]:
         """The errors of places and looks for the features (B, C, H, W) of the last forward."""
         asked = torch.where(timestep_B[:, None] < FROM_TIMESTEP, -1, looks_B2)
-        place = [_place_error(head(self._features[head].float())) for head in self.places]
+        position = [_position_error(head(self._features[head].float())) for head in self.positions]
         look = [_look_error(head(self._features[head].float()), asked) for head in self.looks]
         self._features.clear()
-        return torch.stack(place).mean(), torch.stack(look).mean()
+        return torch.stack(position).mean(), torch.stack(look).mean()
 
 
 class LookHeads(nn.Module):
@@ -85,9 +85,9 @@ class LookHeads(nn.Module):
         return torch.stack(errors).mean()
 
 
-def _place_error(guess_B1HW: Tensor) -> Tensor:
-    place = torch.linspace(-1, 1, guess_B1HW.shape[-1], device=guess_B1HW.device)
-    return (guess_B1HW - place).square().mean()
+def _position_error(guess_B1HW: Tensor) -> Tensor:
+    position = torch.linspace(-1, 1, guess_B1HW.shape[-1], device=guess_B1HW.device)
+    return (guess_B1HW - position).square().mean()
 
 
 def _look_error(guess_BLHW: Tensor, asked_B2: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ def to_latent(image_BCHW: Tensor) -> Tensor:
     return torch.cat([2 * functional.avg_pool2d(image_BCHW, CELL), detail], 1)
 
 
-def object_mask(shown: RenderedImage) -> Tensor:
+def object_mask(displayed: RenderedImage) -> Tensor:
     """Which cells (1, H/4, W/4) show an object or its reflection, with a cell of margin: 1 inside, 0 outside."""
-    height, width = (side // CELL for side in shown.pixels.shape[:2])
+    height, width = (side // CELL for side in displayed.pixels.shape[:2])
     mask = torch.zeros(1, height, width)
-    for box in shown.boxes:
+    for box in displayed.boxes:
         left, top, right, bottom = (round(side / CELL) for side in box)
         mask[:, max(0, top - 1) : max(0, bottom + 1), max(0, left - 1) : max(0, right + 1)] = 1
     return mask

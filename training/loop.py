@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from training.batches import Batch, draw_batch
+from training.batches import Batch, sample_batch
 from training.checkpoint import Run, load, save
 from training.stages import Schedule, Stage
 from training.stop import StopSignal
@@ -68,12 +68,12 @@ def batches(run: Run, stage: Stage, arguments: argparse.Namespace, executor: Exe
     tokenizer = build_tokenizer()
     for step in range(run.progress.stage_step, arguments.steps):
         key = f"{arguments.seed} {stage.name} {step} {run.progress.step - run.progress.stage_step}"
-        drawn = stage.draw(key)
-        size = max(1, round(drawn.batch * arguments.batch_scale))
-        yield draw_batch(key, replace(drawn, batch=size), tokenizer, executor)
+        rendered = stage.sample(key)
+        size = max(1, round(rendered.batch * arguments.batch_scale))
+        yield sample_batch(key, replace(rendered, batch=size), tokenizer, executor)
 
 
-def train(run: Run, stage: Named, arguments: argparse.Namespace, step: Step, draw: Callable = batches) -> None:
+def train(run: Run, stage: Named, arguments: argparse.Namespace, step: Step, sample: Callable = batches) -> None:
     """Run a stage to its end, or until a stop signal. `draw` gives the batches that are left, as `batches` does."""
     begin_stage(run, stage)
     stop, device = StopSignal().listen(), next(run.networks.parameters()).device
@@ -82,7 +82,7 @@ def train(run: Run, stage: Named, arguments: argparse.Namespace, step: Step, dra
     schedule = Schedule(steps=arguments.steps, peak=arguments.rate, rise=rise, decay_from=arguments.decay_from)
     saved, smooth = time.monotonic(), {}
     with renderers(arguments.render_workers) as executor:
-        for batch in draw(run, stage, arguments, executor):
+        for batch in sample(run, stage, arguments, executor):
             losses = step(run, batch.to(device), schedule.rate(run.progress.stage_step))
             smooth = {name: 0.98 * smooth.get(name, new) + 0.02 * new for name, new in losses.items()}
             if run.progress.stage_step % REPORT_EVERY_STEPS == 0:
@@ -100,9 +100,9 @@ def report(run: Run, schedule: Schedule, losses: Mapping[str, float]) -> None:
     """One line on how far the run is."""
     progress = run.progress
     done = f"{progress.stage} {progress.stage_step}/{schedule.steps} samples {progress.samples}"
-    shown = " ".join(f"{name} {value:.4f}" for name, value in losses.items())
+    displayed = " ".join(f"{name} {value:.4f}" for name, value in losses.items())
     rate, seconds = schedule.rate(progress.stage_step), time.process_time()
-    print(f"{done} {shown} rate {rate:.1e} cpu {seconds:.0f}s", flush=True)
+    print(f"{done} {displayed} rate {rate:.1e} cpu {seconds:.0f}s", flush=True)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ PAINT: dict[str, Color] = {
     "purple": (150, 70, 185),
     "orange": (245, 135, 40),
 }
-_FOLIAGE, _BARK, _ROOF, _DOOR = (60, 150, 60), (110, 75, 45), (120, 60, 50), (90, 60, 40)
+_FOLIAGE, _BARK, _ROOF, _ENTRANCE = (60, 150, 60), (110, 75, 45), (120, 60, 50), (90, 60, 40)
 _LIT, _GLASS, _PLASTER, _BASKET = (255, 235, 140), (190, 220, 240), (240, 238, 230), (140, 95, 50)
 _DARK = 0.6
 """Below this light lamps are lit."""
@@ -65,12 +65,12 @@ def scaled(color: Color, factor: float) -> Color:
     return tuple(int(max(0, min(255, channel * factor))) for channel in color)  # type: ignore[return-value]
 
 
-def mixed(one: Color, other: Color, share: float) -> Color:
+def mixed(one: Color, other: Color, fraction: float) -> Color:
     """One colour with that share of another."""
-    return tuple(int(a * (1 - share) + b * share) for a, b in zip(one, other, strict=True))  # type: ignore[return-value]
+    return tuple(int(a * (1 - fraction) + b * fraction) for a, b in zip(one, other, strict=True))  # type: ignore[return-value]
 
 
-def draw_object(brush: Brush, kind: str, color: str | None) -> None:
+def render_object(brush: Brush, kind: str, color: str | None) -> None:
     """Draw one object; colorless kinds take None."""
     _PAINTERS[kind](brush, PAINT[color or "white"])
 
@@ -78,7 +78,7 @@ def draw_object(brush: Brush, kind: str, color: str | None) -> None:
 def _house(brush: Brush, paint: Color) -> None:
     brush.box(-52, -62, 52, 0, brush.lit(paint))
     brush.polygon([(-65, -62), (0, -114), (65, -62)], brush.lit(_ROOF))
-    brush.box(-12, -36, 12, 0, brush.lit(_DOOR))
+    brush.box(-12, -36, 12, 0, brush.lit(_ENTRANCE))
     window = _LIT if brush.light < _DARK else brush.lit(_GLASS)
     for middle in (-32, 32):
         brush.box(middle - 10, -50, middle + 10, -28, window)

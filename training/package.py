@@ -92,10 +92,10 @@ def name_as_on_the_hub(encoder: Path) -> None:
 def _move_in(built: Path, folder: Path) -> None:
     for path in sorted(built.rglob("*")):
         if path.is_file():
-            place = folder / path.relative_to(built)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            position = folder / path.relative_to(built)
+            position.parent.mkdir(parents=True, exist_ok=True)
             path.chmod(0o644)
-            path.replace(place)
+            path.replace(position)
 
 
 def command_line(about: str | None, output: Path, **files: str) -> argparse.ArgumentParser:

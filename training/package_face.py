@@ -24,7 +24,7 @@ from training.checkpoint import read
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks, build_face_tokenizer
 from training.face_data import FPS, PROMPTS, SCHEDULE
 from training.face_vae import new_face_vae
-from training.faces import Pose, draw_face, draw_identity
+from training.faces import Pose, render_face, sample_identity
 from training.package import FOLDER, write
 from training.speech import RATE, speech
 
@@ -80,8 +80,8 @@ def write_face(networks: FaceNetworks, vae: AutoencoderKLWan, folder: Path) -> i
 
 def write_samples(folder: Path) -> None:
     """A face, and speech of one channel in 16 bits, of keys that training never draws."""
-    identity = draw_identity(random.Random("packaged face"))
-    Image.fromarray(draw_face(identity, Pose(), side=SIDE)).save(folder / REFERENCE)
+    identity = sample_identity(random.Random("packaged face"))
+    Image.fromarray(render_face(identity, Pose(), side=SIDE)).save(folder / REFERENCE)
     with wave.open(str(folder / SPEECH), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
-from training.objects import EXTENTS, Brush, Color, draw_object, mixed, scaled
-from training.scenes import Scene, caption, draw_scene
+from training.objects import EXTENTS, Brush, Color, mixed, render_object, scaled
+from training.scenes import Scene, caption, sample_scene
 
 _SUPERSAMPLE = 2
 _SKY: dict[str, tuple[Color, Color]] = {
@@ -68,7 +68,7 @@ class _Canvas:
 def sample_render(seed: int | str, *, height: int, width: int, held_out: bool = False) -> RenderedImage:
     """The image of that seed: a random scene, rendered. height and width in pixels."""
     rng = random.Random(f"scene {seed}")
-    scene = draw_scene(rng, held_out=held_out)
+    scene = sample_scene(rng, held_out=held_out)
     words = caption(scene, right_first=rng.random() < 0.5)
     return render(scene, rng, height=height, width=width, words=words)
 
@@ -111,10 +111,10 @@ def _orb(canvas: _Canvas, horizon: int) -> None:
             draw.ellipse([x - size, y - size, x + size, y + size], fill=(235, 235, 215))
     color, middle, spread = _ORB[canvas.scene.time]
     x, y, radius = rng.uniform(0.12, 0.88) * wide, (middle + rng.uniform(-spread, spread)) * tall, 0.065 * unit
-    for glow, share in ((2.0, 0.18), (1.5, 0.36)):
+    for glow, fraction in ((2.0, 0.18), (1.5, 0.36)):
         behind = canvas.image.getpixel((int(x), max(0, int(y - radius * 1.8))))
         edge = radius * glow
-        draw.ellipse([x - edge, y - edge, x + edge, y + edge], fill=mixed(behind, color, share))  # type: ignore[arg-type]
+        draw.ellipse([x - edge, y - edge, x + edge, y + edge], fill=mixed(behind, color, fraction))  # type: ignore[arg-type]
     draw.ellipse([x - radius, y - radius, x + radius, y + radius], fill=color)
 
 
@@ -165,7 +165,7 @@ def _objects(canvas: _Canvas, ground: float) -> list[tuple[float, float, float, 
         drop = rng.uniform(0.1, 0.2)
         y = ground + unit * (0.06 if canvas.scene.terrain == "a calm lake" else drop)
         size = unit / 512 * rng.uniform(1.0, 1.25)
-        draw_object(Brush(draw=canvas.draw, x=x, y=y, unit=size, light=canvas.light), item.kind, item.color)
+        render_object(Brush(draw=canvas.draw, x=x, y=y, unit=size, light=canvas.light), item.kind, item.color)
         half, top, bottom = EXTENTS[item.kind]
         boxes.append((x - half * size, y + top * size, x + half * size, y + bottom * size))
     return boxes

@@ -22,19 +22,19 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where the figures of a model go: their file, the document, and the mark in it after which the table is."""
+class ReportFiles:
+    """Where the figures of a model go: their file, the document, and the found_begin in it after which the table is."""
 
     figures: Path
     document: Path
     begin: str
 
 
-def place_of(model: Path) -> Place:
+def report_files(model: Path) -> ReportFiles:
     """The place of a packaged model's figures, by the name of its folder."""
     name = model.resolve().name
     begin = f"<!-- figures of {name}: written by training.evaluate -->"
-    return Place(figures=ROOT / "assets" / "figures" / f"{name}.json", document=DOCUMENT, begin=begin)
+    return ReportFiles(figures=ROOT / "assets" / "figures" / f"{name}.json", document=DOCUMENT, begin=begin)
 
 
 def update_figures(size: str, figures: dict, path: Path) -> None:
@@ -50,18 +50,18 @@ def table(figures: dict) -> str:
     rows = [["size", "steps", "guidance", "precision", *COLUMNS.values()]]
     rows.append(["---"] * len(rows[0]))
     for size, entry in figures.items():
-        shares = [str(entry[name]) if name == "captions" else f"{100 * entry[name]:.0f} %" for name in COLUMNS]
-        rows.append([size, str(entry["steps"]), str(entry["guidance"]), entry["dtype"], *shares])
+        parts = [str(entry[name]) if name == "captions" else f"{100 * entry[name]:.0f} %" for name in COLUMNS]
+        rows.append([size, str(entry["steps"]), str(entry["guidance"]), entry["dtype"], *parts])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def update_document(place: Place) -> None:
+def update_document(files: ReportFiles) -> None:
     """Put the table between its marks. Raises ValueError where the document has no marks."""
-    before, mark, rest = place.document.read_text().partition(place.begin)
+    before, found_begin, rest = files.document.read_text().partition(files.begin)
     _, end, after = rest.partition(END)
-    if not mark or not end:
+    if not found_begin or not end:
         raise ValueError(
-            f"{place.document} has no place for figures: it needs the lines '{place.begin}' and '{END}' after it"
+            f"{files.document} has no place for figures: it needs the lines '{files.begin}' and '{END}' after it"
         )
-    found = table(json.loads(place.figures.read_text()))
-    place.document.write_text(f"{before}{mark}\n{found}\n{end}{after}")
+    found = table(json.loads(files.figures.read_text()))
+    files.document.write_text(f"{before}{found_begin}\n{found}\n{end}{after}")

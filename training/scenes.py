@@ -91,7 +91,7 @@ def is_held_out(scene: Scene) -> bool:
     return zlib.crc32(key.encode()) % _HELD_OUT_ONE_IN == 0
 
 
-def draw_scene(rng: random.Random, *, held_out: bool = False) -> Scene:
+def sample_scene(rng: random.Random, *, held_out: bool = False) -> Scene:
     """A random scene of the training part (or of the held-out part) of the split."""
     while True:
         scene = _any_scene(rng)
@@ -109,7 +109,7 @@ def held_out_captions(count: int, *, seed: int = 0) -> list[tuple[str, Scene]]:
     rng = random.Random(f"held-out {seed}")
     found: dict[str, Scene] = {}
     while len(found) < count:
-        scene = draw_scene(rng, held_out=True)
+        scene = sample_scene(rng, held_out=True)
         found.setdefault(caption(scene, right_first=rng.random() < 0.5), scene)
     return list(found.items())
 

@@ -16,7 +16,7 @@ class Bucket:
     height: int
     width: int
     batch: int
-    share: float
+    fraction: float
     noise_shift: float = 1.2
 
 
@@ -27,10 +27,10 @@ class Stage:
     name: str
     buckets: tuple[Bucket, ...]
 
-    def draw(self, key: str) -> Bucket:
+    def sample(self, key: str) -> Bucket:
         """The bucket of one training step, by its share; the same for the same key."""
-        shares = [bucket.share for bucket in self.buckets]
-        return random.Random(f"bucket {self.name} {key}").choices(self.buckets, shares)[0]
+        parts = [bucket.fraction for bucket in self.buckets]
+        return random.Random(f"bucket {self.name} {key}").choices(self.buckets, parts)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class Schedule:
         return self.peak * min(1.0, (step + 1) / self.rise, max(falling, 0.02))
 
 
-def _bucket(height: int, width: int, batch: int, share: float) -> Bucket:
-    return Bucket(height=height, width=width, batch=batch, share=share)
+def _bucket(height: int, width: int, batch: int, fraction: float) -> Bucket:
+    return Bucket(height=height, width=width, batch=batch, fraction=fraction)
 
 
 TINY = Stage(name="tiny", buckets=(_bucket(16, 16, 64, 0.5), _bucket(32, 32, 24, 0.5)))

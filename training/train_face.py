@@ -23,7 +23,7 @@ from transformers import UMT5EncoderModel
 from patchpar.stream.audio.conditioner import AudioConditioner
 from training.checkpoint import Run, begin, reset_average
 from training.face import OPTIONS, SIDE, ClipTraining, FaceNetworks
-from training.face_data import Batch, ClipShape, draw_batch
+from training.face_data import Batch, ClipShape, sample_batch
 from training.loop import object_weighted, optimise, parse_stage, take_up, train
 
 
@@ -81,7 +81,7 @@ def batches(run: Run, stage: FaceStage, arguments: argparse.Namespace, drawers: 
         key = f"{arguments.seed} {stage.name} {step} {run.progress.step - run.progress.stage_step}"
         blocks, clips = random.Random(f"length {key}").choice(stage.lengths)
         shape = ClipShape(side=SIDE, blocks=blocks, frames=OPTIONS.frames)
-        yield draw_batch(key, shape, max(1, round(clips * arguments.batch_scale)), drawers)
+        yield sample_batch(key, shape, max(1, round(clips * arguments.batch_scale)), drawers)
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

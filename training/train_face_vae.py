@@ -30,7 +30,7 @@ MOST_NOISE = 0.2
 """A young transformer's latents are off by as much."""
 
 
-def draw_crops(key: str, side: int, frames: int) -> Tensor:
+def sample_crops(key: str, side: int, frames: int) -> Tensor:
     """Crops (B, 3, frames, side, side) at whole cells of clips: CROPS of each clip, or all of it."""
     rng, found = random.Random(f"crop {key}"), []
     for index in range(CLIPS):
@@ -60,7 +60,7 @@ def encoder_loss_of(vae: AutoencoderKLWan, images_BCHW: Tensor) -> Tensor:
 def clip_lesson(vae: AutoencoderKLWan, step: int, generator: torch.Generator, seed: int) -> Tensor:
     """The loss of a step: small crops of long clips in turn with large ones of short clips, and the encoder's."""
     side, frames = (LONG_CROP, LONG_FRAMES) if step % 2 else (SIDE if step % WHOLE_EVERY == 0 else CROP, FRAMES)
-    target = draw_crops(f"{seed} {step}", side, frames)
+    target = sample_crops(f"{seed} {step}", side, frames)
     batch, _, frames, height, width = target.shape
     noise = torch.randn(batch, 4, frames, height // CELL, width // CELL, generator=generator)
     noise = noise * MOST_NOISE * torch.rand(batch, 1, 1, 1, 1, generator=generator)

@@ -16,7 +16,7 @@ from torch import Tensor
 from training.attention import use_plain_attention
 from training.batches import Batch
 from training.checkpoint import Run, new_run, start_from_pipeline
-from training.heads import LOOK_WEIGHT, PLACE_WEIGHT
+from training.heads import LOOK_WEIGHT, POSITION_WEIGHT
 from training.loop import object_weighted, optimise, parse_stage, take_up, train
 from training.model import Networks, noise_scheduler
 from training.stages import STAGES
@@ -35,9 +35,9 @@ def loss_of(networks: Networks, batch: Batch, alphas: Tensor) -> Tensor:
 def train_step(run: Run, batch: Batch, rate: float, alphas: Tensor) -> dict[str, float]:
     """One step; returns its loss and the heads' errors of place and look."""
     loss = loss_of(run.networks, batch, alphas)
-    place, look = run.heads.loss(batch.looks, batch.timestep)
-    optimise(run, loss + PLACE_WEIGHT * place + LOOK_WEIGHT * look, rate, len(batch.latent))
-    return {"loss": loss.item(), "place": place.item(), "look": look.item()}
+    position, look = run.heads.loss(batch.looks, batch.timestep)
+    optimise(run, loss + POSITION_WEIGHT * position + LOOK_WEIGHT * look, rate, len(batch.latent))
+    return {"loss": loss.item(), "position": position.item(), "look": look.item()}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

@@ -30,7 +30,7 @@ WHOLE_EVERY, ENCODER_EVERY = 16, 4
 SAVE_EVERY_SECONDS = 120
 
 
-def draw_images(key: str, *, crop: int, images: int = 2, crops: int = 4) -> Tensor:
+def sample_batch_images(key: str, *, crop: int, images: int = 2, crops: int = 4) -> Tensor:
     """Crops (images * crops, 3, crop, crop) in -1..1 at whole cells, or whole images where crop is 256."""
     rng, found = random.Random(f"crop {key}"), []
     for index in range(images):
@@ -59,7 +59,7 @@ def loss_of(vae: AutoencoderKL, target: Tensor, generator: torch.Generator, *, w
 def image_lesson(vae: AutoencoderKL, step: int, generator: torch.Generator, seed: int) -> Tensor:
     """The loss of a step: crops of images, now and then whole ones."""
     crop = 256 if step % WHOLE_EVERY == 0 else 64
-    target = draw_images(f"{seed} {step}", crop=crop).to(next(vae.parameters()).device)
+    target = sample_batch_images(f"{seed} {step}", crop=crop).to(next(vae.parameters()).device)
     return loss_of(vae, target, generator, with_encoder=step % ENCODER_EVERY == ENCODER_EVERY - 1)
 
 

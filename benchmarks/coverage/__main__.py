@@ -42,7 +42,7 @@ def main() -> int:
         sys.stderr.write(f"written to {PAGE}\n")
     else:
         sys.stdout.write(_page(classes, known, zoo, ""))
-    return _told([*classes, *zoo])
+    return _reported([*classes, *zoo])
 
 
 def _arguments() -> argparse.Namespace:
@@ -67,7 +67,7 @@ def _page(classes: Sequence[Report], known: Sequence[Subject], zoo: Sequence[pip
     return pipelines.replaced(page, pipelines.section(zoo, pipelines.left_out())) if zoo else page
 
 
-def _told(reports: Sequence[Report | pipelines.Report]) -> int:
+def _reported(reports: Sequence[Report | pipelines.Report]) -> int:
     """Say what is not as it should be; the exit status."""
     failed = [f"{each.name}: {failure}\n" for each in reports for failure in each.failures]
     sys.stderr.write("".join(failed))

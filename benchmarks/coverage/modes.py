@@ -17,7 +17,7 @@ KEEPS_ALL = ("displaced", "fresh-edges")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """A strategy, the evaluations of one picture, and which of them must be exact. `name` is what reports call it.
+    """A strategy, the evaluations of one image, and which of them must be exact. `name` is what reports call it.
 
     Of the evaluations in `stale` it must be seen that they are not. `exchange` off: none may be exact.
     """

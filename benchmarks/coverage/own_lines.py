@@ -18,7 +18,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def lines_naming(names: Iterable[str]) -> dict[str, list[str]]:
     """Name -> "file:line" of every piece of code with that name in it; comments and docstrings are no code."""
     words = list(_words())
-    return {name: [place for place, word in words if name in word] for name in names}
+    return {name: [position for position, word in words if name in word] for name in names}
 
 
 @cache
@@ -34,14 +34,16 @@ def _words() -> tuple[tuple[str, str], ...]:
 def words_of(source: str) -> Iterator[tuple[int, str]]:
     """(line, names and texts) of Python code."""
     tree = ast.parse(source)
-    told = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and _is_told(node)}
+    reported = {
+        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and _is_reported(node)
+    }
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word):
                 yield node.lineno, word
-            case ast.Constant(value=str(word)) if id(node) not in told:
+            case ast.Constant(value=str(word)) if id(node) not in reported:
                 yield node.lineno, word
 
 
-def _is_told(node: ast.AST) -> bool:
+def _is_reported(node: ast.AST) -> bool:
     return ast.get_docstring(node, clean=False) is not None  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ HEADER = ("class", "family", "split", "modes", "2 ranks", "3 ranks", "4 ranks", 
 LEFT_OUT = ("class", "why nothing is tried")
 PIPELINES = "## Pipelines"
 """Title of the part about pipelines, behind all else."""
-VERDICTS = {
+STATUSES = {
     "tokens": "split between their tokens, exact",
     "bands": "in bands, exact",
     "tokens, partly": "split between their tokens, exact, some blocks whole on every rank",
@@ -94,12 +94,12 @@ def _opening(reports: Sequence[Report]) -> str:
 
 
 def _summary(reports: Sequence[Report], left_out: Mapping[str, str]) -> list[tuple[str, str]]:
-    order = list(VERDICTS)
+    order = list(STATUSES)
     worst: dict[str, int] = {}
     for each in reports:
         worst[each.name] = max(worst.get(each.name, 0), order.index(each.split))
     counted = Counter(worst.values())
-    rows = [(text, str(counted[number])) for number, text in enumerate(VERDICTS.values())]
+    rows = [(text, str(counted[number])) for number, text in enumerate(STATUSES.values())]
     return [*rows, ("left out", str(len(left_out)))]
 
 
@@ -107,7 +107,7 @@ def _own_lines(reports: Sequence[Report]) -> str:
     known = {each.name: each.own_lines for each in reports if each.own_lines}
     if not known:
         return "No class is known to the package by name: none of them has a line of its own."
-    lines = "; ".join(f"{name} in {', '.join(places)}" for name, places in known.items())
+    lines = "; ".join(f"{name} in {', '.join(positions)}" for name, positions in known.items())
     return f"Known to the package by name: {lines}."
 
 

@@ -36,9 +36,9 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """Everything that is not as it should be."""
-        told = [self.found.failure] if self.found.failure else []
-        told += [] if self.restored else ["the model is not as it was before"]
-        return told + [
+        reported = [self.found.failure] if self.found.failure else []
+        reported += [] if self.restored else ["the model is not as it was before"]
+        return reported + [
             f"{each.mode.name} on {each.ranks} ranks: {each.failure}" for each in self.results if each.failure
         ]
 
@@ -120,18 +120,18 @@ def _worst(errors: Sequence[float | None]) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    told = report.failures
-    told += _reasons(report.found.refusal)
-    told += [f"every rank has all of {left}" for left in _by_reason(report.found.whole)]
-    told += _replicated(report.found)
-    told += _refused_modes(report.results)
+    reported = report.failures
+    reported += _reasons(report.found.refusal)
+    reported += [f"every rank has all of {left}" for left in _by_reason(report.found.whole)]
+    reported += _replicated(report.found)
+    reported += _refused_modes(report.results)
     if report.tokens_of:
-        told.append(f"the tokens split are those of {report.tokens_of}")
+        reported.append(f"the tokens split are those of {report.tokens_of}")
     if report.gathered:
-        told.append(f"keys of {report.gathered} attention calls come all at once in every mode")
+        reported.append(f"keys of {report.gathered} attention calls come all at once in every mode")
     if report.own_lines:
-        told.append(f"known by name: {', '.join(report.own_lines)}")
-    return told
+        reported.append(f"known by name: {', '.join(report.own_lines)}")
+    return reported
 
 
 def _replicated(found: Found) -> list[str]:
@@ -156,10 +156,10 @@ def _reasons(refusal: str) -> list[str]:
     blocks = re.search(r"cannot be split by tokens \((.*)\): use plan ", refusal, re.DOTALL)
     if blocks is None:
         return [refusal.splitlines()[0]] if refusal else []
-    told = re.split(r"; (?=[\w.]+, \d+ x )", blocks[1])
-    if not all(": " in each for each in told):
+    reported = re.split(r"; (?=[\w.]+, \d+ x )", blocks[1])
+    if not all(": " in each for each in reported):
         return [blocks[1]]
-    return _by_reason(dict(each.split(": ", 1) for each in told))
+    return _by_reason(dict(each.split(": ", 1) for each in reported))
 
 
 def _by_reason(blocks: Mapping[str, str]) -> list[str]:

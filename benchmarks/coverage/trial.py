@@ -99,7 +99,7 @@ class Trial:
             return Found(known=found[0][1])
         if len(errors) == len(found) and isinstance(errors[0], (UnsupportedModel, VerificationError)):
             return Found(refusal=str(errors[0]))
-        return Found(failure=_told(errors[0]))
+        return Found(failure=_reported(errors[0]))
 
     def run(self, mode: Mode, ranks: int, known: Any) -> Result:
         """One mode; `known` is what the first use has found."""
@@ -107,8 +107,8 @@ class Trial:
         errors = [each for each in found if isinstance(each, Exception)]
         if errors:
             refused = len(errors) == ranks and all(isinstance(each, UnsupportedModel) for each in errors)
-            told = {"refusal": str(errors[0])} if refused else {"failure": _told(errors[0])}
-            return Result(mode=mode, ranks=ranks, **told)
+            reported = {"refusal": str(errors[0])} if refused else {"failure": _reported(errors[0])}
+            return Result(mode=mode, ranks=ranks, **reported)
         distances = [
             max(distance(rank[0][number], self._want[name]) for rank in found)
             for number, name in enumerate(mode.evaluations)
@@ -131,7 +131,7 @@ class Trial:
     def _use(
         self, mode: Mode, comm: Communicator, ranks: int, *, known: Any = None, verifications: Path | None = None
     ) -> Any:
-        """Predictions of one picture on this rank, and what is known of the denoiser then."""
+        """Predictions of one image on this rank, and what is known of the denoiser then."""
         rank, clock = comm.transport.rank, StepClock()
         model = self.models[rank]
         layer: Any = parse_strategy(mode.strategy).install(
@@ -198,5 +198,5 @@ def _other(x: Tensor) -> Tensor:
     return x + 0.5 * noise(*x.shape, seed=11) if x.is_floating_point() else x.flip(-1)
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -139,9 +139,9 @@ def _uvit() -> nn.Module:
 
 
 def _uvit_call(height: int, width: int) -> dict[str, Any]:
-    places = torch.arange(2 * height * width)
+    positions = torch.arange(2 * height * width)
     return {
-        "input_ids": (7 * places % _VOCABULARY).view(2, height, width),
+        "input_ids": (7 * positions % _VOCABULARY).view(2, height, width),
         "encoder_hidden_states": noise(2, TOKENS, WIDTH),
         "pooled_text_emb": noise(2, 16),
         "micro_conds": torch.tensor([[64.0, 64, 0, 0, 6]] * 2),

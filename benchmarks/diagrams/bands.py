@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, line, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, line, page, rank_style, text
 from patchpar.plan.bands import Stencil, split_bands
 
 ROWS, RANKS, STRIDE = 40, 3, 8
@@ -33,7 +33,7 @@ def halos() -> str:
         start, stop = bands.starts[number], bands.starts[number + 1]
         y, height = top + start * row + number * 16, (stop - start) * row
         parts += [
-            box(Rect(left, y, width, height), place(number)),
+            box(Rect(left, y, width, height), rank_style(number)),
             text(MARGIN, y + height / 2, f"rank {number}"),
             text(MARGIN, y + height / 2 + 17, f"rows {start}-{stop - 1}", look="soft", size=12),
         ]
@@ -87,7 +87,7 @@ def vae() -> str:
         parts.append(text(MARGIN, middle + 5, f"rank {number}"))
         for width, grown in columns:
             height = 34 * grown
-            parts.append(box(Rect(x, middle - height / 2, width, height), place(number)))
+            parts.append(box(Rect(x, middle - height / 2, width, height), rank_style(number)))
             if number:
                 parts.append(
                     arrow(
@@ -101,7 +101,7 @@ def vae() -> str:
             x += width + 14
         parts.append(arrow(x + 2, middle, x + 52, top + 2 * (step + 8) - 4))
     right = 110.0 + sum(width + 14 for width, _ in columns) + 60
-    parts.append(box(Rect(right, top + 40, 140, 4 * (step + 8) - 88), place(0), "the image,\non rank 0"))
+    parts.append(box(Rect(right, top + 40, 140, 4 * (step + 8) - 88), rank_style(0), "the image,\non rank 0"))
     under = top + ranks * (step + 8) + 16
     parts.append(text(MARGIN, under, "A rank of n holds an nth of the activations, and keys and values of the middle."))
     return page((820, under + MARGIN), "A VAE's decoder in four bands", parts)
@@ -109,7 +109,7 @@ def vae() -> str:
 
 def icon() -> str:
     """Four bands with their edges: the mark of the site."""
-    parts = [box(Rect(4, 4 + 15 * number, 56, 11), place(number)) for number in range(4)]
+    parts = [box(Rect(4, 4 + 15 * number, 56, 11), rank_style(number)) for number in range(4)]
     return page((64, 64), "patchpar", parts)
 
 
@@ -122,7 +122,7 @@ def overview() -> str:
         y = top + number * (height + gap)
         parts += [
             SCENE.format(number=number, x=left, y=y, h=height, up=-number * height),
-            box(Rect(MARGIN, y + 22, 70, 30), place(number), f"rank {number}"),
+            box(Rect(MARGIN, y + 22, 70, 30), rank_style(number), f"rank {number}"),
         ]
         parts += [box(Rect(left, edge, side, 8), "edge") for edge in _edges(number, ranks, y, height)]
         if number:

@@ -39,15 +39,15 @@ DARK = {
     "oldtip": "fill:#a3adba",
 }
 EITHER = {
-    "place0": "fill:#56a6dd",
-    "place1": "fill:#e8a33d",
-    "place2": "fill:#3fb08f",
-    "place3": "fill:#d08bb5",
-    "place4": "fill:#c9c04a",
+    "rank0": "fill:#56a6dd",
+    "rank1": "fill:#e8a33d",
+    "rank2": "fill:#3fb08f",
+    "rank3": "fill:#d08bb5",
+    "rank4": "fill:#c9c04a",
     "on": "fill:#14202b",
     "edge": "fill:url(#hatch)",
 }
-PLACES = 5
+RANK_STYLES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Rect:
         return self.x + self.w / 2, self.y + self.h / 2
 
 
-def place(number: int) -> str:
+def rank_style(number: int) -> str:
     """The look of a place on an axis, or of a block of a stream."""
-    return f"place{number % PLACES}"
+    return f"rank{number % RANK_STYLES}"
 
 
 def box(at: Rect, look: str, words: str = "", size: float = 13, *, faint: bool = False) -> str:
@@ -79,7 +79,7 @@ def box(at: Rect, look: str, words: str = "", size: float = 13, *, faint: bool =
     x, y = at.middle
     lines = words.split("\n")
     first = y - (len(lines) - 1) * size * 0.62 + size * 0.35
-    inside = "on" if look.startswith("place") else "ink"
+    inside = "on" if look.startswith("rank") else "ink"
     return rect + "".join(
         text(x, first + number * size * 1.24, line, look=inside, anchor="middle", size=size)
         for number, line in enumerate(lines)

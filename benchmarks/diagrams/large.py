@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, rank_style, text
 from patchpar.strategies.structure.sizing import scale_of, starts_of
 
 SIDE, NATIVE = 12, 6
@@ -20,11 +20,11 @@ def structure() -> str:
         for column in range(SIDE):
             patch = row % scale * scale + column % scale
             at = Rect(MARGIN + column * cell, top + row * cell, cell - 1, cell - 1)
-            parts.append(box(at, place(patch), faint=patch > 0))
+            parts.append(box(at, rank_style(patch), faint=patch > 0))
     middle = MARGIN + SIDE * cell + 30
     for patch in range(scale * scale):
         y = top + patch * 58
-        parts.append(box(Rect(middle, y, 46, 46), place(patch), faint=patch > 0))
+        parts.append(box(Rect(middle, y, 46, 46), rank_style(patch), faint=patch > 0))
         parts.append(text(middle + 56, y + 20, "the anchor leads:" if patch == 0 else "drawn to it", size=12))
     parts.append(text(middle + 56, top + 38, "the whole, small", look="soft", size=12))
     return page(
@@ -47,7 +47,7 @@ def _windows(left: float, top: float, cell: float) -> list[str]:
             at = Rect(
                 left + x * cell + inset, top + y * cell + inset, NATIVE * cell - 2 * inset, NATIVE * cell - 2 * inset
             )
-            parts.append(box(at, place(row * len(starts) + column), faint=True))
+            parts.append(box(at, rank_style(row * len(starts) + column), faint=True))
     parts.append(
         text(left, top + SIDE * cell + 24, f"{len(starts) ** 2} windows, blended; they move a", look="soft", size=12)
     )

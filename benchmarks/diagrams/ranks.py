@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, rank_style, text
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.stream.plan import StreamPlan
@@ -20,7 +20,7 @@ def mesh() -> str:
         axes = Mesh(rank, range(plan.world_size), **plan.degrees())
         column, row = axes["patch"].rank, axes["cfg"].rank
         x, y = left + column * (width + 46), top + row * (height + 62)
-        parts.append(box(Rect(x, y, width, height), place(column), f"rank {rank}\nband {column}", 15))
+        parts.append(box(Rect(x, y, width, height), rank_style(column), f"rank {rank}\nband {column}", 15))
         if axes["patch"].after is not None:
             parts.append(arrow(x + width + 4, y + height / 2, x + width + 42, y + height / 2, both=True))
         if row == 0:
@@ -50,12 +50,15 @@ def guidance() -> str:
     ]
     left = 150
     for number, words in enumerate(("with the prompt", "without it")):
-        parts.append(box(Rect(left + number * (unit + 6), top, unit, height), place(number), words))
+        parts.append(box(Rect(left + number * (unit + 6), top, unit, height), rank_style(number), words))
     parts.append(box(Rect(left + 2 * unit + 12, top, 92, height), "box", "scheduler"))
     lower = top + 92
     for number, words in enumerate(("with the prompt", "without it")):
         y = lower + number * (height + 36)
-        parts += [text(MARGIN, y + 27, f"cfg=2, rank {number}"), box(Rect(left, y, unit, height), place(number), words)]
+        parts += [
+            text(MARGIN, y + 27, f"cfg=2, rank {number}"),
+            box(Rect(left, y, unit, height), rank_style(number), words),
+        ]
         parts.append(box(Rect(left + unit + 80, y, 92, height), "box", "scheduler"))
     start, end = left + unit + 4, left + unit + 76
     upper_y, lower_y = lower + height / 2, lower + height + 36 + height / 2
@@ -89,7 +92,7 @@ def stages() -> str:
         for block in range(blocks):
             at = Rect(left + (number + block) * (width + 2), y, width, height)
             if number + block < blocks + 2:
-                parts.append(box(at, place(block), f"b{block}"))
+                parts.append(box(at, rank_style(block), f"b{block}"))
     under = top + plan.depth * (height + 8) + 22
     parts.append(
         text(MARGIN, under, "The first block is out after every rank has had it; from then on one comes in each beat.")

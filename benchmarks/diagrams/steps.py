@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, rank_style, text
 from patchpar.plan.kv_selection import AllRows, KVSelection, NearRows, NearRowsAndPooled, TokensAcross
 from patchpar.plan.step_clock import StepClock
 
@@ -49,7 +49,7 @@ def _timeline(name: str, sent: tuple[str, str], top: float) -> list[str]:
         )
         for rank in range(RANKS):
             y = top + 10 + rank * (height + between)
-            parts.append(box(Rect(x, y, width, height), place(rank), f"rank {rank}"))
+            parts.append(box(Rect(x, y, width, height), rank_style(rank), f"rank {rank}"))
         first, second = top + 10 + height + 3, top + 10 + height + between - 3
         for offset, thick, look in _lanes(("now", "now") if exact else sent):
             away = width + gap if look == "old" else 0
@@ -97,7 +97,7 @@ def _panel(left: float, name: str, how: str, selection: KVSelection) -> list[str
             parts.append(text(MARGIN, y + rows * cell / 2 + 5, f"rank {sender}"))
         parts.append(box(Rect(left, y, across.columns * cell, rows * cell), "none"))
         if sender == me:
-            parts.append(box(Rect(left, y, across.columns * cell, rows * cell), place(me), "own"))
+            parts.append(box(Rect(left, y, across.columns * cell, rows * cell), rank_style(me), "own"))
             continue
         for piece in selection.pieces(sender, me, rows):
             seen += piece.num_tokens(across)
@@ -105,7 +105,7 @@ def _panel(left: float, name: str, how: str, selection: KVSelection) -> list[str
                 height = min(piece.pool, piece.stop - start) * cell
                 for column in range(0, across.columns, piece.pool):
                     at = Rect(left + column * cell + 1, y + start * cell + 1, piece.pool * cell - 2, height - 2)
-                    parts.append(box(at, place(sender), faint=piece.pool > 1))
+                    parts.append(box(at, rank_style(sender), faint=piece.pool > 1))
     part = seen / (3 * rows * across.num_tokens)
     parts.append(text(left, top + 4 * (rows * cell + 6) + 14, f"{part:.0%} of the others' keys"))
     return parts

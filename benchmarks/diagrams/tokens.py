@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.diagrams.canvas import MARGIN, Rect, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, box, page, rank_style, text
 
 RANKS = 4
 Rounds = Sequence[Callable[[int], tuple[int, ...]]]
@@ -60,5 +60,5 @@ def _panel(left: float, name: str, how: str, rounds: Rounds) -> list[str]:
             part = height / len(owners)
             for row, owner in enumerate(owners):
                 at = Rect(left + rank * (width + 4), y + row * part, width, part - (1 if len(owners) > 1 else 0))
-                parts.append(box(at, place(owner), str(owner), 11))
+                parts.append(box(at, rank_style(owner), str(owner), 11))
     return parts

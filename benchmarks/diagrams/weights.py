@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, rank_style, text
 
 RANKS, SLOTS, BLOCKS = 3, 2, 6
 STAGES, PIECES, STEPS = 3, 4, 2
@@ -18,7 +18,7 @@ def slots() -> str:
     ]
     for rank in range(RANKS):
         at = Rect(left + rank * 2 * width, top, 2 * width, height)
-        parts.append(box(at, place(rank), f"kept by rank {rank}"))
+        parts.append(box(at, rank_style(rank), f"kept by rank {rank}"))
     runs = top + height + 50
     parts += [text(MARGIN, runs + 25, "runs"), text(left, runs - 12, "time", look="soft")]
     parts.append(arrow(left + 34, runs - 16, left + 130, runs - 16, "old"))
@@ -49,7 +49,7 @@ def _slot(slot: int, first: Rect) -> list[str]:
 
 def _arriving(at: Rect, block: int) -> str:
     third = at.w / RANKS
-    stripes = [box(Rect(at.x + rank * third, at.y, third, at.h), place(rank), faint=True) for rank in range(RANKS)]
+    stripes = [box(Rect(at.x + rank * third, at.y, third, at.h), rank_style(rank), faint=True) for rank in range(RANKS)]
     return "".join(stripes) + box(at, "none", f"block {block} comes", 12)
 
 
@@ -68,7 +68,7 @@ def piped() -> str:
         for number in range(STEPS * PIECES):
             step, piece = divmod(number, PIECES)
             at = Rect(left + (stage + number) * (width + 2), y, width, height)
-            parts.append(box(at, place(piece), f"piece {piece}\nstep {step}", 11, faint=step == 0))
+            parts.append(box(at, rank_style(piece), f"piece {piece}\nstep {step}", 11, faint=step == 0))
             if stage + 1 < STAGES and number == 1:
                 parts.append(arrow(at.x + width / 2, y + height + 2, at.x + width + 6, y + height + 14))
     under = top + STAGES * (height + 16) + 14

@@ -1,6 +1,6 @@
 """What stale and partial exchange cost in quality, emulated in one process: no ranks, no transport.
 
-    python -m benchmarks.emulation --captions 4 --places 4 --steps 20 --size 256
+    python -m benchmarks.emulation --captions 4 --patches 4 --steps 20 --size 256
     python -m benchmarks.emulation --captions 2 --size 128 --ranks         with real ranks beside it
 
 Prints for each policy the PSNR in dB against the exact run, mean over the captions: of the latents' first three
@@ -123,7 +123,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[2] / "assets" / "scenes-unet")
     parser.add_argument("--captions", type=int, choices=range(1, 65), default=4, metavar="1..64")
-    parser.add_argument("--places", type=int, default=4)
+    parser.add_argument("--patches", type=int, default=4)
     parser.add_argument("--size", type=int, default=256, help="side of the image in pixels")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
@@ -141,7 +141,7 @@ def real_ranks(arguments: argparse.Namespace) -> Iterator[ParallelPipeline | Non
         yield None
         return
     options = {"variant": "fp16", "torch_dtype": torch.float32}
-    with ParallelPipeline.from_pretrained(arguments.model, devices=f"cpu:{arguments.places}", **options) as pipe:
+    with ParallelPipeline.from_pretrained(arguments.model, devices=f"cpu:{arguments.patches}", **options) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
 
@@ -149,7 +149,7 @@ def real_ranks(arguments: argparse.Namespace) -> Iterator[ParallelPipeline | Non
 def by_ranks(pipe: ParallelPipeline, strategy: str, arguments: argparse.Namespace) -> Tensor:
     """The latents of real ranks."""
     options = replace(parse_strategy(strategy), warmup_steps=arguments.warmup)
-    pipe.plan = Plan(patch=arguments.places, strategy=options)
+    pipe.plan = Plan(patch=arguments.patches, strategy=options)
     return latents(pipe, arguments)
 
 
@@ -174,7 +174,7 @@ def main() -> None:
     exact_images = images(pipe, exact)
     columns = ("policy", "latents, dB", "images, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
     print(
-        f"{arguments.captions} captions, {arguments.size} x {arguments.size}, {arguments.places} places, "
+        f"{arguments.captions} captions, {arguments.size} x {arguments.size}, {arguments.patches} places, "
         f"{arguments.steps} steps of which {arguments.warmup} are exact, guidance {arguments.guidance:g}\n\n"
         f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
         flush=True,
@@ -184,7 +184,7 @@ def main() -> None:
             policy = ROWS[name]
             if policy.warmup_steps:
                 policy = replace(policy, warmup_steps=arguments.warmup)
-            with Emulation(pipe.unet, arguments.places, policy):
+            with Emulation(pipe.unet, arguments.patches, policy):
                 made = latents(pipe, arguments)
             found = psnr_db(channels(made), channels(exact)), psnr_db(images(pipe, made), exact_images)
             real = None

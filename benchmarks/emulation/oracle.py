@@ -53,17 +53,17 @@ class Emulation:
     def __init__(
         self,
         unet: nn.Module,
-        places: int,
+        patches: int,
         policy: EmulatedPolicy,
         *,
         total_stride: int | None = None,
         split: str = "rows",
     ) -> None:
-        if places < 2:
-            raise ValueError(f"places={places}: one place exchanges nothing, use at least 2")
+        if patches < 2:
+            raise ValueError(f"places={patches}: one place exchanges nothing, use at least 2")
         if split not in DIMS:
             raise ValueError(f"split={split!r} is neither rows nor columns")
-        self.unet, self.places, self.policy = unet, places, policy
+        self.unet, self.patches, self.policy = unet, patches, policy
         self.evaluation = 0
         self.cache: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
         self.partials: dict[str, list[Partial]] = {}  # by layer and place: attention to all remote tokens
@@ -121,7 +121,7 @@ class Emulation:
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         self.times.append(float(torch.as_tensor(timestep).flatten()[0]))
         size = (sample.shape[-2], sample.shape[-1])
-        bands = split_bands(size[self._dim], self.places, self._total_stride or self._sites.total_stride)
+        bands = split_bands(size[self._dim], self.patches, self._total_stride or self._sites.total_stride)
         self._cut = Cut(bands=bands, size=size, dim=self._dim)
         output = original(*args, **kwargs)
         self.evaluation += 1
@@ -166,20 +166,20 @@ class Emulation:
         pieces = [narrow(maps, self._dim, span) for span in self._cut.spans(grid[self._dim])]
         now = [moments_of(piece, norm.num_groups) for piece in pieces]
         then = self.cache.get(path)
-        shown = self._exchange(path, now, fresh=self.policy.moments == "fresh")
+        displayed = self._exchange(path, now, fresh=self.policy.moments == "fresh")
         if self.synchronous:
             return original(x)
         normalised = [
-            normalise(norm, piece, *self._moments(group_rank, now, then, shown))
+            normalise(norm, piece, *self._moments(group_rank, now, then, displayed))
             for group_rank, piece in enumerate(pieces)
         ]
         return torch.cat(normalised, self._dim).view(x.shape)
 
     def _moments(
-        self, group_rank: int, now: Sequence[Moments], then: Sequence[Moments] | None, shown: Sequence[Moments]
+        self, group_rank: int, now: Sequence[Moments], then: Sequence[Moments] | None, displayed: Sequence[Moments]
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance that `group_rank` normalises with, from moments of this step, of the last, as shown."""
-        others = [each for other, each in enumerate(shown) if other != group_rank]
+        others = [each for other, each in enumerate(displayed) if other != group_rank]
         if self.policy.moments in LEAST:
             mean, variance = corrected(merged(then), then[group_rank], now[group_rank], LEAST[self.policy.moments])
         else:
@@ -221,22 +221,24 @@ class Emulation:
         spans = self._cut.spans(grid[dim])
         now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
         before, earlier = self.cache.get(path), self.earlier.get(path)
-        shown = self._exchange(path, now, fresh=self.policy.context == "fresh")
+        displayed = self._exchange(path, now, fresh=self.policy.context == "fresh")
         if self.policy.extrapolated:
             self.earlier[path] = before
-            if shown is before and earlier is not None and not self.policy.frozen:
+            if displayed is before and earlier is not None and not self.policy.frozen:
                 line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
-                shown = KeyValues(*((new + self._ahead() * moved).to(call.key.dtype) for new, moved in line))
+                displayed = KeyValues(*((new + self._ahead() * moved).to(call.key.dtype) for new, moved in line))
         if self.policy.correction != "none" and not (self.synchronous or self.policy.frozen):
-            shown = KeyValues(
+            displayed = KeyValues(
                 *(
                     corrected_map(self.policy.correction, each, spans, dim)
-                    for each in zip(now, shown, before, strict=True)
+                    for each in zip(now, displayed, before, strict=True)
                 )
             )
         query = call.query.mT.unflatten(-1, grid)
         queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
-        remote = [list(context_of(group_rank, shown, spans, dim, self.policy)) for group_rank in range(self.places)]
+        remote = [
+            list(context_of(group_rank, displayed, spans, dim, self.policy)) for group_rank in range(self.patches)
+        ]
         cached = self.policy.context == "partials"
         if cached and self._refreshes(number):
             self.partials[path] = [attend(*each, scale) for each in zip(queries, remote, strict=True)]

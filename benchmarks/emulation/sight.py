@@ -154,29 +154,29 @@ def corrected_map(kind: str, maps: tuple[Tensor, Tensor, Tensor], spans: Sequenc
     """
     pieces = []
     for span in spans:
-        now, shown, old = (narrow(x, dim, span).flatten(-2).mT for x in maps)
+        now, displayed, old = (narrow(x, dim, span).flatten(-2).mT for x in maps)
         size = narrow(maps[0], dim, span).shape[-2:]
-        pieces.append(corrected_tokens(kind, now, shown, old).mT.unflatten(-1, size))
+        pieces.append(corrected_tokens(kind, now, displayed, old).mT.unflatten(-1, size))
     return torch.cat(pieces, dim)
 
 
-def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tensor:
+def corrected_tokens(kind: str, now: Tensor, displayed: Tensor, old: Tensor) -> Tensor:
     """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64.
 
     First of what has changed on the way from the old ones to those shown, at least half of that way and at most all of
     it; then of what is still missing. A factor for each channel comes from some 256 tokens, as does the way; a mean is
     that of all.
     """
-    dtype, (now, shown, old) = now.dtype, (x.double() for x in (now, shown, old))
+    dtype, (now, displayed, old) = now.dtype, (x.double() for x in (now, displayed, old))
     old_mean = old.mean(-2, keepdim=True)
     tokens, width = old.shape[-2:]
     matrices = kind == "linear" and tokens >= 4 * (width + 1)
     apart = 1 if matrices or tokens < 512 else tokens // 256 // 2 * 2 + 1
-    way, change = (x[..., ::apart, :] - x[..., ::apart, :].mean(-2, keepdim=True) for x in (shown - old, now - old))
+    way, change = (x[..., ::apart, :] - x[..., ::apart, :].mean(-2, keepdim=True) for x in (displayed - old, now - old))
     length = way.square().sum((-2, -1), keepdim=True)
     along = torch.where(length > 0, (way * change).sum((-2, -1), keepdim=True) / length, 0.0).clamp(0.5, 1.0)
-    shown = old + along * (shown - old)
-    missing = now - shown
+    displayed = old + along * (displayed - old)
+    missing = now - displayed
     some_missing, some_old = (x[..., ::apart, :] for x in (missing, old))
     centred = some_old - some_old.mean(-2, keepdim=True)
     squares = centred.square().mean(-2)
@@ -187,7 +187,7 @@ def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tens
     else:
         factor = (centred * some_missing).mean(-2) / (squares + ridge)
         added = (old - old_mean) * factor.unsqueeze(-2)
-    return (shown + added + missing.mean(-2, keepdim=True)).to(dtype)
+    return (displayed + added + missing.mean(-2, keepdim=True)).to(dtype)
 
 
 def pooled_tokens(piece: KeyValues, side: int) -> Tokens:
@@ -206,24 +206,24 @@ def _window_sums(x: Tensor, side: int) -> Tensor:
 
 
 def context_of(
-    group_rank: int, shown: KeyValues, spans: Sequence[Span], dim: int, policy: EmulatedPolicy
+    group_rank: int, displayed: KeyValues, spans: Sequence[Span], dim: int, policy: EmulatedPolicy
 ) -> Iterator[Tokens]:
     """What `group_rank` attends to beside its own tokens."""
     for other, (start, stop) in enumerate(spans):
         if other == group_rank or policy.context == "none":
             continue
         if policy.context in ("fresh", "all", "partials"):
-            yield as_tokens(shown.piece(dim, (start, stop)))
+            yield as_tokens(displayed.piece(dim, (start, stop)))
         elif abs(other - group_rank) > 1:
             if policy.context == "pooled":
-                yield pooled_tokens(shown.piece(dim, (start, stop)), policy.pool)
+                yield pooled_tokens(displayed.piece(dim, (start, stop)), policy.pool)
         else:
-            share = policy.band if policy.context == "pooled" else policy.fraction
-            rows = max(1, round(share * (stop - start)))
+            kept = policy.band if policy.context == "pooled" else policy.fraction
+            rows = max(1, round(kept * (stop - start)))
             near, rest = _nearest(start, stop, rows, at_end=other < group_rank)
-            yield as_tokens(shown.piece(dim, near))
+            yield as_tokens(displayed.piece(dim, near))
             if policy.context == "pooled" and rest[0] < rest[1]:
-                yield pooled_tokens(shown.piece(dim, rest), policy.pool)
+                yield pooled_tokens(displayed.piece(dim, rest), policy.pool)
 
 
 def _nearest(start: int, stop: int, rows: int, *, at_end: bool) -> tuple[Span, Span]:

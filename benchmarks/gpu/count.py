@@ -63,13 +63,13 @@ def model_lines(model: str, size: int, world: int, strategies: Sequence[str], *,
         "| events | allocations | peak | held |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-    places: Counter[str] = Counter()
+    locations: Counter[str] = Counter()
     for strategy, step, counts, plain in counted(model, size, world, strategies, short=short):
         yield row(strategy, step, counts, plain)
-        places.update({f"{strategy}, {step}: {place}": number for place, number in counts.syncs.items()})
-    if places:
+        locations.update({f"{strategy}, {step}: {location}": number for location, number in counts.syncs.items()})
+    if locations:
         yield ""
-        yield from (f"- {number} x {place}" for place, number in places.items())
+        yield from (f"- {number} x {location}" for location, number in locations.items())
 
 
 def counted(

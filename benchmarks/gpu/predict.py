@@ -67,21 +67,22 @@ class Assumptions:
     operation: float = 15e-6
     shortest_kernel: float = 2e-6
     message: float = 10e-6
-    matmul_share: float = 0.6
-    memory_share: float = 0.8
-    link_share: float = 0.7
+    matmul_fraction: float = 0.6
+    memory_fraction: float = 0.8
+    link_fraction: float = 0.7
 
     def lines(self) -> Iterator[str]:
         """Yield them as a list."""
         yield f"- a launch takes {self.launch * 1e6:.0f} µs of the process, a message {self.operation * 1e6:.0f} µs"
         yield (
-            f"- a kernel takes as long as its FLOPs at {self.matmul_share:.0%} of the published rate (FlashAttention-2 "
-            "reaches 50 to 73 % on an A100, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691)), or as its bytes at "
-            f"{self.memory_share:.0%} of the memory's, whichever is more, and {self.shortest_kernel * 1e6:.0f} µs at "
-            "least; every kernel reads its inputs and writes its outputs, and nothing stays in a cache"
+            f"- a kernel takes as long as its FLOPs at {self.matmul_fraction:.0%} of the published rate "
+            "(FlashAttention-2 reaches 50 to 73 % on an A100, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691)), "
+            f"or as its bytes at {self.memory_fraction:.0%} of the memory's, whichever is more, and "
+            f"{self.shortest_kernel * 1e6:.0f} µs at least; every kernel reads its inputs and writes its outputs, and "
+            "nothing stays in a cache"
         )
         yield (
-            f"- a message takes {self.message * 1e6:.0f} µs, and its bytes at {self.link_share:.0%} of the link's "
+            f"- a message takes {self.message * 1e6:.0f} µs, and its bytes at {self.link_fraction:.0%} of the link's "
             "rate; in an exact step the device waits for all of it, in a stale one only for exchanges that are fresh"
         )
         yield (
@@ -122,7 +123,7 @@ class Prediction:
 
 def predicted(counts: CallCounts, device: Device, stale: Collection[str] = ()) -> Prediction:
     """Predict one step of one rank. `stale`: kinds of values for which the device does not wait in this step."""
-    rate = device.link * ASSUMED.link_share
+    rate = device.link * ASSUMED.link_fraction
     fresh = sum(size for kind, size in counts.booked.items() if kind not in stale)
     waits = sum(number for label, number in counts.rounds.items() if not set(label.split("+")) <= set(stale))
     return Prediction(
@@ -144,8 +145,8 @@ def stale_kinds(strategy: str) -> set[str]:
 
 def kernel_time(work: Work, device: Device) -> float:
     """Return the seconds of one kernel."""
-    computing = work.flops / (device.flops * ASSUMED.matmul_share)
-    moving = work.num_bytes / (device.memory * ASSUMED.memory_share)
+    computing = work.flops / (device.flops * ASSUMED.matmul_fraction)
+    moving = work.num_bytes / (device.memory * ASSUMED.memory_fraction)
     return max(computing, moving, ASSUMED.shortest_kernel)
 
 

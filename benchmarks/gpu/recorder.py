@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         on_device = any(_is_on_device(x) for x in tree_leaves((args, kwargs)))
         name = func.overloadpacket.__name__
         if on_device and name in READS:
-            self.counts.syncs[f"{name} at {place()}"] += 1
+            self.counts.syncs[f"{name} at {location()}"] += 1
             self._launch(name, args)
             return self._seen(made_up(name, args))
         if name in READS and any(isinstance(x, FakeTensor) for x in tree_leaves(args)):  # a copy on the host
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
         target = kwargs.get("device") or args[0].device
         if not isinstance(source, Tensor) or torch.device(target).type == source.device.type:
             return
-        where = f"{source.device.type} to {torch.device(target).type} at {place()}"
+        where = f"{source.device.type} to {torch.device(target).type} at {location()}"
         self.counts.copies[where] += 1
         blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if blocks:
@@ -192,8 +192,8 @@ def _bytes_out(name: str, args: Sequence[Any]) -> int:
     group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
     size = group.size()
     if name == "alltoall_base_":
-        shares = args[4] or [args[1].shape[0] // size] * size
-        return _num_bytes(args[1]) * (sum(shares) - shares[group.rank()]) // max(1, sum(shares))
+        parts = args[4] or [args[1].shape[0] // size] * size
+        return _num_bytes(args[1]) * (sum(parts) - parts[group.rank()]) // max(1, sum(parts))
     if name in ("allgather_", "_allgather_base_"):
         return (size - 1) * _num_bytes(args[1])
     if name == "broadcast_":
@@ -223,7 +223,7 @@ def work_of(func: Any, args: Any, kwargs: Any, found: Any) -> Work:
     return Work(flops, sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors))
 
 
-def place() -> str:
+def location() -> str:
     """Return file and line of the innermost caller in patchpar, else in diffusers."""
     frames = list(_frames())
     for package in ("/patchpar/", "/diffusers/"):

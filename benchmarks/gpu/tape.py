@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu.recorder import LiveMemory, Recorder, place
+from benchmarks.gpu.recorder import LiveMemory, Recorder, location
 
 
 class Entry(NamedTuple):
@@ -63,7 +63,7 @@ class Tape(Recorder):
         before = tuple(number for number in map(self._numbers.of, tensors) if number not in self._made)
         if func.namespace != "prim":
             text = f"{func} {', '.join(map(_text, leaves))}"
-            self.entries.append(Entry(text, before, place() if before else ""))
+            self.entries.append(Entry(text, before, location() if before else ""))
         found = super().__torch_dispatch__(func, types, args, kwargs)
         taken = set(map(self._numbers.of, tensors))
         for x in tree_leaves(found):

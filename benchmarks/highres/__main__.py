@@ -172,7 +172,7 @@ MEASURED = (
     "The embedded model, from the prompt to the PNG, two workers of one thread, in turns, medians of three images "
     "each (`benchmarks/highres/two_ranks.py`)."
 )
-SHOWN = (
+DISPLAYED = (
     "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions}. Native images are "
     "what the anchor alone becomes. The counter is right on {right:.0%} of renders. It looks for regions of 60 "
     "of 128 x 128 pixels and more: smaller objects, of which direct images and the paper's have dozens at 4 x 4, are "
@@ -219,7 +219,7 @@ def _images(options: argparse.Namespace) -> Iterator[str]:
     yield from ("## Images", "")
     for each in options.generate or [ImageSet()]:
         facts = {"size": each.scale * NATIVE, "native": NATIVE, "right": right, "steps": each.steps}
-        yield from (SHOWN.format(**facts, captions=_first(each.captions)), "")
+        yield from (DISPLAYED.format(**facts, captions=_first(each.captions)), "")
         kept = ImageCache(scale=each.scale, steps=each.steps, folder=options.structure_strength)
         yield from (*images(each.methods, each.captions, kept, options.sheet), "")
         if options.sheet is not None:

@@ -93,8 +93,8 @@ def calibrate(method: Method, *, side: int = 64, scale: int = 2, images: int = 1
     for time in times:
         layout = PatchInputs.of(((x, time), {}), pixels=8)
         asked = DenoiserCall(forward=forward, layout=layout, branches=1)
-        portion, _ = stage.predict(asked, level_of(scheduler, time), interlace)
-        prediction = portion.finish(PredictionMerge(mesh, f"step {clock.evaluation}").at_once(portion))
+        part, _ = stage.predict(asked, level_of(scheduler, time), interlace)
+        prediction = part.finish(PredictionMerge(mesh, f"step {clock.evaluation}").at_once(part))
         x = scheduler.step(prediction, time, x).prev_sample
         clock.tick()
     after = scheduler.timesteps[len(times)]

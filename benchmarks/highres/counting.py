@@ -55,8 +55,8 @@ def objects(image_CHW: Tensor, color: str) -> int:
     """Regions of a colour in an image (3, H, W) in 0..1."""
     scale = SEEN / min(image_CHW.shape[-2:])
     small = F.interpolate(image_CHW[None], scale_factor=scale, mode="area" if scale < 1 else "bilinear")[0]
-    shown = _of_hue(small.clamp(0, 1), colorsys.rgb_to_hsv(*(part / 255 for part in PAINT[color]))[0])
-    return _regions(shown)
+    displayed = _of_hue(small.clamp(0, 1), colorsys.rgb_to_hsv(*(part / 255 for part in PAINT[color]))[0])
+    return _regions(displayed)
 
 
 def miscounted(image_CHW: Tensor, subject: Subject) -> float:
@@ -78,9 +78,9 @@ def _of_hue(image_CHW: Tensor, hue: float) -> Tensor:
     return (away < 20 / 360) & (chroma > 0.45 * most) & (most > 0.2)
 
 
-def _regions(shown_HW: Tensor) -> int:
+def _regions(displayed_HW: Tensor) -> int:
     """Connected regions of at least LEAST pixels, small gaps closed."""
-    solid = shown_HW[None, None].float()
+    solid = displayed_HW[None, None].float()
     closed = -F.max_pool2d(-F.max_pool2d(solid, CLOSED, 1, CLOSED // 2), CLOSED, 1, CLOSED // 2) > 0.5
     labels = torch.arange(1.0, closed.numel() + 1).reshape(closed.shape) * closed
     while True:
@@ -96,6 +96,6 @@ def accuracy(count: int, *, side: int = 256) -> float:
     """The share of rendered scenes that are counted right."""
     right = 0
     for number, subject in enumerate(subjects(count, seed=1)):
-        shown = render(subject.scene, random.Random(number), height=side, width=side)
-        right += miscounted((to_tensor(shown.pixels)[0] + 1) / 2, subject) == 0
+        displayed = render(subject.scene, random.Random(number), height=side, width=side)
+        right += miscounted((to_tensor(displayed.pixels)[0] + 1) / 2, subject) == 0
     return right / count

@@ -74,8 +74,8 @@ class ImageCache:
             image = generated(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
             self.folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image.permute(1, 2, 0) * 255).round().byte().numpy()).save(path)
-        shown = np.asarray(Image.open(path).convert("RGB"))
-        return torch.from_numpy(shown.copy()).permute(2, 0, 1).float() / 255
+        displayed = np.asarray(Image.open(path).convert("RGB"))
+        return torch.from_numpy(displayed.copy()).permute(2, 0, 1).float() / 255
 
 
 def generated(pipe: ParallelPipeline, name: str, subject: Subject, *, scale: int, steps: int, seed: int) -> Tensor:

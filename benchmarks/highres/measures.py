@@ -36,9 +36,9 @@ def seam_index(image_CHW: Tensor, rows: Sequence[int]) -> Index:
     step = jump[:, 1:-1] - 0.5 * (jump[:, 2:] + jump[:, :-2])  # entry r is the step between rows r + 1 and r + 2
     blocks = step.unfold(-1, BLOCK, BLOCK).mean(-1).abs().mean((0, 2))
     at = torch.tensor([row - 2 for row in rows])
-    places = torch.arange(len(blocks))
-    far = (places[:, None] - at).abs().amin(1) > MARGIN
-    off = blocks[far & (places >= MARGIN) & (places < len(blocks) - MARGIN)]
+    positions = torch.arange(len(blocks))
+    far = (positions[:, None] - at).abs().amin(1) > MARGIN
+    off = blocks[far & (positions >= MARGIN) & (positions < len(blocks) - MARGIN)]
     mean = blocks[at].mean()
     return Index(value=float(mean / off.mean()), z=float((mean - off.mean()) / (off.std() / math.sqrt(len(rows)))))
 
@@ -47,12 +47,12 @@ def repetition_index(image_CHW: Tensor, window: tuple[int, int]) -> Index:
     """Mean correlation of all pairs of windows, each as it stands, 1.5 to 24 cycles; 0 is none, 1 all the same."""
     luma, (height, width) = image_CHW.mean(0), window
     rows, columns = (side // one for side, one in zip(luma.shape, window, strict=True))
-    shown = [
+    displayed = [
         _band(luma[row * height : (row + 1) * height, column * width : (column + 1) * width])
         for row in range(rows)
         for column in range(columns)
     ]
-    flat = torch.stack([each.flatten() / each.norm().clamp_min(1e-9) for each in shown])
+    flat = torch.stack([each.flatten() / each.norm().clamp_min(1e-9) for each in displayed])
     pairs = (flat @ flat.T)[torch.triu_indices(len(flat), len(flat), 1).unbind()]
     return Index(value=float(pairs.mean()), z=float(pairs.mean() / (pairs.std() / math.sqrt(len(pairs)))))
 

@@ -61,8 +61,8 @@ class Row:
 
         What takes less than a quarter of a step disappears in how much steps differ by themselves.
         """
-        told = NOISE * self.spread < self.link_time and self.busy >= LEAST_BUSY
-        return self.strategy in STALE and told and self.busy <= 1.0
+        reported = NOISE * self.spread < self.link_time and self.busy >= LEAST_BUSY
+        return self.strategy in STALE and reported and self.busy <= 1.0
 
     @property
     def busy(self) -> float:
@@ -175,7 +175,7 @@ def line(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def promises(rows: Sequence[Row]) -> Iterator[str]:
+def claims(rows: Sequence[Row]) -> Iterator[str]:
     """What is promised, and whether it is kept."""
     for strategy in STALE:
         judged = [row for row in rows if row.strategy == strategy and row.is_judged]
@@ -244,7 +244,7 @@ def main() -> None:
     ) as ranks:
         for strategy in options.strategy or STRATEGIES:
             rows += rows_of(ranks, strategy, options)[1]
-        text += [*map(line, rows), "", *promises(rows)]
+        text += [*map(line, rows), "", *claims(rows)]
         if not options.no_rule:
             text += ["", "## Fresh or stale edges", "", *rule(ranks, options)]
     print("\n".join(text))

@@ -28,7 +28,7 @@ WARM = 2  # steps: the first has no past, and the first after it is stale for th
 
 
 @dataclass(slots=True)
-class Swap:
+class Exchange:
     """One exchange: when it was sent and first waited for, and what left this rank."""
 
     where: str
@@ -46,15 +46,15 @@ class Recorder:
 
     def __init__(self, inner: DelayedTransport) -> None:
         self.inner, self.rank, self.device, self.deadline = inner, inner.rank, inner.device, inner.deadline
-        self.swaps: list[Swap] = []
+        self.exchanges: list[Exchange] = []
         self.waited, self.without_waits = 0.0, False
 
     def now(self) -> float:
         return self.clock() - (self.waited if self.without_waits else 0.0)
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedWork:
-        send_recv = Swap(where, self.now(), sum(message.num_bytes for message in outgoing))
-        self.swaps.append(send_recv)
+        send_recv = Exchange(where, self.now(), sum(message.num_bytes for message in outgoing))
+        self.exchanges.append(send_recv)
         return RecordedWork(self.inner.send_recv(outgoing, incoming, where), send_recv, self)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Recorder:
 class RecordedWork(Work[Messages]):
     """Notes when it is first waited for."""
 
-    def __init__(self, pending: Work[Messages], send_recv: Swap, recorder: Recorder) -> None:
+    def __init__(self, pending: Work[Messages], send_recv: Exchange, recorder: Recorder) -> None:
         super().__init__(pending.incoming, pending.where)
         self._pending, self._send_recv, self._recorder = pending, send_recv, recorder
 
@@ -171,11 +171,11 @@ class Steps:
         self._link(0.0, float("inf"), 0)
         self.meet.same(torch.zeros(1))
         self._steps(1)
-        self.recorder.swaps, start = [], self.recorder.now()
+        self.recorder.exchanges, start = [], self.recorder.now()
         self._steps(1)
-        swaps, end = list(self.recorder.swaps), self.recorder.now()
+        exchanges, end = list(self.recorder.exchanges), self.recorder.now()
         self._steps(1)
-        return {"seconds": end - start, "messages": [_seen(send_recv, start, end) for send_recv in swaps]}
+        return {"seconds": end - start, "messages": [_seen(send_recv, start, end) for send_recv in exchanges]}
 
     def _link(self, latency: float, rate: float, overtake: int) -> None:
         self.line.latency, self.line.rate, self.line.overtake = latency, rate, overtake
@@ -200,7 +200,7 @@ class Bench(Steps):
         super().__init__(connect(context), context.beat)
 
 
-def _seen(send_recv: Swap, start: float, end: float) -> tuple[str, float, float, int, int]:
+def _seen(send_recv: Exchange, start: float, end: float) -> tuple[str, float, float, int, int]:
     assert send_recv.needed is not None, f"{send_recv.where} was not waited for within two steps"
     age = int(send_recv.needed > end)
     return send_recv.where, send_recv.sent - start, send_recv.needed - (end if age else start), send_recv.num_bytes, age

@@ -134,8 +134,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=REPOSITORY / "runs/quality", help="exact images, LPIPS")
     parser.add_argument("--lpips", default="fetch", help='file of weights, "fetch" (62 MB, once), or "none"')
     for name, path in (("table", TABLE), ("plot", PLOT)):
-        told = f"write {path.relative_to(REPOSITORY)}"
-        parser.add_argument(f"--{name}", type=Path, nargs="?", const=path, help=told)
+        reported = f"write {path.relative_to(REPOSITORY)}"
+        parser.add_argument(f"--{name}", type=Path, nargs="?", const=path, help=reported)
     options = parser.parse_args(arguments)
     if options.first >= (captions := options.captions or (QUICK if options.quick else FULL).captions):
         parser.error(f"--first {options.first} leaves nothing of {captions} captions")

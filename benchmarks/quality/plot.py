@@ -105,8 +105,8 @@ def write_plot(path: Path, rows: Iterable[Row]) -> None:
 
 def _scales(rows: Sequence[Row]) -> tuple[Scale, Scale]:
     sent = [row.bytes_per_step for row in rows]
-    shown = [row.psnr_db for row in rows if row.psnr_db < EXACT_DB] or [EXACT_DB - 20]
-    low, high = 10 * math.floor((min(shown) - 2) / 10), 10 * math.ceil((max(shown) + 5) / 10)
+    displayed = [row.psnr_db for row in rows if row.psnr_db < EXACT_DB] or [EXACT_DB - 20]
+    low, high = 10 * math.floor((min(displayed) - 2) / 10), 10 * math.ceil((max(displayed) + 5) / 10)
     x = Scale(min(sent) / 1.6, max(sent) * 1.6, LEFT, WIDTH - RIGHT, logarithmic=True)
     return x, Scale(low, high, HEIGHT - BOTTOM, TOP)
 

@@ -85,7 +85,7 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     return in_order(map(_row, cells.values()))
 
 
-def _place(setting: Setting) -> tuple[object, ...]:
+def _position(setting: Setting) -> tuple[object, ...]:
     """Where a setting stands in the document."""
     pixels = setting.height * setting.width
     return pixels, setting.height, setting.scheduler, setting.steps, setting.guidance, setting.seed, setting.model
@@ -120,7 +120,7 @@ def _mean_if_all(values: Sequence[float | None]) -> float | None:
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """Rows, by setting, ranks, and the best first."""
-    return sorted(rows, key=lambda row: (_place(row.setting), row.ranks, -row.psnr_db, row.label))
+    return sorted(rows, key=lambda row: (_position(row.setting), row.ranks, -row.psnr_db, row.label))
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -110,7 +110,7 @@ def image_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
     """Images per second by number of ranks."""
     rates: list[tuple[int, float]] = []
     for ranks in (1, 2, 4):
-        found = pool.call("run", "benchmarks.stream.__main__:pictures_on_rank", ranks, "auto", (count, seconds))
+        found = pool.call("run", "benchmarks.stream.__main__:images_on_rank", ranks, "auto", (count, seconds))
         out = sorted(moment for times in found[:ranks] for moment in times)[ranks:]  # the stages have filled
         rates.append((ranks, (len(out) - 1) / (out[-1] - out[0])))
     return [f"| {ranks} | {rate:.2f} | {rate / rates[0][1]:.2f} |" for ranks, rate in rates]

@@ -69,7 +69,7 @@ class SleepingRanks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class Displayed:
     """`at`: seconds since the beginning of the stream. `late`: of the end of the chunk behind its audio."""
 
     at: float
@@ -97,7 +97,7 @@ def microphone(stream: StreamSession, begin: float) -> Iterator[None]:
         thread.join()
 
 
-def through_an_outage(output: Output) -> tuple[list[Shown], float]:
+def through_an_outage(output: Output) -> tuple[list[Displayed], float]:
     """Chunks of a live stream, and when its outage began, in seconds since the beginning."""
     course = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=False)
     delivery = StreamDelivery(output=output, pace="realtime")
@@ -105,14 +105,14 @@ def through_an_outage(output: Output) -> tuple[list[Shown], float]:
     track = AudioTrack(AUDIO, LATENTS)
     with StreamSession(SleepingRanks().run, (course,), limits, FORMAT, delivery, track) as stream:
         stream.begin(PromptUpdate(text="a"))
-        begin, shown = time.monotonic(), list[Shown]()
+        begin, displayed = time.monotonic(), list[Displayed]()
         outage = FORMAT.seconds(OUTAGE_BLOCK + 1)
         with microphone(stream, begin):
             for chunk in stream:
                 at = time.monotonic() - begin
-                shown.append(Shown(at=at, late=at - chunk.pts - len(chunk.frames) / FPS))
+                displayed.append(Displayed(at=at, late=at - chunk.pts - len(chunk.frames) / FPS))
                 if at > outage + OUTAGE + AFTER + 2:
-                    return shown, outage
+                    return displayed, outage
     raise AssertionError("a live stream does not end by itself")
 
 
@@ -121,9 +121,9 @@ def outage_rows() -> Iterator[str]:
     yield "| output | blocks of 40 shown in the 8 s after it | behind at its end, s | 8 s later, s |"
     yield "|---|---|---|---|"
     for output in POLICIES:
-        shown, outage = through_an_outage(output)
+        displayed, outage = through_an_outage(output)
         end = outage + OUTAGE
-        after = [each for each in shown if end <= each.at < end + AFTER]
+        after = [each for each in displayed if end <= each.at < end + AFTER]
         yield f"| {output} | {len(after)} | {after[0].late:.2f} | {after[-1].late:.2f} |"
 
 

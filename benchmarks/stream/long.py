@@ -113,9 +113,9 @@ def table(record: Record, plan: object, fps: float) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for rank, (state, last) in enumerate(zip(record.courses(), record.resident[-1], strict=True)):
-        verdict = "flat" if state.is_flat else "not flat"
+        outcome = "flat" if state.is_flat else "not flat"
         lines.append(
-            f"| {rank} | {last / 1e6:.0f} | {state.floor:+.1%} | {state.peak:+.1%} | {state.wave:.1%} | {verdict} |"
+            f"| {rank} | {last / 1e6:.0f} | {state.floor:+.1%} | {state.peak:+.1%} | {state.wave:.1%} | {outcome} |"
         )
     return lines
 

@@ -93,7 +93,7 @@ def asleep(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: in
     for count in (1, blocks):  # the first time ranks import what they need
         found = pool.call("run", "benchmarks.stream.onset:on_rank", plan.ranks, "auto", (plan, costs, count))
     (begin, _), (_, out) = found[0], found[plan.ranks - 1]
-    ways = [came - (begin + block * costs.source) for block, came in enumerate(out)]
+    ways = [arrived - (begin + block * costs.source) for block, arrived in enumerate(out)]
     return Found(what=f"asleep: {plan}", budget=onset(plan, costs), measured=max(ways))
 
 
@@ -140,13 +140,13 @@ def awake(model: str, devices: str, loading: dict[str, Any], slow: float) -> Fou
             began, stop = time.monotonic(), threading.Event()
             speaker = threading.Thread(target=_speak, args=(session, samples, RATE, slow, stop))
             speaker.start()
-            shown = list(_shown(islice(session, SPOKEN_BLOCKS), slow, form.fps))
+            displayed = list(_displayed(islice(session, SPOKEN_BLOCKS), slow, form.fps))
             stop.set()
             speaker.join()
-    mouths = mouth_opening(np.stack([frame for _, frame in shown]))
+    mouths = mouth_opening(np.stack([frame for _, frame in displayed]))
     meant = openings(audio_levels(samples, AUDIO)).numpy()[: len(mouths)]
     opens = half_open(meant)
-    seen = shown[opens + lag_of(mouths, meant)][0]
+    seen = displayed[opens + lag_of(mouths, meant)][0]
     return Found(what=f"a face: {pipe.plan}", budget=budget, measured=seen - (began + slow * opens / form.fps))
 
 
@@ -161,7 +161,7 @@ def lag_of(mouths_F: np.ndarray, meant_F: np.ndarray) -> int:
     return int(np.argmax(likeness))
 
 
-def _shown(chunks: Iterable[Chunk], slow: float, fps: float) -> Iterator[tuple[float, np.ndarray]]:
+def _displayed(chunks: Iterable[Chunk], slow: float, fps: float) -> Iterator[tuple[float, np.ndarray]]:
     """Frames, each with the time at which a watcher's clock shows it."""
     clock: float | None = None
     for chunk in chunks:

@@ -31,13 +31,13 @@ class Formula:
 
     strategy: str
     text: str
-    share: Callable[[int], Fraction]
+    fraction: Callable[[int], Fraction]
     log_sums: Callable[[int], Fraction] = lambda n: Fraction(0)
     ranks: tuple[int, ...] = RANKS
 
     def num_bytes(self, n: int, tokens: int, heads: int, hidden: int) -> Fraction:
         """Of fp32 values, for a batch of one."""
-        return ITEMSIZE * tokens * (self.share(n) * hidden + self.log_sums(n) * heads)
+        return ITEMSIZE * tokens * (self.fraction(n) * hidden + self.log_sums(n) * heads)
 
 
 def _ring(n: int) -> Fraction:
@@ -49,20 +49,20 @@ def _usp(n: int, ulysses: int) -> Fraction:
 
 
 FORMULAS = (
-    Formula(strategy="exact", text="2(N-1)/N", share=_ring),
-    Formula(strategy="exact:attention=ring", text="2(N-1)/N", share=_ring),
-    Formula(strategy="exact:attention=two-way-ring", text="2(N-1)/N", share=_ring),
+    Formula(strategy="exact", text="2(N-1)/N", fraction=_ring),
+    Formula(strategy="exact:attention=ring", text="2(N-1)/N", fraction=_ring),
+    Formula(strategy="exact:attention=two-way-ring", text="2(N-1)/N", fraction=_ring),
     Formula(
         strategy="exact:attention=token-ring",
         text="2(N-1)/N, and (N-1)/N of S heads",
-        share=_ring,
+        fraction=_ring,
         log_sums=lambda n: Fraction(n - 1, n),
     ),
     *(
         Formula(
             strategy=f"exact:ulysses={n}",
             text="4(N-1)/N²",
-            share=lambda n: Fraction(4 * (n - 1), n**2),
+            fraction=lambda n: Fraction(4 * (n - 1), n**2),
             ranks=(n,),
         )
         for n in RANKS
@@ -71,7 +71,7 @@ FORMULAS = (
         Formula(
             strategy=f"exact:attention={way}:ulysses=2",
             text="(4(U-1)/U + 2(R-1))/N",
-            share=lambda n: _usp(n, 2),
+            fraction=lambda n: _usp(n, 2),
             ranks=(4,),
         )
         for way in ("gather", "ring", "two-way-ring")

@@ -80,13 +80,13 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     """Eight ranks, by kind."""
     kv_rounds, rounds = rounds_of(*sdxl())
     prediction = {p: received(shapes[p], MOST, "exact", inner(MOST)).by_kind["prediction"] for p in PIXELS}
-    told = ", ".join(f"{megabytes:.3f} MB at {pixels}²" for pixels, megabytes in prediction.items())
+    step_statistics = ", ".join(f"{megabytes:.3f} MB at {pixels}²" for pixels, megabytes in prediction.items())
     yield (
         f"SDXL base on {MOST} ranks, one guidance branch, half precision, from shapes alone. MB that an inner rank "
         "**receives** per step; it sends as much, because all bands are equally tall. A rank at the image's edge has "
         "one neighbour less: the sum of the first rank stands beside. Every strategy also joins the prediction, not "
-        f"counted here: {told}. `held` is what a rank keeps for the next step, beside messages on their way. An exact "
-        f"step is {kv_rounds} exchanges of keys and values and {rounds} others."
+        f"counted here: {step_statistics}. `held` is what a rank keeps for the next step, beside messages on their "
+        f"way. An exact step is {kv_rounds} exchanges of keys and values and {rounds} others."
     )
     yield ""
     yield "| image | strategy | keys, values | halo | moments | correction | sum | first | of DistriFusion's | held |"

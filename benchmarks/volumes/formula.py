@@ -73,7 +73,7 @@ class Volumes:
 
     def held(self, group_rank: int) -> Counter[str]:
         """Bytes that `group_rank` keeps for the next step, by kind, beside what is on its way."""
-        policy, places = self.policy, len(self.bands)
+        policy, ranks = self.policy, len(self.bands)
         kept = Counter(dict.fromkeys(KINDS[:3], 0))
         if not policy.remembers:
             return kept
@@ -86,7 +86,7 @@ class Volumes:
             read = sum(self._read_rows(group_rank, other) for other in self._others(group_rank))
             kept["halo"] = neighbours * self._both_rows() // 2 if policy.published else read
         if policy.moments in ("stale", "corrected", "guarded"):
-            kept["moments"] = places * self._moments()
+            kept["moments"] = ranks * self._moments()
         return kept
 
     def arriving(self, group_rank: int) -> int:
@@ -97,7 +97,7 @@ class Volumes:
         sums = 0
         for layer in self.shapes.attentions:
             own = 0 if self._selects else math.prod(self._grid(layer, group_rank))
-            sums += (own + self._came(layer, group_rank)) * self._token_size(layer)
+            sums += (own + self._arrived(layer, group_rank)) * self._token_size(layer)
         return sums
 
     @property
@@ -114,11 +114,11 @@ class Volumes:
         joins = self.policy.published or context.narrow_to is not None
         return joins or context.extrapolated or context.correction != "none"
 
-    def _came(self, layer: Attended, group_rank: int) -> int:
+    def _arrived(self, layer: Attended, group_rank: int) -> int:
         return sum(self._tokens(layer, other, group_rank) for other in self._others(group_rank))
 
     def _attended(self, layer: Attended, group_rank: int) -> int:
-        return math.prod(self._grid(layer, group_rank)) + self._came(layer, group_rank)
+        return math.prod(self._grid(layer, group_rank)) + self._arrived(layer, group_rank)
 
     def _token_size(self, layer: Attended) -> int:
         """Bytes of the key and the value of one token of every sample, as they are kept."""
@@ -130,7 +130,7 @@ class Volumes:
     def _between(self, sender: int, receiver: int, evaluation: int) -> Counter[str]:
         policy, shapes = self.policy, self.shapes
         rows = self._both_rows() if policy.published else self._read_rows(receiver, sender)
-        told = 3 * FLOAT_BYTES if policy.resync is not None else 0
+        step_statistics = 3 * FLOAT_BYTES if policy.resync is not None else 0
         band = math.prod(shapes.prediction[:-2]) * self.bands.size(sender) * shapes.prediction[-1]
         sent = {
             "kv": sum(
@@ -141,7 +141,7 @@ class Volumes:
             "halo": rows,
             "correction": sum(self._correction(layer, sender) for layer in shapes.attentions),
             "moments": 0 if policy.moments == "separate" else self._moments(),
-            "prediction": self.itemsize * band + told,
+            "prediction": self.itemsize * band + step_statistics,
         }
         return Counter(sent)
 
@@ -150,11 +150,11 @@ class Volumes:
         context = self.policy.context
         if not isinstance(context, StaleKV) or context.correction == "none":
             return 0
-        matrices = self._tells_matrices(layer, math.prod(self._grid(layer, sender)))
+        matrices = self._sends_matrices(layer, math.prod(self._grid(layer, sender)))
         numbers = layer.width * ((layer.width if matrices else 1) + 1) + 1
         return 2 * layer.batch * layer.heads * numbers * self.itemsize
 
-    def _tells_matrices(self, layer: Attended, tokens: int) -> bool:
+    def _sends_matrices(self, layer: Attended, tokens: int) -> bool:
         context = self.policy.context
         return isinstance(context, StaleKV) and context.correction == "linear" and tokens >= 4 * (layer.width + 1)
 
@@ -210,9 +210,9 @@ class Volumes:
         drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.policy.resync else 0
         if isinstance(self.policy.context, CachedPartials):
             return heads * own * (layer.width * self.itemsize + FLOAT_BYTES) + drift
-        came, attended = self._came(layer, group_rank), self._attended(layer, group_rank)
+        arrived, attended = self._arrived(layer, group_rank), self._attended(layer, group_rank)
         bias = self.itemsize * attended if self._stand_for_several(layer, group_rank) else 0
-        tokens = came * self._kept_apart() if self._is_derived else attended
+        tokens = arrived * self._kept_apart() if self._is_derived else attended
         copies = self._copied_tokens(layer, group_rank)
         remembered = self._own_steps() * (self.itemsize * self._sampled(layer, group_rank) + FLOAT_BYTES)
         return 2 * heads * layer.width * (self.itemsize * (tokens + copies) + remembered) + bias + drift
@@ -220,7 +220,7 @@ class Volumes:
     def _sampled(self, layer: Attended, group_rank: int) -> int:
         """How many of our tokens a fit is made of."""
         own = math.prod(self._grid(layer, group_rank))
-        apart = 1 if own < 512 or self._tells_matrices(layer, own) else own // 256
+        apart = 1 if own < 512 or self._sends_matrices(layer, own) else own // 256
         return math.ceil(own / (apart + 1 if apart % 2 == 0 else apart))
 
     def _own_steps(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -95,27 +96,39 @@ TEXTS = {
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="the others stay as they are in the page to --write"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of a block of piped stages; others are parts of it")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     with LocalExecutor(["cpu"] * max(RANKS), "benchmarks.weights.law_ranks:LawRank", deadline=600.0) as pool:
-        publish(page(pool, options.only or PARTS, options.seconds), options.write)
+        before = options.write.read_text() if options.only and options.write and options.write.exists() else ""
+        publish(page(pool, options.only or PARTS, options.seconds, before), options.write)
 
 
-def page(pool: LocalExecutor, parts: Sequence[str], seconds: float) -> Iterator[str]:
-    """Yield the lines of the page."""
+def page(pool: LocalExecutor, parts: Sequence[str], seconds: float, before: str = "") -> Iterator[str]:
+    """Yield the lines of the page. Sections that are not measured are those of the page `before`."""
     yield "# Passes of divided models against their laws"
     yield ""
     yield (
         "Blocks sleep, which takes no processor time, and messages arrive no earlier than a link of a latency and a "
         "rate brings them. Seconds until the slowest rank has all outputs, which are those of one rank, bit for bit "
         "(of pieces: the same bits on all stages). Processor: time of the busiest rank's processor, which is not in "
-        f"the law. {_load()} `python -m benchmarks.weights.laws`"
+        "the law. `python -m benchmarks.weights.laws`"
     )
-    for part in parts:
-        yield from ("", f"## {TITLES[part]}", "")
-        yield from table(pool, part, list(CASES[part](seconds)))
+    for part in PARTS:
+        if part in parts:
+            yield from ("", f"## {TITLES[part]}", "", _load())
+            yield from table(pool, part, list(CASES[part](seconds)))
+        else:
+            yield from section(before, TITLES[part])
+
+
+def section(text: str, title: str) -> list[str]:
+    """Return the lines of a section of a page, with the empty line before it; none where the page has no such one."""
+    found = re.search(rf"^## {title}\n.*?(?=\n## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return ["", *found[0].strip().splitlines()] if found else []
 
 
 def table(pool: LocalExecutor, part: str, cases: Sequence[tuple[str, object]]) -> Iterator[str]:
@@ -150,7 +163,7 @@ def _more(case: object) -> str:
 
 def _load() -> str:
     one, *_ = os.getloadavg()
-    return f"Load of the machine at the start: {one:.1f} on {os.cpu_count()} cores."
+    return f"Load of the machine before: {one:.1f} on {os.cpu_count()} cores."
 
 
 CASES: dict[str, Callable[[float], Iterator[tuple[str, object]]]] = {

@@ -122,13 +122,13 @@ def done(page: Page, name: str, *, timeout_ms: float = TIMEOUT_MS) -> None:
     expect(status(page, name)).to_have_class(re.compile("done"), timeout=timeout_ms)
 
 
-def sees(page: Page, place: str, width: int, height: int | None = None) -> None:
+def sees(page: Page, position: str, width: int, height: int | None = None) -> None:
     """Wait for an image of this size in the element of this id: it is there a moment before it is loaded."""
     size = [width, width if height is None else height]
     page.wait_for_function(
         "([place, size]) => [...document.querySelectorAll(`#${place} img`)]"
         ".some((image) => image.naturalWidth === size[0] && image.naturalHeight === size[1])",
-        arg=[place, size],
+        arg=[position, size],
     )
 
 

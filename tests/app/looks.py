@@ -12,7 +12,7 @@ TABS = ("Image", "Compare", "High resolution", "Stream", "Timeline", "Plan")
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 WINDOWS = {"desktop": DESKTOP, "phone": PHONE}
-LOOKS = [(place, scheme) for place in WINDOWS for scheme in ("light", "dark")]
+LOOKS = [(position, scheme) for position in WINDOWS for scheme in ("light", "dark")]
 MIN_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of ordinary size
 
 STICKS_OUT = """() => {

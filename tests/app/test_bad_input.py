@@ -66,12 +66,12 @@ def state(model: Any) -> Iterator[AppState]:
         yield found
 
 
-def message_of(shown: Any) -> str:
+def message_of(displayed: Any) -> str:
     """The sentence that a person is left with; it is announced as an alert, and is nothing but a sentence."""
 
     async def last() -> tuple[Any, ...]:
         found: tuple[Any, ...] = ()
-        async for each in shown:
+        async for each in displayed:
             found = each
         return found
 
@@ -149,7 +149,7 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
     broken.write_bytes(image.read_bytes()[:60])
     compare, high_res, stream = CompareTab(state), LargeTab(state), StreamTab(state)
     prompt, video = "The prompt alone", (None, None, 8, 0.6)
-    for shown, word in (
+    for displayed, word in (
         (compare.run(OWNER, AUTOMATIC, "By magic", *fields()), "no preset 'By magic'"),
         (compare.run(OWNER, AUTOMATIC, AUTOMATIC, *fields(steps=0)), "steps 0"),
         (high_res.generate(OWNER, "overlp=1", False, *fields()), "overlp=1"),
@@ -170,7 +170,7 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
         ),
         (stream.talk(OWNER, None, None, "", 500), "500 seconds: the limit is more than 0 and at most 120"),
     ):
-        assert word in message_of(shown)
+        assert word in message_of(displayed)
     assert "no stream is running" in stream.set_prompt(OWNER, "a pine")
     assert "devices 0: it is a whole number from 1" in unescape(PlanTab(state).show(0, 256, 256, True, 1)[0])
     assert "fill in latency and rate" in PlanTab(state).estimate_link(OWNER, None, 1)

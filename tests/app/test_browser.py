@@ -131,6 +131,7 @@ def test_a_large_image_is_generated(opened: Any) -> None:
     screenshot(page, "high-res")
 
 
+@pytest.mark.breadth  # tests/live/test_browser sees a stream in every run
 def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")
@@ -235,8 +236,8 @@ def test_a_wrong_request_is_reported_at_once(opened: Any) -> None:
     alert = page.locator("#image-status [role=alert]")
     expect(alert).to_contain_text("unknown axis '<i>patch</i>'")
     assert alert.locator("i").count() == 0  # said, not obeyed
-    field, said = page.get_by_label("Plan", exact=True).first, page.locator("#image-status")
-    retry_until(lambda: field.press("x"), lambda ms: expect(said).not_to_contain_text("unknown axis", timeout=ms))
+    field, message = page.get_by_label("Plan", exact=True).first, page.locator("#image-status")
+    retry_until(lambda: field.press("x"), lambda ms: expect(message).not_to_contain_text("unknown axis", timeout=ms))
     tab(page, "Stream")
     source = page.locator("#stream-source")
     image, prompt = (source.get_by_label(label, exact=True) for label in ("An image", "The prompt alone"))
@@ -244,10 +245,10 @@ def test_a_wrong_request_is_reported_at_once(opened: Any) -> None:
     page.get_by_label("Prompt", exact=True).locator("visible=true").fill("a red house")
     press(page, "stream-run")
     expect(status(page, "stream")).to_contain_text("there is no image: choose one")
-    said = page.locator("#stream-status")  # of what is no longer asked for
+    message = page.locator("#stream-status")  # of what is no longer asked for
     retry_until(
         lambda: (image.check(), prompt.check()),
-        lambda ms: expect(said).not_to_contain_text("there is no image", timeout=ms),
+        lambda ms: expect(message).not_to_contain_text("there is no image", timeout=ms),
     )
 
 
@@ -262,13 +263,13 @@ def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:
     screenshot(page, "plan")
 
 
-@pytest.mark.parametrize(("place", "scheme"), first_of(LOOKS, ("phone", "dark")))
-def test_every_tab_can_be_read(opened: Any, place: str, scheme: Any) -> None:
-    page = opened(color_scheme=scheme, **WINDOWS[place])
+@pytest.mark.parametrize(("position", "scheme"), first_of(LOOKS, ("phone", "dark")))
+def test_every_tab_can_be_read(opened: Any, position: str, scheme: Any) -> None:
+    page = opened(color_scheme=scheme, **WINDOWS[position])
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     expect(page.locator("#ready")).to_be_hidden()  # until then there is nothing to plan for
     for name in TABS:
         tab(page, name)
         if name == "Plan":
             expect(page.locator("#plan-table table")).to_be_visible()
-        check_looks(page, f"{place}-{scheme}-{name.lower().replace(' ', '-')}")
+        check_looks(page, f"{position}-{scheme}-{name.lower().replace(' ', '-')}")

@@ -100,9 +100,9 @@ def test_the_page_is_filled_when_the_model_has_been_loaded(opened: Any) -> None:
 
 
 def test_only_the_embedded_model_is_reported_to_generate_what_it_generates(opened: Any) -> None:
-    for model, is_said in (("embedded", True), ("org/name", False)):
+    for model, is_stated in (("embedded", True), ("org/name", False)):
         config = str(build(opened(model)).get_config_file())
-        assert ("Prompts of the embedded model" in config) == is_said
+        assert ("Prompts of the embedded model" in config) == is_stated
 
 
 def test_the_list_says_when_a_plan_of_one_s_own_is_what_generates(opened: Any) -> None:
@@ -122,8 +122,8 @@ def test_what_is_chosen_is_what_generates(opened: Any) -> None:
     assert str(state.workers.image_pipeline().plan) == "patch=2,strategy=displaced"
 
 
-async def _to_the_end(shown: Any) -> None:
-    async for _ in shown:
+async def _to_the_end(displayed: Any) -> None:
+    async for _ in displayed:
         pass
 
 

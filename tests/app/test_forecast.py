@@ -73,9 +73,9 @@ def test_large_images_are_reported_to_be_generated_in_windows() -> None:
 def test_ranks_lie_where_the_mesh_puts_them() -> None:
     plan = Plan(cfg=2, patch=2)
     assert rank_regions(plan, 128, 4) == [(0, 0, 64), (0, 64, 128), (1, 0, 64), (1, 64, 128)]
-    shown = plan_diagram(plan, MODEL, (1024, 1024))
-    assert shown.count("<rect") == 4
-    assert "negative prompt" in shown
+    displayed = plan_diagram(plan, MODEL, (1024, 1024))
+    assert displayed.count("<rect") == 4
+    assert "negative prompt" in displayed
     wide = plan_diagram(Plan(patch=4), MODEL, (512, 1024))
     assert len({part.split('"')[0] for part in wide.split('x="')[1:]}) >= 4  # side by side
 

@@ -85,22 +85,22 @@ def test_a_file_that_has_been_deleted_is_to_be_chosen_again(state: AppState, tmp
     """Uploads go after an hour, also while a page still shows their names."""
     stream, high_res = StreamTab(state), LargeTab(state)
     gone = str(tmp_path / "gone")
-    for shown in (
+    for displayed in (
         stream.talk(OWNER, gone, None, "", 1),
         stream.talk(OWNER, None, gone, "", 1),
         stream.generate(OWNER, "An image", gone, None, 8, 0.6, *fields()),
         stream.generate(OWNER, "A video", None, gone, 8, 0.6, *fields()),
         high_res.upscale(OWNER, gone, 2, 0.35, "a fox", 30, 0),
     ):
-        assert message_of(shown) == "this file is no longer here: choose it again"
+        assert message_of(displayed) == "this file is no longer here: choose it again"
 
 
 def test_a_video_that_is_deleted_while_it_waits_its_turn(state: AppState, tmp_path: Path) -> None:
     video = grey_video(tmp_path / "a.mp4", frames=4, fps=4)
     state.workers.image_pipeline().go.clear()  # type: ignore[attr-defined]
     first = state.job_queue.submit("b" * 32, "image", lambda job: state.image_runner.prepare(job))
-    shown = StreamTab(state).generate(OWNER, "A video", None, str(video), 4, 0.6, *fields())
-    video_job = asyncio.run(anext_of(shown))
+    displayed = StreamTab(state).generate(OWNER, "A video", None, str(video), 4, 0.6, *fields())
+    video_job = asyncio.run(anext_of(displayed))
     video.unlink()
     state.workers.image_pipeline().go.set()  # type: ignore[attr-defined]
     assert first is not None
@@ -108,9 +108,9 @@ def test_a_video_that_is_deleted_while_it_waits_its_turn(state: AppState, tmp_pa
     assert message_of(StreamTab(state).resume(OWNER)) == "this file is no longer here: choose it again"
 
 
-async def anext_of(shown: Any) -> Any:
-    found = await shown.__anext__()
-    await shown.aclose()
+async def anext_of(displayed: Any) -> Any:
+    found = await displayed.__anext__()
+    await displayed.aclose()
     return found
 
 
@@ -127,8 +127,8 @@ def test_a_stream_that_cannot_begin_leaves_the_one_under_preset_in_hand(state: A
 
 def test_the_shipped_example_outlives_the_sweep_of_uploads(page: gr.Blocks, state: AppState) -> None:
     """Everything that Gradio has copied is deleted an hour later; what the example says is not among it."""
-    shown = [each for each in page.blocks.values() if isinstance(each, gr.Dataset) and len(each.samples[0]) == 2]
-    assert [row[1] for row in shown[0].samples] == ["speech.wav"] * 3
+    displayed = [each for each in page.blocks.values() if isinstance(each, gr.Dataset) and len(each.samples[0]) == 2]
+    assert [row[1] for row in displayed[0].samples] == ["speech.wav"] * 3
     assert list(state.uploads.rglob("*.wav")) == []
     delete_files_created_by_app(page, None)
     assert (embedded_model("embedded-face") / "speech.wav").exists()

@@ -13,7 +13,7 @@ EVIL = '<img src=x onerror="alert(1)"> & <b>'
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "displayed",
     [
         html.failure(EVIL),
         html.notice(EVIL),
@@ -25,10 +25,10 @@ EVIL = '<img src=x onerror="alert(1)"> & <b>'
         html.status(JobView(state="failed", error=EVIL)),
     ],
 )
-def test_it_is_escaped(shown: str) -> None:
-    assert "<img" not in shown
-    assert "<b>" not in shown
-    assert "&lt;img src=x onerror=&quot;alert(1)&quot;&gt; &amp; &lt;b&gt;" in shown
+def test_it_is_escaped(displayed: str) -> None:
+    assert "<img" not in displayed
+    assert "<b>" not in displayed
+    assert "&lt;img src=x onerror=&quot;alert(1)&quot;&gt; &amp; &lt;b&gt;" in displayed
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_an_error_is_announced_and_the_chosen_row_marked() -> None:
 
 
 def test_a_narrow_page_can_say_which_column_a_cell_is_of() -> None:
-    shown = html.table(["", EVIL], [["one", "2"]])
-    assert '<td data-name="">one</td>' in shown
-    assert f'<td data-name="{escape(EVIL)}">2</td>' in shown
-    assert "stacked" in shown
+    displayed = html.table(["", EVIL], [["one", "2"]])
+    assert '<td data-name="">one</td>' in displayed
+    assert f'<td data-name="{escape(EVIL)}">2</td>' in displayed
+    assert "stacked" in displayed
     assert "stacked" not in html.table(["a"], [["1"]], stacked=False)

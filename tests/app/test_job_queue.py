@@ -202,6 +202,6 @@ def test_a_page_is_shown_every_change_until_the_end(queue: JobQueue) -> None:
 
 def test_without_a_job_there_is_one_look() -> None:
     async def look() -> list[Any]:
-        return [shown async for shown in updates_of(None, lambda view: view)]
+        return [displayed async for displayed in updates_of(None, lambda view: view)]
 
     assert asyncio.run(look()) == [None]

@@ -18,8 +18,8 @@ def scene(seed: int, channels: int = 4) -> tuple[np.ndarray, Image.Image]:
     return latents, Image.fromarray((cells * 255).round().astype(np.uint8)).resize((96, 64), Image.Resampling.NEAREST)
 
 
-def error(shown: Image.Image, image: Image.Image) -> float:
-    small = [np.asarray(each.resize((24, 16), Image.Resampling.BOX), float) for each in (shown, image)]
+def error(displayed: Image.Image, image: Image.Image) -> float:
+    small = [np.asarray(each.resize((24, 16), Image.Resampling.BOX), float) for each in (displayed, image)]
     return float(np.abs(small[0] - small[1]).mean())
 
 
@@ -28,11 +28,11 @@ def test_it_shows_other_latents_after_one_image(channels: int) -> None:
     colours = ColourMap()
     colours.fit(*scene(1, channels))
     latents, image = scene(2, channels)
-    shown = colours.show(latents)
-    assert shown is not None
-    assert shown.size == (384, 256)
-    assert error(shown, image) < 12
-    assert error(shown, scene(3, channels)[1]) > 20  # of other latents
+    displayed = colours.show(latents)
+    assert displayed is not None
+    assert displayed.size == (384, 256)
+    assert error(displayed, image) < 12
+    assert error(displayed, scene(3, channels)[1]) > 20  # of other latents
 
 
 def test_without_an_image_of_the_kind_there_is_none() -> None:

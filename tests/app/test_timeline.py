@@ -70,13 +70,13 @@ def test_no_column_holds_more_than_all_of_its_time() -> None:
 
 
 def test_the_generating_has_a_lane_for_each_rank_and_nothing_but_text() -> None:
-    shown = to_svg(TRACES, 0, 1)
-    assert shown.count('class="wait"') == shown.count('class="compute"') == 2
-    assert "cpu &amp; 0" in shown
-    assert len(shown) < 200_000
-    numbers = [float(number) for number in re.findall(r"[ML]([\d.]+),", shown)]
+    displayed = to_svg(TRACES, 0, 1)
+    assert displayed.count('class="wait"') == displayed.count('class="compute"') == 2
+    assert "cpu &amp; 0" in displayed
+    assert len(displayed) < 200_000
+    numbers = [float(number) for number in re.findall(r"[ML]([\d.]+),", displayed)]
     assert max(numbers) <= timeline.WIDTH + 0.1
-    assert "rank 1" in shown
+    assert "rank 1" in displayed
 
 
 def test_the_longest_waits_come_first_and_belong_to_the_window() -> None:
@@ -106,5 +106,5 @@ def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
     assert not Path(save["value"]).exists()
 
 
-def timeline_is_empty(shown: tuple[Any, ...]) -> bool:
-    return "Generate an image first" in shown[0] and shown[4]["value"] is None
+def timeline_is_empty(displayed: tuple[Any, ...]) -> bool:
+    return "Generate an image first" in displayed[0] and displayed[4]["value"] is None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.weights.formulas import PipedCase, ShardedCase, StageCase, pass_of
+from benchmarks.weights.laws import section
 from benchmarks.weights.sleeping import BLOCKS
 
 
@@ -59,6 +60,7 @@ def test_pieces_that_pass_through_stages(stages: int, pieces: int, hand_over: fl
 RUN = "tests.benchmarks.laws_on_ranks:run"
 
 
+@pytest.mark.breadth
 def test_sharded_blocks_that_sleep_are_those_of_one_rank(ranks: Any) -> None:
     """And each rank sends its parts to all others once in a pass."""
     case = ShardedCase(ranks=2, blocks=((0.001, 4096),) * 4, latency=0.001, rate=math.inf)
@@ -79,3 +81,10 @@ def test_stages_that_sleep_are_those_of_one_rank(ranks: Any, part: str, kind: An
     assert (first.sent, last.sent) == ({"stage": case.num_bytes}, {"prediction": case.prediction_bytes})
     assert (first.blocks, last.blocks) == (BLOCKS // 2, BLOCKS // 2)
     assert first.seconds >= 0.9 * case.law
+
+
+def test_a_section_is_measured_alone_and_the_others_stay() -> None:
+    page = "# Laws\n\n## Sharded weights\n\na\n\n| b |\n\n## Piped stages\n\nc\n"
+    assert section(page, "Sharded weights") == ["", "## Sharded weights", "", "a", "", "| b |"]
+    assert section(page, "Piped stages") == ["", "## Piped stages", "", "c"]
+    assert section(page, "Exact stages") == []

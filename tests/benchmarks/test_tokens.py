@@ -26,7 +26,7 @@ def test_every_way_sends_what_its_formula_says() -> None:
 
 
 def test_another_formula_is_told_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [replace(FORMULAS[0], share=lambda n: FORMULAS[0].share(n) + 1, ranks=(2,))]
+    wrong = [replace(FORMULAS[0], fraction=lambda n: FORMULAS[0].fraction(n) + 1, ranks=(2,))]
     monkeypatch.setattr(tokens_volumes, "FORMULAS", wrong)
     assert [equal for _, equal in volumes()] == [False]
 

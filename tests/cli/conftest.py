@@ -86,8 +86,8 @@ class FakePipeline:
         values = np.stack([np.random.default_rng(each.initial_seed()).random((16, 16, 3)) for each in generators])
         values = values * 0.9 + 0.01 * (workers == 1)
         as_array = arguments.get("output_type") == "np"
-        pictures = values if as_array else [Image.fromarray((v * 255).astype(np.uint8)) for v in values]
-        return SimpleNamespace(images=pictures)
+        images = values if as_array else [Image.fromarray((v * 255).astype(np.uint8)) for v in values]
+        return SimpleNamespace(images=images)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`patchpar compare`: two runs with the same noise, three pictures, and figures that can tell a difference."""
+"""`patchpar compare`: two runs with the same noise, three images, and figures that can tell a difference."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_text(fake: Any, run: Any, tmp_path: Path) -> None:
 
 
 def test_the_worst_image_counts() -> None:
-    run, picture = SimpleNamespace(seconds=1.0), np.full((16, 16, 3), 0.5)
-    figures = measure_pair(ComparedRun(run, [picture, picture]), ComparedRun(run, [picture, picture + 0.1]))
+    run, image = SimpleNamespace(seconds=1.0), np.full((16, 16, 3), 0.5)
+    figures = measure_pair(ComparedRun(run, [image, image]), ComparedRun(run, [image, image + 0.1]))
     assert figures["psnr_db"] == pytest.approx(20.0)
     assert figures["max_abs_diff"] == pytest.approx(0.1)
-    assert measure_pair(ComparedRun(run, [picture]), ComparedRun(run, [picture]))["psnr_db"] == math.inf
+    assert measure_pair(ComparedRun(run, [image]), ComparedRun(run, [image]))["psnr_db"] == math.inf
 
 
 def test_equal_images_are_null_in_json(fake: Any, run: Any, tmp_path: Path) -> None:

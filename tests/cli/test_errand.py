@@ -20,7 +20,7 @@ from patchpar.models.task import PipelineTask, RequestedTask, purpose_of
 from tests.tiny import build
 
 VIDEO = "use `patchpar video`"
-PICTURES = "use `patchpar generate`"
+IMAGES = "use `patchpar generate`"
 
 
 def folder_of(pipeline: str, folder: Path) -> Path:
@@ -31,9 +31,9 @@ def folder_of(pipeline: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "pipeline", "said"),
+    ("words", "pipeline", "message"),
     [
-        (("video", "a fox", "-o", "x.mp4"), "FluxPipeline", ["FluxPipeline, which makes images", PICTURES]),
+        (("video", "a fox", "-o", "x.mp4"), "FluxPipeline", ["FluxPipeline, which makes images", IMAGES]),
         (("generate", "a fox"), "WanPipeline", ["WanPipeline, which makes video", VIDEO]),
         (("compare", "a fox"), "LTXPipeline", ["which makes video", VIDEO]),
         (("upscale", "small.png"), "WanPipeline", ["which makes video", VIDEO]),
@@ -53,7 +53,7 @@ def folder_of(pipeline: str, folder: Path) -> Path:
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_the_verb_that_would_do_is_named_before_anything_is_loaded(
-    words: tuple[str, ...], pipeline: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], pipeline: str, message: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folders hold no weights: whoever went on to load them would fail otherwise."""
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ def test_the_verb_that_would_do_is_named_before_anything_is_loaded(
     monkeypatch.setattr("patchpar.launch.local.LocalExecutor", None)
     result = CliRunner().invoke(app, [*words, "--model", str(folder_of(pipeline, tmp_path / "model"))])
     assert result.exit_code == 2, result.output
-    assert all(each in result.stderr for each in (pipeline, *said)), result.stderr
+    assert all(each in result.stderr for each in (pipeline, *message)), result.stderr
 
 
 def test_a_model_of_the_hub_is_looked_at_when_it_is_loaded(

@@ -16,7 +16,7 @@ GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
 
 
-def shown(run: Any, *words: str) -> str:
+def displayed(run: Any, *words: str) -> str:
     found = run(*words, "--help")
     assert found.exit_code == 0
     text: str = found.stdout
@@ -31,7 +31,7 @@ def example(text: str) -> str:
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
 def test_it_fits_a_screen(run: Any, verb: str) -> None:
-    lines = shown(run, *filter(None, [verb])).splitlines()
+    lines = displayed(run, *filter(None, [verb])).splitlines()
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= COLUMNS
     assert not [line for line in lines if "…" in line]  # nothing is cut off
@@ -41,7 +41,7 @@ def test_it_fits_a_screen(run: Any, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_its_example_can_be_typed(run: Any, verb: str) -> None:
-    _, name, *words = shlex.split(example(shown(run, verb)))
+    _, name, *words = shlex.split(example(displayed(run, verb)))
     assert name == verb
     GROUP.commands[verb].make_context(verb, words)  # raises for a flag or an argument that is none
 
@@ -53,7 +53,7 @@ def test_an_example_with_a_wrong_flag_would_be_seen() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_it_names_every_flag_with_a_word_on_it(run: Any, verb: str) -> None:
-    text = shown(run, verb)
+    text = displayed(run, verb)
     for parameter in GROUP.commands[verb].params:
         for name in parameter.opts:
             if name.startswith("--"):

@@ -31,7 +31,7 @@ def patchpar(*words: object, timeout: float = 200) -> subprocess.CompletedProces
 
 
 def assert_libraries_are_silent(stderr: str) -> None:
-    """What libraries tell developers is no news to somebody who wants a picture."""
+    """What libraries tell developers is no news to somebody who wants an image."""
     for noise in ("Warning", "deprecated", "torchvision", "should be kept in float32", "Loading pipeline"):
         assert noise not in stderr, stderr
 

@@ -1,4 +1,4 @@
-"""`patchpar stream`: sound, face and prompt in, a film with its sound out; frames drawn anew; what is refused."""
+"""`patchpar stream`: sound, face and prompt in, a video with its sound out; frames drawn anew; what is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.breadth import first_of
 from tests.cli.test_real import assert_libraries_are_silent
 from tests.live.test_pages import jpegs
 from tests.stream.test_audio_file import tone, write_wav
-from tests.stream.test_journal import came, origin
+from tests.stream.test_journal import arrived, origin
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
 
@@ -56,14 +56,14 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def film(path: Path) -> tuple[np.ndarray, list[float], np.ndarray]:
+def decoded(path: Path) -> tuple[np.ndarray, list[float], np.ndarray]:
     """(frames, their times, samples at 48000 per second) of a file."""
     with av.open(str(path)) as container:
         frames = list(container.decode(video=0))
     with av.open(str(path)) as container:
-        sound = [frame.to_ndarray()[0] for frame in container.decode(audio=0)] if container.streams.audio else []
+        speech = [frame.to_ndarray()[0] for frame in container.decode(audio=0)] if container.streams.audio else []
     pixels = np.stack([frame.to_ndarray(format="rgb24") for frame in frames])
-    return pixels, [float(frame.time) for frame in frames], np.concatenate(sound) if sound else np.zeros(0)
+    return pixels, [float(frame.time) for frame in frames], np.concatenate(speech) if speech else np.zeros(0)
 
 
 def run(*words: object) -> Any:
@@ -73,9 +73,9 @@ def run(*words: object) -> Any:
 def test_two_stages_and_a_decoder_make_a_video_with_audio(run: Any, folder: Path, tmp_path: Path) -> None:
     """Frames are those of one process, at their times; the sound is what was spoken, at its time."""
     loud_at = np.where(np.arange(8000) // 2000 % 2 == 1, tone(8000, 1.0), 0)  # silent, loud, silent, loud
-    sound = write_wav(tmp_path / "speech.wav", loud_at, 8000)
+    speech = write_wav(tmp_path / "speech.wav", loud_at, 8000)
     Image.new("RGB", (50, 40), "teal").save(tmp_path / "face.png")
-    words = ("a fox", "--model", folder, "--audio", sound, "--reference", tmp_path / "face.png", "--seed", 3)
+    words = ("a fox", "--model", folder, "--audio", speech, "--reference", tmp_path / "face.png", "--seed", 3)
     result = run("stream", *words, "--dtype", "float32", "--devices", "cpu:3", "-o", tmp_path / "talk.mp4")
     assert result.exit_code == 0, result.stderr
     plan, figures, saved = result.stdout.strip().splitlines()
@@ -83,13 +83,13 @@ def test_two_stages_and_a_decoder_make_a_video_with_audio(run: Any, folder: Path
     assert figures.startswith("23 frames at ")
     assert figures.endswith("; 1.1 s")
     assert saved == f"saved {tmp_path / 'talk.mp4'}"
-    assert f"{sound}: pcm_s16le, 8000 samples/s, 1 channel, 1.0 s" in result.stderr
+    assert f"{speech}: pcm_s16le, 8000 samples/s, 1 channel, 1.0 s" in result.stderr
     assert_libraries_are_silent(result.stderr)
 
-    pixels, times, heard = film(tmp_path / "talk.mp4")
+    pixels, times, heard = decoded(tmp_path / "talk.mp4")
     assert times == pytest.approx([number / 20 for number in range(23)], abs=1e-3)
     with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
-        arguments = {"reference": tmp_path / "face.png", "audio": sound, "seed": 3}
+        arguments = {"reference": tmp_path / "face.png", "audio": speech, "seed": 3}
         with pipe.stream("a fox", **arguments) as stream:
             wanted = torch.cat([chunk.frames for chunk in stream]).numpy()
     assert np.abs(pixels.astype(float) - wanted).mean() < 20  # noise is hard to encode
@@ -110,7 +110,7 @@ def test_json_and_an_image_stream(image_folder: Path, tmp_path: Path) -> None:
     assert (found["frames"], found["dropped"]) == (3, 0)
     assert found["seconds"] == pytest.approx(0.6)
     assert found["outputs"] == [str(tmp_path / "a.mkv")]
-    pixels, times, heard = film(tmp_path / "a.mkv")
+    pixels, times, heard = decoded(tmp_path / "a.mkv")
     assert pixels.shape == (3, 64, 64, 3)
     assert times == pytest.approx([0, 0.2, 0.4], abs=1e-3)
     assert not len(heard)
@@ -121,13 +121,13 @@ def test_a_video_is_generated_anew_frame_by_frame(image_folder: Path, tmp_path: 
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         for level in (0, 120, 240):
-            picture = np.full((64, 64, 3), level, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            image = np.full((64, 64, 3), level, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode())
     flags = ("--steps", 2, "--strength", 0.5, "--devices", "cpu")
     result = run("a fox", "--model", image_folder, "--input", tmp_path / "in.mp4", *flags, "-o", tmp_path / "a.mp4")
     assert result.exit_code == 0, result.stderr
-    pixels, times, _ = film(tmp_path / "a.mp4")
+    pixels, times, _ = decoded(tmp_path / "a.mp4")
     assert times == pytest.approx([0, 1 / 8, 2 / 8], abs=1e-3)
     assert pixels.shape == (3, 64, 64, 3)
 
@@ -143,14 +143,14 @@ def test_a_stream_without_end_is_watched_on_two_pages_until_a_signal_and_what_ca
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        pictures, shown = (line.split()[-1] for line in (process.stderr.readline(), process.stderr.readline()))
-        with connect(shown.replace("http", "ws") + "/video", open_timeout=60, close_timeout=0.5) as watcher:
+        images, displayed = (line.split()[-1] for line in (process.stderr.readline(), process.stderr.readline()))
+        with connect(displayed.replace("http", "ws") + "/video", open_timeout=60, close_timeout=0.5) as watcher:
             kind = json.loads(watcher.recv(120))
             received = b"".join(watcher.recv(60) for _ in range(20))
-        with urllib.request.urlopen(f"{pictures}/images", timeout=60) as answer:
+        with urllib.request.urlopen(f"{images}/images", timeout=60) as answer:
             seen = jpegs(answer)
             assert min(next(seen), next(seen)) > 0
-        with urllib.request.urlopen(f"{shown}/status", timeout=60) as answer:
+        with urllib.request.urlopen(f"{displayed}/status", timeout=60) as answer:
             assert "frames/s, first frame after" in json.load(answer)["status"]
         os.kill(process.pid, number)
         out, err = process.communicate(timeout=60)
@@ -160,7 +160,7 @@ def test_a_stream_without_end_is_watched_on_two_pages_until_a_signal_and_what_ca
     assert "Traceback" not in err
     assert "frames at " in out
     assert f"saved {target}" in out
-    assert len(film(target)[0]) > 0
+    assert len(decoded(target)[0]) > 0
     assert list(tmp_path.iterdir()) == [target]
     assert kind["mime"].startswith('video/mp4; codecs="avc1')
     with av.open(io.BytesIO(received)) as container:
@@ -182,7 +182,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "the frames have no output: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
         (("--model", "m", "--ws", "70000"), "--ws 70000: it must be a number from 1 to 65535, or 0 for any free port"),
@@ -205,25 +205,25 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "--dry-run", "--input", "."), "leave out --input"),
     ],
 )
-def test_bad_use(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.mp4").write_text("no film")
     result = run(*words)
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_audio_and_face_are_looked_at_before_anything_is_started(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_text("no sound")
     mute = write_folder(tmp_path / "mute", hears=False)
     common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99")  # too many: it would be said if it came so far
-    for words, said in (
+    for words, message in (
         (("--model", folder, "--audio", tmp_path / "a.wav"), "cannot be read as audio"),
         (("--model", folder, "--reference", tmp_path / "a.wav"), "cannot be read as an image"),
         (("--model", mute, "--audio", tmp_path / "a.wav"), "takes no audio"),
     ):
         result = run(*words, *common)
-        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
     result = again("-o", tmp_path / "b.mp4")
     assert result.exit_code == 0, result.stderr
     assert "3 blocks, every frame equal to the recording" in result.stdout
-    assert np.array_equal(film(tmp_path / "a.mp4")[0], film(tmp_path / "b.mp4")[0])
+    assert np.array_equal(decoded(tmp_path / "a.mp4")[0], decoded(tmp_path / "b.mp4")[0])
     head, *lines = journal.read_text().splitlines()
     lines[1] = json.dumps({**json.loads(lines[1]), "updates": [{"kind": "PromptUpdate", "text": "a hen"}]})
     journal.write_text("\n".join([head, *lines]) + "\n")
@@ -253,7 +253,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
 def one_block(path: Path, model: str) -> Path:
     """A journal of that model, with a block."""
     journal = StreamJournal(path, replace(origin(), model=model))
-    journal.note(*came(0))
+    journal.note(*arrived(0))
     journal.close()
     return path
 
@@ -330,7 +330,7 @@ def test_the_meter() -> None:
 
 def test_live_parts_come_by_the_clock() -> None:
     """And after one that was late the others keep their distance from it."""
-    now, came = [100.0], []
+    now, arrived = [100.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda gap: now.__setitem__(0, now[0] + gap))
 
     def parts() -> Iterator[TimedFrames]:
@@ -339,16 +339,16 @@ def test_live_parts_come_by_the_clock() -> None:
             yield TimedFrames(frames=None, pts=number / 4, audio=None, status="running")
 
     for _ in paced(parts(), clock):
-        came.append(now[0] - 100)
-    assert came == pytest.approx([0, 0.25, 0.5, 1.5, 1.75])
+        arrived.append(now[0] - 100)
+    assert arrived == pytest.approx([0, 0.25, 0.5, 1.5, 1.75])
 
 
 class Screen:
     def __init__(self) -> None:
-        self.shown: list[float] = []
+        self.displayed: list[float] = []
 
     def show(self, frames: Any, pts: float, audio: Any) -> None:
-        self.shown.append(pts)
+        self.displayed.append(pts)
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a rank is gone")])
@@ -360,14 +360,14 @@ def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) 
         yield TimedFrames(frames=frames, pts=0.2, audio=None, status="running")
         raise fault
 
-    screen, said = Screen(), []
+    screen, message = Screen(), []
     session = SimpleNamespace(in_flight=2, dropped=0)
-    ending = show_all(parts(), session, [screen], ProgressMeter(), said.append, 20)
-    assert screen.shown == [0.0, 0.2]
+    ending = show_all(parts(), session, [screen], ProgressMeter(), message.append, 20)
+    assert screen.displayed == [0.0, 0.2]
     assert ending.seconds == 0.4
     assert ending.code == {KeyboardInterrupt: 130, SystemExit: 143, RuntimeError: 0}[type(fault)]
     assert ending.error is (None if ending.code else fault)
-    assert ["degraded" in line for line in said] == [False, True, False]
+    assert ["degraded" in line for line in message] == [False, True, False]
 
 
 def test_an_error_before_the_first_frame_leaves_no_video(tmp_path: Path) -> None:
@@ -375,8 +375,8 @@ def test_an_error_before_the_first_frame_leaves_no_video(tmp_path: Path) -> None
         raise RuntimeError("out of memory")
         yield
 
-    with pytest.raises(RuntimeError), video_file.video_at(tmp_path / "a.mp4", 20, None) as film:
-        show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], ProgressMeter(), print, 20)
+    with pytest.raises(RuntimeError), video_file.video_at(tmp_path / "a.mp4", 20, None) as decoded:
+        show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [decoded], ProgressMeter(), print, 20)
     assert list(tmp_path.iterdir()) == []
 
 

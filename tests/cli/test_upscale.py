@@ -25,9 +25,9 @@ def test_saves_while_the_workers_stop(
     """As `generate` does: the file is there before the workers are gone."""
     target, found = tmp_path / "large.png", list[bool]()
 
-    def upscale(pipe: Any, picture: Image.Image, **options: Any) -> Image.Image:
+    def upscale(pipe: Any, image: Image.Image, **options: Any) -> Image.Image:
         pipe("a house", num_images_per_prompt=1)
-        return picture.resize((16, 12))
+        return image.resize((16, 12))
 
     def stop(self: Any, *_: object) -> None:
         deadline = time.monotonic() + 30

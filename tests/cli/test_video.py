@@ -36,18 +36,18 @@ def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_workers_make_a_video(run: Any, wan_folder: Path, tmp_path: Path) -> None:
-    target, pictures = tmp_path / "a.mp4", tmp_path / "frames"
+    target, images = tmp_path / "a.mp4", tmp_path / "frames"
     words = ("--model", wan_folder, "--devices", "cpu:2", "--plan", "cfg=2", "--steps", 2, "--num-frames", 5, *SIZE)
-    result = run("video", "a boat", *words, "--fps", 8, "-o", target, "--frames", pictures)
+    result = run("video", "a boat", *words, "--fps", 8, "-o", target, "--frames", images)
     assert result.exit_code == 0, result.stderr
     line, saved, also = result.stdout.strip().splitlines()
     assert "cfg=2" in line
     assert saved == f"saved {target}: 5 frames, 0.6 s"
-    assert also == f"saved 5 frames in {pictures}"
+    assert also == f"saved 5 frames in {images}"
     frames = decoded(target)
     assert [frame.shape for frame in frames] == [(128, 128, 3)] * 5
-    exact = [np.asarray(Image.open(path)) for path in sorted(pictures.iterdir())]
-    assert sorted(path.name for path in pictures.iterdir())[:2] == ["frame-0001.png", "frame-0002.png"]
+    exact = [np.asarray(Image.open(path)) for path in sorted(images.iterdir())]
+    assert sorted(path.name for path in images.iterdir())[:2] == ["frame-0001.png", "frame-0002.png"]
     assert len(exact) == 5
     assert np.abs(np.stack(exact).astype(float) - np.stack(frames)).mean() < 12  # noise is hard to encode
     assert list(tmp_path.glob(".a-*")) == []
@@ -74,7 +74,7 @@ def test_a_model_that_goes_on_from_an_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("a",), "Missing option '--model'"),
         (("--model", "m"), "nothing to generate"),
@@ -85,11 +85,11 @@ def test_a_model_that_goes_on_from_an_image(tmp_path: Path) -> None:
         (("--model", "m", "--image", "none.png"), "--image none.png: there is no such file"),
     ],
 )
-def test_bad_use(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["video", *words])
     assert result.exit_code == 2
-    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 def test_an_image_that_is_none(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ class BufferGuard(TorchDispatchMode):
         for region in self._touched(x):
             if region.is_received and self.stream not in region.streams:
                 what = "being received" if not region.streams else f"received on {sorted(region.streams)}"
-                self.faults.append(f"{func} on stream {self.stream} uses a buffer {what} at {_place()}")
+                self.faults.append(f"{func} on stream {self.stream} uses a buffer {what} at {_position()}")
             elif writes and not region.is_received:
-                self.faults.append(f"{func} writes to a buffer being sent at {_place()}")
+                self.faults.append(f"{func} writes to a buffer being sent at {_position()}")
 
     def _touched(self, x: Tensor) -> Iterator[Region]:
         if not x.numel() or x.device.type != "cpu":
@@ -86,7 +86,7 @@ def _extent(x: Tensor) -> int:
     return (last + 1) * x.itemsize
 
 
-def _place() -> str:
+def _position() -> str:
     """Where in the package this is called from."""
     frames = [frame for frame in traceback.extract_stack(limit=40) if "/patchpar/" in frame.filename]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "a test"

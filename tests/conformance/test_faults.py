@@ -191,13 +191,13 @@ def test_second_thread(other: bool) -> None:
     assert all("posted on a second thread" in fault for fault in faults)
 
 
-@pytest.mark.parametrize(("begun", "awaited", "read", "said"), [
+@pytest.mark.parametrize(("begun", "awaited", "read", "message"), [
     ("main", "main", "main", ""),
     ("side", "side", "side", ""),
     ("main", "main", "side", "aten.add.Tensor on stream side uses a buffer received on ['main']"),
     ("side", "main", "main", "started on stream side, awaited on main"),
 ])  # fmt: skip
-def test_wrong_stream(begun: str, awaited: str, read: str, said: str) -> None:
+def test_wrong_stream(begun: str, awaited: str, read: str, message: str) -> None:
     def run(comm: Communicator, axis: Axis, stand_in: StandIn) -> None:
         guard = stand_in.rank.guard
         guard.stream = begun
@@ -208,8 +208,8 @@ def test_wrong_stream(begun: str, awaited: str, read: str, said: str) -> None:
         found[axis.others[0]][0] + 1
 
     _, faults = checked(run)
-    assert bool(faults) == bool(said)
-    assert all(said in fault for fault in faults)
+    assert bool(faults) == bool(message)
+    assert all(message in fault for fault in faults)
 
 
 @pytest.mark.parametrize("start", [gathered, ring], ids=lambda start: start.__name__)

@@ -19,7 +19,7 @@ from patchpar.shard.stale.send_window import NUM_BUFFERS, SendWindow
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.conformance.test_strategies import ThreadRank
-from tests.stale.on_ranks import called_twice, patched, picture
+from tests.stale.on_ranks import called_twice, image, patched
 from tests.stale.runs import Run, sites_of
 
 STRATEGIES = (
@@ -55,7 +55,7 @@ def sent_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_image(thread_rank: Any, run: Run) -> list[Tensor]:
     clock = StepClock()
     bands = patched(thread_rank, run, clock)
-    found = picture(bands, clock, run)
+    found = image(bands, clock, run)
     states = [entry.state for entry in bands.history.cache._call.entries.values()]  # type: ignore[union-attr]
     assert any(isinstance(state, LateTokens) for state in states) == (
         stale.collectives_of(*of(thread_rank)) is not None

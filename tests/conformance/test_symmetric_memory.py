@@ -147,7 +147,7 @@ def of_two_hosts(own: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("allocate", "gather", "works", "said"),
+    ("allocate", "gather", "works", "message"),
     [
         (in_memory, agreeing, True, ""),
         (refused, agreeing, True, "no access between cuda:0 and cuda:1"),
@@ -160,16 +160,16 @@ def test_all_ranks_use_it_or_none_and_the_log_says_why(
     allocate: Any,
     gather: Callable[[Tensor], Tensor],
     works: bool,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(symmetric_memory, "why_not", lambda _: "")
     monkeypatch.setattr(symmetric_memory, "works", lambda *_: works)
     found = formed((4, 5), mock.Mock(rank=lambda: 0), CPU, gather, allocate)
-    assert isinstance(found, PeerMemory) == (not said)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said)
-    assert re.search(said, caplog.text)
+    assert isinstance(found, PeerMemory) == (not message)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(message)
+    assert re.search(message, caplog.text)
 
 
 def test_this_build_says_that_it_has_none() -> None:
@@ -185,14 +185,14 @@ def test_ranks_without_a_card_each_are_told(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize(
-    ("value", "devices", "said"),
+    ("value", "devices", "message"),
     [
         ("yes", "cpu:2", "symmetric_memory='yes': use True or False"),
         (True, "cpu:2", "GPUs have such memory, and this pipeline is on cpu, cpu: leave it out"),
     ],
 )
-def test_the_option_is_checked_before_a_worker_starts(value: object, devices: str, said: str) -> None:
+def test_the_option_is_checked_before_a_worker_starts(value: object, devices: str, message: str) -> None:
     start: dict[str, Any] = {"deadline": 60.0, "start_timeout": 60.0, "start_method": "auto"}
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_request(devices, "auto", **start, verify=True, vae="auto", symmetric_memory=value)
     assert not check_request(devices, "auto", **start, verify=True, vae="auto").symmetric_memory

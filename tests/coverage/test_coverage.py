@@ -56,15 +56,15 @@ def test_what_the_page_says_is_found_again(page: Page, name: str) -> None:
     report = examine(sampled(name), RANKS)
     assert not report.failures
     row = row_of(report)
-    (told,) = [each for each in of_this_diffusers(page).rows if (each.name, each.family) == (row.name, row.family)]
-    assert (row.split, row.modes, row.note) == (told.split, told.modes, told.note)
+    (reported,) = [each for each in of_this_diffusers(page).rows if (each.name, each.family) == (row.name, row.family)]
+    assert (row.split, row.modes, row.note) == (reported.split, reported.modes, reported.note)
 
 
 def test_the_page_has_every_class(page: Page) -> None:
     everything = subjects()
-    told = of_this_diffusers(page)
-    assert [(row.name, row.family) for row in told.rows] == [(each.name, each.family) for each in everything]
-    assert dict(told.left_out) == left_out({each.name for each in everything})
+    reported = of_this_diffusers(page)
+    assert [(row.name, row.family) for row in reported.rows] == [(each.name, each.family) for each in everything]
+    assert dict(reported.left_out) == left_out({each.name for each in everything})
 
 
 def test_the_page_is_whole(page: Page) -> None:
@@ -87,9 +87,9 @@ def test_most_transformers_are_split(page: Page) -> None:
     assert sum(row.split.startswith("tokens") for row in page.rows) >= LEAST_SPLIT
 
 
-def _result(worst: float | None, *, exchange: str = "on", best: float | None = None, **told: str) -> Result:
+def _result(worst: float | None, *, exchange: str = "on", best: float | None = None, **reported: str) -> Result:
     mode = Mode(name="ring", strategy="exact:attention=ring", evaluations=(FIRST,), exchange=exchange)  # type: ignore[arg-type]
-    return Result(mode=mode, ranks=2, worst=worst, best=best, **told)
+    return Result(mode=mode, ranks=2, worst=worst, best=best, **reported)
 
 
 def _report(*results: Result, **changes: object) -> Report:
@@ -110,17 +110,17 @@ def test_the_page_reads_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("report", "told"),
+    ("report", "reported"),
     [
         (_report(_result(2e-5, failure="off by 2.0e-05")), "ring on 2 ranks: off by 2.0e-05"),
         (_report(restored=False), "the model is not as it was before"),
         (_report(found=Found(failure="RuntimeError: no")), "RuntimeError: no"),
     ],
 )
-def test_what_is_wrong_fails(report: Report, told: str) -> None:
+def test_what_is_wrong_fails(report: Report, reported: str) -> None:
     row = row_of(report)
     assert row.split == "failed"
-    assert row.note == told
+    assert row.note == reported
 
 
 def test_what_is_whole_is_told() -> None:

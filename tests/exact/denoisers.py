@@ -202,7 +202,7 @@ def _no_text(height: int, width: int) -> dict[str, Any]:
 
 
 def _added_keys() -> nn.Module:
-    """As of DeepFloyd IF and Kandinsky 2.2: in one attention call a picture sees itself and the text."""
+    """As of DeepFloyd IF and Kandinsky 2.2: in one attention call an image sees itself and the text."""
     return diffusers.UNet2DConditionModel(
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D", "SimpleCrossAttnDownBlock2D"),
         mid_block_type="UNetMidBlock2DSimpleCrossAttn",

@@ -178,7 +178,7 @@ def found(this: PoolRank, kind: str, when: str, folder: str) -> dict[str, Any]:
             with refused_in_words(unet, f"patch={this.world}", "Use plan cfg=2", whole):  # as the denoiser's hook does
                 got = first(bands.denoise(unet.forward, **call))
         except PatchparError as error:
-            return {"untouched": untouched, "said": f"{type(error).__name__}: {error}"}
+            return {"untouched": untouched, "message": f"{type(error).__name__}: {error}"}
         bands.restore()
         want = first(unet(**call))
     return {"untouched": untouched, "error": relative(got, want), "effect": relative(want, plain)}

@@ -175,14 +175,14 @@ class Counted:
 
 
 class Centred(nn.Module):
-    """Takes the mean over the picture away: it mixes positions in a way that nobody told patchpar of."""
+    """Takes the mean over the image away: it mixes positions in a way that nobody told patchpar of."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean((-2, -1), keepdim=True)
 
 
 class Pooled(nn.Module):
-    """Adds what the whole picture looks like on average, as squeeze-and-excitation does."""
+    """Adds what the whole image looks like on average, as squeeze-and-excitation does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import PoolRank
 from tests.tensors import psnr_db, relative
-from tests.tiny import pictures
+from tests.tiny import sample_images
 
 SCHEDULERS = {
     "DDIM": diffusers.DDIMScheduler,
@@ -173,9 +173,9 @@ def _changes(name: str, case: Case) -> dict[str, Any]:
     if "img2img" not in name:
         changes |= {"height": height, "width": width}
     if name == "svd" or any(part in name for part in ("img2img", "inpaint", "controlnet")):
-        changes["image"] = pictures.scene().resize((width, height))
+        changes["image"] = sample_images.scene().resize((width, height))
     if "inpaint" in name:
-        changes["mask_image"] = pictures.mask().resize((width, height))
+        changes["mask_image"] = sample_images.mask().resize((width, height))
     return changes
 
 

@@ -25,8 +25,8 @@ def test_what_is_put_into_a_denoiser_is_checked(ranks: Any, tmp_path: Path, kind
     """The verdict on the untouched denoiser, which is known by then, is not that on the changed one."""
     for found in ranks.run(f"{FOREIGN}:found", 2, kind, when, str(tmp_path)):
         assert found["untouched"] <= LIMIT
-        if "said" in found:
-            assert found["said"].startswith(("VerificationError: ", "UnsupportedModel: ")), found
-            assert "cfg=2" in found["said"], found
+        if "message" in found:
+            assert found["message"].startswith(("VerificationError: ", "UnsupportedModel: ")), found
+            assert "cfg=2" in found["message"], found
         else:
             assert found["error"] <= LIMIT < 1e-3 < found["effect"], found

@@ -29,9 +29,9 @@ def test_every_kind_verifies_once(ranks: Any, tmp_path: Path, name: str) -> None
 def test_a_model_that_mixes_positions_in_an_unknown_way_is_refused_with_the_figures(
     ranks: Any, tmp_path: Path, world: int
 ) -> None:
-    for said in ranks.run(f"{ON_RANKS}:verified", world, "sd", str(tmp_path), "centred"):
-        assert len(said) == 2  # it was not remembered as good
-        for text in said:
+    for message in ranks.run(f"{ON_RANKS}:verified", world, "sd", str(tmp_path), "centred"):
+        assert len(message) == 2  # it was not remembered as good
+        for text in message:
             assert text.startswith(f"VerificationError: the denoiser split into {world} bands differs")
             assert "use plan cfg=2" in text
             assert text.count("e-0") >= 3  # two figures and the limit
@@ -56,8 +56,8 @@ def test_squeeze_and_excitation_is_exact(ranks: Any, tmp_path: Path, world: int)
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(ranks: Any, tmp_path: Path, change: str, says: str) -> None:
-    for said in ranks.run(f"{ON_RANKS}:verified", 2, "sd", str(tmp_path), change):
-        for text in said:
+    for message in ranks.run(f"{ON_RANKS}:verified", 2, "sd", str(tmp_path), change):
+        for text in message:
             assert re.match(says, text), text
 
 

@@ -20,7 +20,7 @@ FEW = ("displaced", PUBLISHED, "pcpp", "fresh-edges:context=partials", "fresh-ed
 REST = tuple(each for each in ALL if each not in FEW)
 DISTRIFUSION = {1024: "424", 2048: "1583", 3840: "5376"}
 """MB that it receives in a step on 8 GPUs, half precision, one guidance branch. Its table 2 (arXiv:2402.19481) has
-0.42, 1.48 and 5.38 G for both: the middle one does not grow as the picture does, and is taken for a slip."""
+0.42, 1.48 and 5.38 G for both: the middle one does not grow as the image does, and is taken for a slip."""
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ DISTRIFUSION = {1024: "424", 2048: "1583", 3840: "5376"}
 def test_bytes_of_a_step_are_those_of_the_formula(
     ranks: Any, world: int, height: int, strategies: tuple[str, ...]
 ) -> None:
-    """Uneven bands, edges of the picture and inner ranks, and bands of a single row of tokens."""
+    """Uneven bands, edges of the image and inner ranks, and bands of a single row of tokens."""
     for found in ranks.run(COUNTED, world, strategies, "sdxl", (height, 16)):
         for strategy, figures in found.items():
             assert figures["counted"] == figures["formula"], strategy
@@ -108,8 +108,8 @@ def test_fractions_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixe
     assert points(shapes, pixels, "fresh-edges:context=pooled,bits=4") <= 0.06 * whole
     assert points(shapes, pixels, "fresh-edges:context=partials") <= 0.25 * whole
     assert points(shapes, pixels, "fresh-edges") > 0.85 * whole
-    told = points(shapes, pixels, "fresh-edges") - points(shapes, pixels, "fresh-edges:correction=none")
-    assert 0 < told <= 0.012 * whole
+    reported = points(shapes, pixels, "fresh-edges") - points(shapes, pixels, "fresh-edges:correction=none")
+    assert 0 < reported <= 0.012 * whole
 
 
 @pytest.mark.parametrize(

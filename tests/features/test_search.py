@@ -146,7 +146,9 @@ def declared(model: Any, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def features_of(pieces: Sequence[int], size: int, rank: int) -> set[int]:
     starts = [sum(pieces[:number]) for number in range(len(pieces))]
     parts = zip(starts, (piece // size for piece in pieces), strict=True)
-    return {number for start, share in parts for number in range(start + rank * share, start + (rank + 1) * share)}
+    return {
+        number for start, fraction in parts for number in range(start + rank * fraction, start + (rank + 1) * fraction)
+    }
 
 
 def found_by_path(block: CapturedBlock, cuts: Sequence[FeatureCut]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.gpu.recorder import EMPTY, READS, place
+from benchmarks.gpu.recorder import EMPTY, READS, location
 from patchpar.shard.graphs.recorder import CaptureRefused
 from tests.conformance.stand_in import SimulatedRank
 
@@ -38,7 +38,7 @@ class OpTape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in READS:
-            raise CaptureRefused(f"{name} reads a value at {place()}")
+            raise CaptureRefused(f"{name} reads a value at {location()}")
         args, kwargs = tree_map(lambda x: x, (args, kwargs or {}))  # lists of its own
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for x in taken:

@@ -99,9 +99,9 @@ def predicted(case: Case, recorders: Recorders | None = None, *, required: bool 
             graphs = StepGraphs(own.network, recorders(stand_in, transport), (comm, axis), required=required)
             split.use_graphs(graphs)
         found = [x for image in range(2) for x in _image(case, own, split, clock, image)]
-        told = (graphs.replays, graphs.refused) if graphs is not None else (0, "")
+        reported = (graphs.replays, graphs.refused) if graphs is not None else (0, "")
         split.restore()
-        return Found(found, dict(comm.traffic.bytes_sent), *told)
+        return Found(found, dict(comm.traffic.bytes_sent), *reported)
 
     found = stand_in.run(on_rank)
     for each in found:

@@ -164,28 +164,30 @@ def test_auto_changes_nothing_where_no_device_has_graphs(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         ("patch=2", "devices of type 'cpu' cannot capture steps as graphs"),
         ("cfg=2", "only denoisers that axis 'patch' splits are captured, and plan cfg=2 has none"),
         ("patch=2,weights=sharded", "weights=sharded brings weights of blocks into other memory in each step"),
     ],
 )
-def test_a_plan_that_cannot_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, plan: str, said: str) -> None:
-    with pytest.raises(PlanError, match=f"graphs=True: {said}.*: use graphs='auto', which captures where it can"):
+def test_a_plan_that_cannot_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, plan: str, message: str
+) -> None:
+    with pytest.raises(PlanError, match=f"graphs=True: {message}.*: use graphs='auto', which captures where it can"):
         generated(monkeypatch, "sdxl", plan, graphs=True, recorder=recorder_for)
 
 
 @pytest.mark.parametrize(
-    ("graphs", "said"),
+    ("graphs", "message"),
     [
         (True, "graphs are captured on CUDA devices, and this pipeline is on cpu, cpu: use graphs='auto'"),
         ("always", "graphs='always': use True, False or 'auto'"),
         (1, "graphs=1: use True, False or 'auto'"),
     ],
 )
-def test_the_option_is_checked_before_a_worker_starts(graphs: object, said: str) -> None:
+def test_the_option_is_checked_before_a_worker_starts(graphs: object, message: str) -> None:
     start: dict[str, Any] = {"deadline": 60.0, "start_timeout": 60.0, "start_method": "auto"}
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_request("cpu:2", "auto", **start, verify=True, vae="auto", graphs=graphs)
     assert check_request("cpu:2", "auto", **start, verify=True, vae="auto", graphs="auto").graphs == "auto"

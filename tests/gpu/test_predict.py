@@ -15,11 +15,11 @@ from benchmarks.gpu.strategies import FakeRank
 
 H100 = DEVICES[0]
 PAGE = Path(__file__).parents[2] / "docs/figures/gpu-predict.md"
-SECOND_OF_LINK = int(H100.link * ASSUMED.link_share)
+SECOND_OF_LINK = int(H100.link * ASSUMED.link_fraction)
 COUNTS = CallCounts(
     launches=Counter(mm=1000),
     operations=Counter(all_gather=100),
-    work=Counter({Work(int(H100.flops * ASSUMED.matmul_share), 0): 1, Work(0, 1): 1000}),
+    work=Counter({Work(int(H100.flops * ASSUMED.matmul_fraction), 0): 1, Work(0, 1): 1000}),
     booked=Counter(kv=3 * SECOND_OF_LINK, halo=SECOND_OF_LINK),
     rounds=Counter({"kv": 10, "halo+moments": 10}),
 )

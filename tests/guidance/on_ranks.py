@@ -34,7 +34,7 @@ class Silence(Work[Any]):
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.incoming[index].specs]
 
 
-class Deaf:
+class NotReading:
     """A transport that sends nothing and hears zeros: what results look like without the exchange."""
 
     collectives = None
@@ -144,7 +144,7 @@ class Splitter:
 def runs(this: PoolRank, name: str, calls: Sequence[dict[str, Any]], exchanging: bool = True) -> list[Ran]:
     """One pipeline, guidance spread over all ranks, called once for each of `calls`."""
     pipe = tiny.build(name)
-    comm = this.comm() if exchanging else Communicator(Deaf(this))
+    comm = this.comm() if exchanging else Communicator(NotReading(this))
     splitter = Splitter(pipe.pipe, comm, this.mesh(cfg=this.world))
     if not exchanging:
         splitter.split._post.check = lambda *_: None  # or it would notice
@@ -256,15 +256,15 @@ def unforeseen(this: PoolRank) -> list[str]:
     """A denoiser whose output changes shape for the same sample."""
     clock = StepClock(guided=True)
     split = GuidanceSplit(this.comm(), this.mesh(cfg=2)["cfg"], clock)
-    said = []
+    message = []
     for step in range(2):
         rows = 8 + step
         for _ in range(2):
             clock.next_call()
             try:
                 (output,) = split.denoise(lambda x, rows=rows: (x.new_ones(1, rows),), torch.ones(1, 8))
-                said.append(str(float(output.sum())))
+                message.append(str(float(output.sum())))
             except PatchparError as error:
-                return [*said, f"{type(error).__name__}: {error}"]
+                return [*message, f"{type(error).__name__}: {error}"]
         clock.tick()
-    return said
+    return message

@@ -39,7 +39,7 @@ def test_a_part_of_every_argument_that_carries_the_batch() -> None:
 
 
 def test_masks_of_adapters_are_whole_however_many_there_are() -> None:
-    """As many as there are branches, of two pictures each."""
+    """As many as there are branches, of two images each."""
     masks = [noise(1, 2, 8, 8), noise(1, 2, 8, 8)]
     own = Batch.of(noise(2, 4, 8, 8)).part({"cross_attention_kwargs": {"ip_adapter_masks": masks}}, 1, 2)
     assert own["cross_attention_kwargs"]["ip_adapter_masks"] is masks
@@ -89,24 +89,24 @@ def test_repeated_latents_are_branches(shape: tuple[int, ...], branches: int) ->
 
 
 def test_branches_show_though_the_conditioning_image_differs() -> None:
-    one, picture = noise(1, 3, 4, 8, 8), noise(1, 3, 4, 8, 8, seed=1)
-    with_picture = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=2)
-    assert count_branches(with_picture) == 2
+    one, image = noise(1, 3, 4, 8, 8), noise(1, 3, 4, 8, 8, seed=1)
+    with_image = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(image), image])], dim=2)
+    assert count_branches(with_image) == 2
 
 
 def test_branches_show_though_the_image_beside_the_noise_differs() -> None:
     """DreamLite has it in columns."""
-    one, picture = noise(1, 4, 8, 8), noise(1, 4, 8, 8, seed=1)
-    beside = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=3)
+    one, image = noise(1, 4, 8, 8), noise(1, 4, 8, 8, seed=1)
+    beside = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(image), image])], dim=3)
     assert count_branches(beside) == 2
-    assert count_branches(torch.cat([noise(2, 4, 8, 8), torch.cat([picture] * 2)], dim=3)) == 1
+    assert count_branches(torch.cat([noise(2, 4, 8, 8), torch.cat([image] * 2)], dim=3)) == 1
 
 
 def test_branches_show_behind_images_to_refer_to() -> None:
-    """Z-Image Omni has a list for each branch: pictures, and what is denoised."""
-    one, other, picture = noise(4, 1, 8, 8), noise(4, 1, 8, 8, seed=2), noise(4, 1, 6, 8, seed=1)
-    assert count_branches([[picture, one], [picture, one]]) == 2
-    assert count_branches([[picture, one], [picture, other]]) == 1
+    """Z-Image Omni has a list for each branch: images, and what is denoised."""
+    one, other, image = noise(4, 1, 8, 8), noise(4, 1, 8, 8, seed=2), noise(4, 1, 6, 8, seed=1)
+    assert count_branches([[image, one], [image, one]]) == 2
+    assert count_branches([[image, one], [image, other]]) == 1
 
 
 def test_two_prompts_with_one_mask_are_no_branches() -> None:

@@ -43,8 +43,8 @@ class Model:
         return torch.cat([text[None], seen]) if mode == "extract" else seen
 
 
-def pictures(split: GuidanceSplit | None, clock: StepClock, model: Model, steps: tuple[int, ...]) -> list[float]:
-    """The last prediction of each of several pictures of so many steps."""
+def images(split: GuidanceSplit | None, clock: StepClock, model: Model, steps: tuple[int, ...]) -> list[float]:
+    """The last prediction of each of several images of so many steps."""
     found = []
     for count in steps:
         clock.reset()
@@ -69,14 +69,14 @@ def pictures(split: GuidanceSplit | None, clock: StepClock, model: Model, steps:
 
 
 def test_branches_with_a_cache_each() -> None:
-    """The second picture too, and one in which the first has had no step that reads."""
+    """The second image too, and one in which the first has had no step that reads."""
     steps = (1, 3, 4)
-    want = pictures(None, StepClock(), Model(), steps)
+    want = images(None, StepClock(), Model(), steps)
 
     def rank(transport: Any) -> tuple[list[float], list[str]]:
         clock, model = StepClock(), Model()
         axis = Axis("cfg", transport.rank, 2, (0, 1))
-        return pictures(GuidanceSplit(Communicator(transport), axis, clock), clock, model, steps), model.calls
+        return images(GuidanceSplit(Communicator(transport), axis, clock), clock, model, steps), model.calls
 
     for number, (got, calls) in enumerate(on_threads(2, rank)):
         assert got == want

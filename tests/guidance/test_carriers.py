@@ -33,10 +33,16 @@ class Network(nn.Module):
         self.calls, self.mixes = 0, False
 
     def forward(
-        self, sample: Tensor, text: Tensor, table: Tensor, places: Tensor, residuals: list[Tensor], scale: float = 1.0
+        self,
+        sample: Tensor,
+        text: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        residuals: list[Tensor],
+        scale: float = 1.0,
     ) -> Tensor:
         self.calls += 1
-        read = table[places].sum(0)
+        read = table[positions].sum(0)
         mixed = text.sum((0, 2)).mean(0) if self.mixes else 0.0
         return sample * read + text.sum((0, 2)) + residuals[0].sum(0) * scale + residuals[1] + mixed
 
@@ -48,7 +54,7 @@ def call_of(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     more = {
         "text": noise(batch, batch, 3, 6),  # layers, batch, tokens, width
         "table": noise(batch, 6),
-        "places": torch.arange(batch),
+        "positions": torch.arange(batch),
         "residuals": [torch.zeros(batch, 1, 6), noise(batch, 6, seed=2)],
     }
     return (sample,), more
@@ -63,8 +69,14 @@ def test_what_is_found(batch: int, tmp_path: Path) -> None:
     args, kwargs = call_of(batch)
     subject = carriers(tmp_path)
     found = subject.of(subject.network.forward, (args, kwargs))
-    told = {"[1].text": 1, "[1].table": None, "[1].places": None, "[1].residuals[0]": None, "[1].residuals[1]": 0}
-    assert found == told
+    reported = {
+        "[1].text": 1,
+        "[1].table": None,
+        "[1].positions": None,
+        "[1].residuals[0]": None,
+        "[1].residuals[1]": 0,
+    }
+    assert found == reported
     parts = [Batch.of(args[0], found).part((args, kwargs), rank, 2) for rank in range(2)]
     whole = subject.network(*args, **kwargs)
     assert torch.allclose(torch.cat([subject.network(*a, **k) for a, k in parts]), whole, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A list of prompts on several ranks gives the pictures of one call for all of them."""
+"""A list of prompts on several ranks gives the images of one call for all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchpar.strategies.data.split import PromptSlice, as_one_call, merge_outpu
 from patchpar.strategies.data.text_encoding import TextArguments
 from tests import tiny
 from tests.breadth import first_of
-from tests.tiny import pictures
+from tests.tiny import sample_images
 
 LATENT = {"output_type": "latent"}
 PROMPTS = ["a red house", "a blue boat", "three tall pines"]
@@ -105,9 +105,9 @@ def test_noise_sampled_between_steps(scheduler: str, monkeypatch: pytest.MonkeyP
 def test_other_kinds(name: str) -> None:
     call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0]}
     if name in ("sd_img2img", "sdxl_inpaint", "svd"):
-        call["image"] = [pictures.scene(), pictures.scene().transpose(0)]
+        call["image"] = [sample_images.scene(), sample_images.scene().transpose(0)]
     if name == "sdxl_inpaint":
-        call["mask_image"] = [pictures.mask()] * 2
+        call["mask_image"] = [sample_images.mask()] * 2
     if name == "flux":
         call["negative_prompt"] = ["fog", "rain"]
     if name == "svd":
@@ -228,7 +228,7 @@ def test_what_belongs_to_a_prompt_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         ({"prompt": "a house"}, "data=2, but this call has 1 prompt:"),
         ({"prompt": ["a house"]}, "give a list of at least 2 prompts"),
@@ -238,8 +238,8 @@ def test_what_belongs_to_a_prompt_goes_with_it() -> None:
         ({"prompt": PROMPTS, "colours": ["red", "green", "blue"]}, "colours is a list of 3 for 3 prompts"),
     ],
 )
-def test_what_cannot_be_divided_is_told(call: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_what_cannot_be_divided_is_told(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         split_call(call, 0, 2)
 
 
@@ -281,7 +281,7 @@ def test_a_scheduler_that_samples_by_itself_is_refused(name: str) -> None:
 def test_a_pipeline_that_mixes_the_results_of_prompts_is_refused() -> None:
     """Its own code takes a mean over the whole batch when the last step is done."""
     fake = type("Kandinsky5I2VPipeline", (), {"scheduler": None})()
-    call = {"prompt": PROMPTS, "image": [pictures.scene()] * 3}
+    call = {"prompt": PROMPTS, "image": [sample_images.scene()] * 3}
     with pytest.raises(PlanError, match=r"Kandinsky5I2VPipeline.*mean.*use data=1"), as_one_call(fake, call, 0, 2):
         pass
 
@@ -308,7 +308,7 @@ def test_outputs_become_one(parts: list[Any], check: Any) -> None:
 @pytest.mark.parametrize("name", ["BriaFiboEditPipeline", "QwenImage21Pipeline", "VisualClozePipeline"])
 def test_images_that_all_prompts_refer_to_are_not_divided(name: str) -> None:
     """As many as there are prompts, they would be taken for one each, and nobody would see that the result is wrong."""
-    call = {"prompt": PROMPTS[:2], "image": [pictures.scene()] * 2}
+    call = {"prompt": PROMPTS[:2], "image": [sample_images.scene()] * 2}
     pipe = type(name, (), {})()
     with (
         pytest.raises(PlanError, match=f"{name} takes image as references for all prompts.* use data=1"),
@@ -335,7 +335,7 @@ def test_noise_that_asks_no_generator_is_a_row_for_each_image_or_refused() -> No
 
 
 class Encoding:
-    """A pipeline that pads its texts to the longest, as it is told how many there are, and shows them pictures."""
+    """A pipeline that pads its texts to the longest, as it is told how many there are, and shows them images."""
 
     def encode_prompt(self, prompt: list[str], batch_size: int = 1) -> torch.Tensor:
         width = max(map(len, prompt))
@@ -347,7 +347,7 @@ class Encoding:
 
 
 def test_texts_are_encoded_together_whatever_the_method_is_told() -> None:
-    """HunyuanImage says how many there are, JoyImage has a method of its own for texts with pictures."""
+    """HunyuanImage says how many there are, JoyImage has a method of its own for texts with images."""
     pipe, call = Encoding(), {"prompt": PROMPTS[:2], "generator": generators(2)}
     whole = pipe.encode_prompt(PROMPTS[:2], batch_size=2)
     for rank in range(2):

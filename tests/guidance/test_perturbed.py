@@ -63,16 +63,16 @@ def test_three_branches_of_one_image_on_two_ranks_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("plan", "options", "said"),
+    ("plan", "options", "message"),
     [("cfg=3", {}, "not enough values to unpack"), ("cfg=2", TWO_PROMPTS, "off by")],
     ids=["fails", "wrong"],
 )
 def test_the_checks_see_layers_that_take_a_part_for_all_branches(
-    plan: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("shard.batch_arguments", "strategies.cfg.split"):
         monkeypatch.setattr(f"patchpar.{module}.at_own_index", lambda *_: nullcontext())
-    with pytest.raises(VerificationError, match=rf"UNet2DConditionModel with its batch shared.*{said}"):
+    with pytest.raises(VerificationError, match=rf"UNet2DConditionModel with its batch shared.*{message}"):
         generated("sd", plan, tmp_path, **options)
 
 

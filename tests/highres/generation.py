@@ -25,7 +25,7 @@ from tests.unit.threads import on_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A picture: of which pipeline, how, and with what arguments. `watched`: the ranks are told that somebody looks."""
+    """An image: of which pipeline, how, and with what arguments. `watched`: the ranks are told that somebody looks."""
 
     pipeline: str = "sd"
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The mask is the attention that places pay to content tokens, and costs the picture nothing."""
+"""The mask is the attention that places pay to content tokens, and costs the image nothing."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from patchpar.strategies.structure.sizing import COPIES, GIB, MemoryEstimate, ch
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
-from tests.tiny.pictures import scene
+from tests.tiny.sample_images import scene
 from tests.vae.allocations import Allocations
 
 from .generation import Case, alone, plain
@@ -150,7 +150,7 @@ def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.9, False)])
 def test_latents_beyond_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, fraction: float, fits: bool) -> None:
-    """On the rank that has the GPU, before it evaluates anything; pictures of a batch count each."""
+    """On the rank that has the GPU, before it evaluates anything; images of a batch count each."""
     tiny, x = build("sd"), torch.randn(4, 4, 48, 48)
     need = COPIES * x.nbytes
     monkeypatch.setattr("patchpar.strategies.structure.denoiser.free_bytes", lambda device: int(fraction * need))

@@ -1,4 +1,4 @@
-"""What does not come out even is computed by teams of ranks, in bands; the picture stays that of one rank."""
+"""What does not come out even is computed by teams of ranks, in bands; the image stays that of one rank."""
 
 from __future__ import annotations
 

@@ -101,18 +101,18 @@ def test_windows(tiny: Tiny) -> None:
 
 def test_a_patch_is_told_that_it_is_an_image_of_its_size(sdxl: Tiny) -> None:
     """Unless the caller chose the sizes; the paper's windows are told their corner instead."""
-    told: list[Tensor] = []
+    reported: list[Tensor] = []
 
     def forward(sample: Tensor, timestep: Tensor, **kwargs: Any) -> tuple[Tensor]:
-        told.append(kwargs["added_cond_kwargs"]["time_ids"])
+        reported.append(kwargs["added_cond_kwargs"]["time_ids"])
         return (sample,)
 
     def ask(time: Tensor, sizes: list[int], **options: Any) -> list[list[float]]:
-        told.clear()
+        reported.clear()
         found = large(sdxl, **options)
         ids = {"time_ids": torch.tensor([sizes, sizes], dtype=torch.float32)}
         found.denoise(forward, noise(1, 4, 16, 16).repeat(2, 1, 1, 1), time, added_cond_kwargs=ids)
-        return [each[0].tolist() for each in told]
+        return [each[0].tolist() for each in reported]
 
     whole = [128, 128, 0, 0, 128, 128]
     assert ask(EARLY, whole)[0] == [64, 64, 0, 0, 64, 64]

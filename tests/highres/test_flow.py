@@ -1,4 +1,4 @@
-"""The guide of a cascade is the picture that the model draws at native size, whatever becomes of the rest."""
+"""The guide of a cascade is the image that the model draws at native size, whatever becomes of the rest."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ def before_the_last_step(tiny: Tiny, found: list[Tensor]) -> Any:
 
 @pytest.mark.parametrize("guidance", [7.5, 1.0])
 def test_the_guide_is_the_native_image(guidance: float) -> None:
-    """Begun by the anchor, whose first stage is the native picture's when it alone is followed, and led on by DDIM."""
+    """Begun by the anchor, whose first stage is the native image's when it alone is followed, and led on by DDIM."""
     case = Case(scheduler=diffusers.DDIMScheduler)
     start, call = noise(1, 4, 16, 16), {"steps": STEPS, "guidance_scale": guidance}
     tiny, native = prepared(case), list[Tensor]()
     own = {"latents": start[..., ::2, ::2].contiguous(), "height": 64, "width": 64}
     latents(tiny, **call, **own, callback_on_step_end=before_the_last_step(tiny, native))
     strategy = StructureGuidance(native=64, switch=0.6, guide="flow")
-    shown: list[Tensor] = []
+    displayed: list[Tensor] = []
     with large(tiny, strategy, None, Axis("patch")) as found:
         flow = found._detail._flow
         assert flow is not None
         original = flow.guide_input
-        flow.guide_input = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
+        flow.guide_input = lambda *args: displayed.append(original(*args)) or displayed[-1]  # type: ignore[method-assign]
         latents(tiny, **call, latents=start, height=128, width=128)
-    assert len(shown) == 4  # of six steps those below 0.6
-    assert relative(shown[-1][:1], native[0]) < 1e-4
+    assert len(displayed) == 4  # of six steps those below 0.6
+    assert relative(displayed[-1][:1], native[0]) < 1e-4
 
 
 @pytest.mark.parametrize("guidance", [3.0, 1.0])
 def test_the_guide_of_packed_tokens(guidance: float) -> None:
-    """FLUX hands its scheduler rows of tokens and calls for each branch: the guide is the native picture all the same.
+    """FLUX hands its scheduler rows of tokens and calls for each branch: the guide is the native image all the same.
 
-    Noise levels that do not depend on the number of tokens, or the native picture would be another one.
+    Noise levels that do not depend on the number of tokens, or the native image would be another one.
     """
-    tiny, native, shown = prepared(Case(pipeline="flux")), list[Tensor](), list[Tensor]()
+    tiny, native, displayed = prepared(Case(pipeline="flux")), list[Tensor](), list[Tensor]()
     config = tiny.pipe.scheduler.config
     tiny.pipe.scheduler = type(tiny.pipe.scheduler).from_config(config, use_dynamic_shifting=False)
     start, call = noise(1, 4, 16, 16), {"steps": STEPS, "true_cfg_scale": guidance}
@@ -71,18 +71,18 @@ def test_the_guide_of_packed_tokens(guidance: float) -> None:
         flow = found._detail._flow
         assert flow is not None
         original = flow.guide_input
-        flow.guide_input = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
+        flow.guide_input = lambda *args: displayed.append(original(*args)) or displayed[-1]  # type: ignore[method-assign]
         latents(tiny, **call, latents=pack(start), height=128, width=128)
     want = unpack(native[0], 4, 4)
-    assert relative(shown[-1], want) < 1e-4
-    assert relative(shown[0], want) > 1e-2  # it has moved
+    assert relative(displayed[-1], want) < 1e-4
+    assert relative(displayed[0], want) > 1e-2  # it has moved
     wrong = native[0].reshape(want.shape)  # the negative control: tokens taken for rows of a map
-    assert relative(shown[-1], wrong) > 1e-1
+    assert relative(displayed[-1], wrong) > 1e-1
 
 
 @pytest.mark.parametrize("pipeline", first_of(["flux", "sd3"], "flux"))
 def test_the_guide_on_two_ranks(pipeline: str) -> None:
-    """The picture is that of one rank, from the first step with windows to the last, and the guide's own."""
+    """The image is that of one rank, from the first step with windows to the last, and the guide's own."""
     case = Case(pipeline=pipeline, options={"guide": "flow", "switch": 0.9}, steps=4)
     want = alone(case)
     assert all(relative(generated.latents, want) < 1e-5 for generated in together(case, 2))
@@ -90,7 +90,7 @@ def test_the_guide_on_two_ranks(pipeline: str) -> None:
 
 
 def test_the_guide_leads() -> None:
-    """A guide makes another picture than the anchor, and that is not the plain one."""
+    """A guide makes another image than the anchor, and that is not the plain one."""
     options = {"switch": 0.7}
     by_flow, by_anchor = (alone(Case(options=options | {"guide": each})) for each in ("flow", "anchor"))
     assert relative(by_flow, by_anchor) > 1e-4
@@ -99,7 +99,7 @@ def test_the_guide_leads() -> None:
 
 @pytest.mark.parametrize("branches", [1, 2, 3])
 def test_weights_of_branches_are_found(branches: int) -> None:
-    """For each picture of a batch, and where branches are nearly alike."""
+    """For each image of a batch, and where branches are nearly alike."""
     weights = torch.tensor([[3.5], [-2.0], [-0.5]])[:branches] + torch.arange(2.0)
     for differ in (1.0, 1e-3):
         known = noise(1, 2, 4, 6, 6) + differ * noise(branches, 2, 4, 6, 6, seed=1)

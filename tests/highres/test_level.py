@@ -65,8 +65,8 @@ def test_times_of_flux() -> None:
     """FLUX tells its transformer times from 0 to 1."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(4)
-    for place, time in enumerate(scheduler.timesteps):
-        scheduler._step_index = place
+    for position, time in enumerate(scheduler.timesteps):
+        scheduler._step_index = position
         assert level_of(scheduler, time / 1000).time == pytest.approx(float(time) / 1000)
         assert level_of(scheduler, time).time == pytest.approx(float(time) / 1000)
 

@@ -55,9 +55,9 @@ def test_rendered_objects_are_counted(side: int) -> None:
 
 def test_a_second_object_is_counted() -> None:
     subject = next(each for each in subjects(20) if len(each.colors) == 1)
-    shown = (to_tensor(render(subject.scene, random.Random(0), height=128, width=128).pixels)[0] + 1) / 2
-    assert miscounted(shown, subject) == 0
-    tiled = shown.repeat(1, 2, 2)
+    displayed = (to_tensor(render(subject.scene, random.Random(0), height=128, width=128).pixels)[0] + 1) / 2
+    assert miscounted(displayed, subject) == 0
+    tiled = displayed.repeat(1, 2, 2)
     assert objects(F.interpolate(tiled[None], (256, 256))[0], subject.colors[0]) == 4
     assert miscounted(F.interpolate(tiled[None], (256, 256))[0], subject) == 3
 

@@ -1,4 +1,4 @@
-"""However many ranks share the patches, the picture is that of one rank: every mode, lag, scheduler and pipeline."""
+"""However many ranks share the patches, the image is that of one rank: every mode, lag, scheduler and pipeline."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_exchange_no_image() -> None:
 
 
 def test_context_travels() -> None:
-    """Windows of other ranks are seen: without exchange, or without context, the picture is another one."""
+    """Windows of other ranks are seen: without exchange, or without context, the image is another one."""
     options = {"margin": 0.0, "context": 0.5, "switch": 0.7, "structure_strength": 0.0}
     want = alone(Case(options=options))
     assert relative(alone(Case(options=options | {"context": 0.0})), want) > 1e-3

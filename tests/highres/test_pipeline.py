@@ -1,4 +1,4 @@
-"""As a user has it: one device or several, the same large picture, and messages before anything runs."""
+"""As a user has it: one device or several, the same large image, and messages before anything runs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_two_devices() -> None:
         run = pipe.last_run
         assert run is not None
         assert all(rank.bytes_sent["prediction"] > 0 for rank in run.ranks)
-        picture = pipe(**call(output_type="pil")).images[0]
-        assert picture.size == (128, 128)
+        image = pipe(**call(output_type="pil")).images[0]
+        assert image.size == (128, 128)
         teams = Case(options={"bands": 2}, arguments=CASE.arguments | {"guidance_scale": 1.0})  # the anchor is one unit
         pipe.plan = Plan(patch=2, strategy=teams.strategy)
         assert relative(pipe(**call(guidance_scale=1.0)).images, alone(teams)) < LIMIT

@@ -1,4 +1,4 @@
-"""Ranks that hold only the latents that they need draw the picture of one, and nobody else ever sees the others."""
+"""Ranks that hold only the latents that they need draw the image of one, and nobody else ever sees the others."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_latents_that_depend_on_one_another() -> None:
 
 
 def test_steps_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture whose latents nobody made whole is not given out."""
+    """An image whose latents nobody made whole is not given out."""
     ended = AfterGuidance._ended
 
     def interrupted(self: AfterGuidance, result: Any) -> Any:

@@ -47,12 +47,12 @@ def test_bytes_are_those_of_the_forecast(world: int, options: dict[str, Any]) ->
     case = Case(options={"switch": 0.5} | options, steps=4)
     generated, patches = together(case, world), 4 if options else 1
     late: dict[str, Any] = {"native": 8, "guide": options.get("structure_strength", 1.0) > 0}
-    told = {
+    reported = {
         1: forecast(2, world, native=8, patches=patches),
         2: with_windows(2, world, key="0 2", **late),
         3: with_windows(2, world, key="0 3", to="last", **late),
     }
-    for step, sent in told.items():
+    for step, sent in reported.items():
         assert [values(each.sent_in(step)) for each in generated] == [each.all * LATENT for each in sent]
         assert all(each.sent_in(step)["weights"] == (world - 1) * 3 * 3 * 8 for each in generated)
 
@@ -61,8 +61,8 @@ def test_everything_is_sent_where_somebody_looks() -> None:
     """The whole prediction in every step with windows, the last one too, and no latents."""
     generated = together(Case(options={"switch": 0.5}, steps=4, watched=True), 2)
     for step in (2, 3):
-        told = with_windows(2, 2, native=8, guide=True, key=f"0 {step}", to="all")
-        assert [values(each.sent_in(step)) for each in generated] == [each.all * LATENT for each in told]
+        reported = with_windows(2, 2, native=8, guide=True, key=f"0 {step}", to="all")
+        assert [values(each.sent_in(step)) for each in generated] == [each.all * LATENT for each in reported]
     assert all("latents" not in each.bytes_sent for each in generated)
 
 
@@ -144,12 +144,12 @@ def test_nothing_is_sent_that_nobody_needs(scale: int, ranks: int, guide: bool) 
     beyond = covered.clone()
     for group_rank in range(ranks):
         beyond[group_rank, blend.bands.starts[group_rank] : blend.bands.starts[group_rank + 1]] = False
-    told = with_windows(scale, ranks, native=native, guide=guide, to="all")
-    pieces, least = sum(each.pieces for each in told), float((covered.sum(0) - 1).sum()) / side**2
+    reported = with_windows(scale, ranks, native=native, guide=guide, to="all")
+    pieces, least = sum(each.pieces for each in reported), float((covered.sum(0) - 1).sum()) / side**2
     assert pieces == pytest.approx(float(beyond.sum()) / side**2, rel=0.02)
     assert least - 1e-9 <= pieces <= least + 0.06 * ranks
     owners = sum(any(unit.patch == len(windows) for unit in units) for units in blend.assignment)
-    assert sum(each.all for each in told) == pytest.approx(pieces + (ranks - 1) * (1 + owners / scale**2))
+    assert sum(each.all for each in reported) == pytest.approx(pieces + (ranks - 1) * (1 + owners / scale**2))
 
 
 def test_a_slow_link() -> None:

@@ -1,4 +1,4 @@
-"""A picture made larger: its size, the same on one device and on two, and messages before anything is started."""
+"""An image made larger: its size, the same on one device and on two, and messages before anything is started."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from patchpar.cli import app
 from patchpar.cli.upscale import UpscaleFlags
 from patchpar.cli.video import VideoFlags
 from tests.tiny import build
-from tests.tiny.pictures import scene
+from tests.tiny.sample_images import scene
 
 STEPS = {"num_inference_steps": 6}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model from text to picture, made for 128 x 128 pixels."""
+    """A model from text to image, made for 128 x 128 pixels."""
     path = tmp_path_factory.mktemp("sd")
     build("sd").pipe.save_pretrained(path)
     return path
@@ -71,7 +71,7 @@ def test_on_the_command_line(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["none.png"], "there is no such file"),
         (["text.png"], "cannot be read as an image"),
@@ -80,14 +80,16 @@ def test_on_the_command_line(folder: Path, tmp_path: Path) -> None:
         (["small.png", "--plan", "rows=2"], "unknown axis 'rows'"),
     ],
 )
-def test_bad_flags_cost_nothing(words: list[Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_flags_cost_nothing(
+    words: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     scene().save("small.png")
     Path("text.png").write_text("no picture")
     monkeypatch.setattr("patchpar.launch.local.LocalExecutor.start", pytest.fail)
     result = run(*words, "--devices", "cpu:2")
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_messages(folder: Path) -> None:

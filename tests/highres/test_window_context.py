@@ -72,7 +72,7 @@ def test_bands_of_the_last_step() -> None:
 
 
 def test_what_is_longer_ago_is_forgotten() -> None:
-    """So is what was seen of windows elsewhere, and of another picture."""
+    """So is what was seen of windows elsewhere, and of another image."""
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
     parts, x = assign_units(2, 1, 1), noise(1, 3, *SIZE)

@@ -87,7 +87,7 @@ def rounds(peers: PeerMemory, rank: int, world: int, dtype: torch.dtype, count: 
     return wrong
 
 
-def deaf_rounds(peers: PeerMemory, rank: int, world: int) -> list[int]:
+def unread_rounds(peers: PeerMemory, rank: int, world: int) -> list[int]:
     """The same without what the others write: each rank has its own memory only."""
     own = peers._mapped.memory.clone()
     peers._addresses[:] = torch.tensor([own.data_ptr()] * world)

@@ -26,7 +26,7 @@ def test_every_rank_gets_what_the_others_sent(interpreter: ProcessPoolExecutor, 
 
 
 def test_without_the_memory_of_the_others_it_is_wrong(interpreter: ProcessPoolExecutor) -> None:
-    found = interpreter.submit(forked_ranks.run_forked, forked_ranks.deaf_rounds, 2).result(WAIT)
+    found = interpreter.submit(forked_ranks.run_forked, forked_ranks.unread_rounds, 2).result(WAIT)
     assert all(isinstance(each, list) and each for each in found), found
 
 

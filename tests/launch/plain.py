@@ -115,7 +115,7 @@ class PlainEngine:
         """A process of the worker's own, which would sleep for ten minutes; its id."""
         return subprocess.Popen(["sleep", "600"]).pid
 
-    def surroundings(self):
+    def variables(self):
         """All that a process has got from the one that started it, or that Python has made of it."""
         status = Path("/proc/self/status").read_text()
         descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]

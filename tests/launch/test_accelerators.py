@@ -37,7 +37,7 @@ def group():
 
 
 @pytest.mark.parametrize(
-    ("backend", "said", "of_gpu"),
+    ("backend", "message", "of_gpu"),
     [
         (None, "undefined", "nccl" if dist.is_nccl_available() else "gloo"),
         ("gloo", "gloo", "gloo"),
@@ -45,9 +45,9 @@ def group():
     ],
     ids=str,
 )
-def test_the_backend_of_a_device(group, backend, said, of_gpu):
+def test_the_backend_of_a_device(group, backend, message, of_gpu):
     group(backend)
-    assert dist.get_backend() == said
+    assert dist.get_backend() == message
     assert group_backend(CPU) == "gloo"
     assert group_backend(GPU) == of_gpu
 

@@ -27,7 +27,7 @@ class Options:
     quiet: bool = field(default=False, metadata={"per rank": True})
 
 
-def told(*values):
+def reported(*values):
     """What is said when ranks are called with these values, in order; empty if nothing."""
     try:
         compare([described("generate", ({"value": value},), {}) for value in values])
@@ -89,32 +89,32 @@ SAME = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs(name):
     first, second = DIFFERENT[name]
-    assert "generate: argument 'value' differs: " in told(first, second)
-    assert "on rank 0, " in told(first, first, second)
-    assert "on rank 2. " in told(first, first, second)
-    assert not told(first, first)
-    assert not told(second, second)
+    assert "generate: argument 'value' differs: " in reported(first, second)
+    assert "on rank 0, " in reported(first, first, second)
+    assert "on rank 2. " in reported(first, first, second)
+    assert not reported(first, first)
+    assert not reported(second, second)
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_what_does_not(name):
-    assert not told(*SAME[name])
+    assert not reported(*SAME[name])
 
 
 def test_text_that_is_a_path_here(tmp_path):
     for folder in ("first", "second"):
         (tmp_path / folder / "model").mkdir(parents=True)
-    assert not told(str(tmp_path / "first" / "model"), str(tmp_path / "second" / "model"))
-    assert told(str(tmp_path / "first"), str(tmp_path / "second"))
-    assert not told("a dog " * 2000, "a dog " * 2000), "no path is as long"
+    assert not reported(str(tmp_path / "first" / "model"), str(tmp_path / "second" / "model"))
+    assert reported(str(tmp_path / "first"), str(tmp_path / "second"))
+    assert not reported("a dog " * 2000, "a dog " * 2000), "no path is as long"
 
 
 def test_the_values_are_named():
-    assert "'a dog' on rank 0, 'a cat' on rank 1. Under torchrun every process makes the same call" in told(
+    assert "'a dog' on rank 0, 'a cat' on rank 1. Under torchrun every process makes the same call" in reported(
         "a dog", "a cat"
     )
-    assert "a Tensor of shape (2, 3) on rank 0, None on rank 1" in told(torch.zeros(2, 3), None)
-    assert len(told("x" * 10_000, "y" * 10_000)) < 400
+    assert "a Tensor of shape (2, 3) on rank 0, None on rank 1" in reported(torch.zeros(2, 3), None)
+    assert len(reported("x" * 10_000, "y" * 10_000)) < 400
 
 
 def test_what_only_some_are_given():

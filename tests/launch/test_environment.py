@@ -46,8 +46,8 @@ def test_no_memfd_no_home_no_name_and_a_long_path_for_temporary_files(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said, _, pids = done.stdout.partition("b'x' ")
-    assert said == "[3.0, 3.0] "
+    message, _, pids = done.stdout.partition("b'x' ")
+    assert message == "[3.0, 3.0] "
     refused = {path.name.partition("-")[2] for path in temporary.glob("refused-*")}
     assert {*pids.split()} < refused, "the workers, and who started them, have been refused a memfd"
     assert len(list(temporary.iterdir())) == len(refused), "nothing else is left"

@@ -57,7 +57,7 @@ def test_its_gpu_is_the_current_one_during_a_call_only(monkeypatch):
     """Kernels that are told no device, such as Triton's, run on the current one."""
     gpus = pretend(monkeypatch, FakeGpus(["A", "B"]))
     with InlineExecutor("cuda:1", "tests.launch.plain:PlainEngine") as executor:
-        executor.call("rank", on_start=lambda tell: gpus.log.append("start"))
+        executor.call("rank", on_start=lambda report: gpus.log.append("start"))
         with pytest.raises(Strange):
             executor.call("fail", "Strange", "as it was")
     assert gpus.log == ["start", "enter cuda:1", "leave cuda:1", "enter cuda:1", "leave cuda:1"]

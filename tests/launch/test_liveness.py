@@ -42,7 +42,7 @@ def test_a_slow_rank_that_is_stopped_is_named_and_not_the_one_that_waits(pool):
     pool.call("rank")
     stopped = []
 
-    def stop(tell):
+    def stop(report):
         stopped.append(pool.pids[0])
         os.kill(pool.pids[0], signal.SIGSTOP)
 

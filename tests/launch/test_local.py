@@ -244,7 +244,7 @@ def test_a_mark_is_cheap_and_readable_from_outside():
     heartbeat.beat("up.1.attention")
     heartbeat.beat("down.0.conv")
     assert (reader.sign.beats, reader.where) == (3, "down.0.conv")
-    best = min(_seconds_of_marks(heartbeat, 2000) for _ in range(20)) / 2000
+    best = min(_seconds_of_beats(heartbeat, 2000) for _ in range(20)) / 2000
     assert best < 1e-6
     for number in range(20_000):
         heartbeat.beat(f"a place that is new each time {number}")
@@ -253,7 +253,7 @@ def test_a_mark_is_cheap_and_readable_from_outside():
     assert reader.where.startswith("ü" * 99)
 
 
-def _seconds_of_marks(heartbeat, number):
+def _seconds_of_beats(heartbeat, number):
     start = time.perf_counter()
     for _ in range(number):
         heartbeat.beat("up.1.attention")

@@ -41,18 +41,18 @@ class Caller:
     """Tells every rank its own words, from a thread of its own, as soon as the rank is there."""
 
     def __init__(self, words: list[Any]) -> None:
-        self._words, self._tell = words, None
+        self._words, self._report = words, None
         self.threads: list[threading.Thread] = []
 
-    def start(self, tell: Any) -> None:
-        self._tell = tell
+    def start(self, report: Any) -> None:
+        self._report = report
 
     def event(self, rank: int, event: Any) -> None:
-        thread = threading.Thread(target=lambda: [self._tell(rank, (rank, word)) for word in self._words])
+        thread = threading.Thread(target=lambda: [self._report(rank, (rank, word)) for word in self._words])
         self.threads.append(thread)
         thread.start()
         thread.join()
-        self._tell(rank, "end")
+        self._report(rank, "end")
 
 
 def test_each_rank_hears_what_it_was_told_in_order(executor: Any) -> None:
@@ -67,10 +67,10 @@ def test_nothing_told_is_nothing_heard(executor: Any) -> None:
 
 
 def test_what_a_call_left_unheard_does_not_reach_the_next(executor: Any) -> None:
-    def too_much(tell: Any) -> None:
+    def too_much(report: Any) -> None:
         for rank in range(executor.world_size):
             for word in ("end", "late"):
-                tell(rank, word)
+                report(rank, word)
 
     assert executor.call("listen", on_start=too_much) == [["end"]] * executor.world_size
     assert executor.call("listen", 0.05) == [[None]] * executor.world_size

@@ -51,16 +51,16 @@ class CountedSearches:
 def test_a_line_of_millions_of_characters_is_read_in_linear_time(monkeypatch, capsys):
     """Counted, not timed: what has been searched for a line end is not searched again for every piece that comes."""
     searches, number = CountedSearches(monkeypatch), 3_000_000
-    said, tail = passed_on(in_pieces(b"x" * number + b"\nlast\n", 4096), capsys)
+    message, tail = passed_on(in_pieces(b"x" * number + b"\nlast\n", 4096), capsys)
     assert searches.characters < 10 * number
-    assert said.endswith("\nlast\n")
+    assert message.endswith("\nlast\n")
     assert tail.endswith("last")
 
 
 def test_the_rest_of_a_line_that_is_too_long_is_left_out_and_said(capsys):
     number = 5 * LONGEST_LINE
-    said, tail = passed_on(in_pieces(b"x" * number + b"\nshort\n", 1 << 16), capsys)
-    first, second, _ = said.split("\n")
+    message, tail = passed_on(in_pieces(b"x" * number + b"\nshort\n", 1 << 16), capsys)
+    first, second, _ = message.split("\n")
     assert first.startswith("x" * LONGEST_LINE)
     assert first.endswith(f"[a line of {number} characters, cut]")
     assert len(first) < LONGEST_LINE + 100
@@ -69,17 +69,17 @@ def test_the_rest_of_a_line_that_is_too_long_is_left_out_and_said(capsys):
 
 
 def test_a_long_line_without_an_end(capsys):
-    said, tail = passed_on(in_pieces(b"y" * (2 * LONGEST_LINE), 1 << 16), capsys)
-    assert said == "y" * LONGEST_LINE + f" [a line of {2 * LONGEST_LINE} characters, cut]\n"
-    assert tail == said.strip()
+    message, tail = passed_on(in_pieces(b"y" * (2 * LONGEST_LINE), 1 << 16), capsys)
+    assert message == "y" * LONGEST_LINE + f" [a line of {2 * LONGEST_LINE} characters, cut]\n"
+    assert tail == message.strip()
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_lines_are_the_same_in_whatever_pieces_they_come(size, capsys):
     text = "one\r\n\ntwo\rthree\n\r\nfour é ü 漢\nfive"
-    said, tail = passed_on(in_pieces(text.encode(), size), capsys)
-    assert said == text + "\n"
+    message, tail = passed_on(in_pieces(text.encode(), size), capsys)
+    assert message == text + "\n"
     assert tail == text
 
 

@@ -5,7 +5,7 @@ import pytest
 from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
 
 
-def told(*names: str | None) -> list[int]:
+def reported(*names: str | None) -> list[int]:
     """The numbers of the calls that are repeated, of calls that set these; None sets nothing that is known."""
     replays = ReplayLog()
     for number, name in enumerate(names):
@@ -30,8 +30,8 @@ def told(*names: str | None) -> list[int]:
     ],
 )
 def test_what_is_set_again_is_repeated_once(names: list[str | None], kept: list[int]) -> None:
-    assert told(*names) == kept
+    assert reported(*names) == kept
 
 
 def test_a_server_that_sets_a_scheduler_for_every_image_keeps_one() -> None:
-    assert told(None, *["scheduler"] * 1000) == [0, 1000]
+    assert reported(None, *["scheduler"] * 1000) == [0, 1000]

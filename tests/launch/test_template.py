@@ -61,7 +61,7 @@ def test_a_worker_is_the_same_both_ways(own, tmp_path, monkeypatch, ranks, prelo
             executor.call("rank")
             monkeypatch.chdir(tmp_path)  # after a template has been started elsewhere
             with LocalExecutor(["cpu"] * ranks, PLAIN, preload=preload, start_method=method) as second:
-                found.append(second.call("surroundings")[-1])
+                found.append(second.call("variables")[-1])
         monkeypatch.chdir(before)
     forked, new = found
     assert len(pids_of(own)) == 1
@@ -79,7 +79,7 @@ def test_what_a_worker_takes_over_is_that_of_its_start(own, monkeypatch):
         before = os.umask(int(value))
         try:
             with LocalExecutor(["cpu"], PLAIN, start_method="forkserver") as executor:
-                found = executor.call("surroundings")[0]
+                found = executor.call("variables")[0]
                 seen.append((found["environment"]["READ_BY_IMPORTS"], found["status"][0]))
         finally:
             os.umask(before)
@@ -181,7 +181,7 @@ def test_a_start_that_is_given_up_leaves_nothing(own, module):
 def test_what_no_fork_would_copy_makes_workers_new_processes(own, module, caplog, source, says):
     name, imports = module(source)
     with caplog.at_level(logging.WARNING), LocalExecutor(["cpu"], PLAIN, preload=[name]) as executor:
-        found = executor.call("surroundings")[0]
+        found = executor.call("variables")[0]
         assert executor.call("rank") == [0]
     assert imports() == 2, "by the template and by the worker"
     assert says in caplog.text

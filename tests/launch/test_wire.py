@@ -91,13 +91,13 @@ def test_arrays_arrive_equal(array):
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "F", "I;16", "CMYK"])
 def test_images_arrive_equal(mode):
     noise = np.random.default_rng(0).integers(0, 255, (40, 30, 3), dtype=np.uint8)
-    picture = PIL.Image.fromarray(noise).convert("I" if mode == "I;16" else mode)
-    picture = picture.convert(mode)
-    picture.info["note"] = "kept"
-    again = there_and_back(picture)
-    assert (again.mode, again.size, again.info) == (picture.mode, picture.size, picture.info)
-    assert again.tobytes() == picture.tobytes()
-    assert again.getpalette() == picture.getpalette()
+    image = PIL.Image.fromarray(noise).convert("I" if mode == "I;16" else mode)
+    image = image.convert(mode)
+    image.info["note"] = "kept"
+    again = there_and_back(image)
+    assert (again.mode, again.size, again.info) == (image.mode, image.size, image.info)
+    assert again.tobytes() == image.tobytes()
+    assert again.getpalette() == image.getpalette()
 
 
 def test_an_image_still_in_its_file_arrives(tmp_path):

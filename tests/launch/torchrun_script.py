@@ -48,7 +48,7 @@ def use_everything():
             "other methods": outcome(lambda: executor.call(["rank", "load"][executor.rank])),
             "listening": sorted(listening([os.getpid()])),
             "has group": dist.is_initialized(),
-            "is told": outcome(lambda: executor.call("rank", on_start=lambda tell: tell(0, "word"))),
+            "is told": outcome(lambda: executor.call("rank", on_start=lambda report: report(0, "word"))),
             "again": executor.call("add_up", 4),
         }
 

@@ -1,4 +1,4 @@
-"""The pages in a real browser: the film plays with the times it was given, pictures are shown, the end is said."""
+"""The pages in a real browser: the video plays with the times it was given, images are shown, the end is said."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
-from tests.live.test_video import RATE, sound
+from tests.live.test_video import RATE, speech
 
 CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
@@ -51,13 +51,13 @@ def grey(level: int) -> Tensor:
 
 
 def test_a_video_plays_while_it_is_made_and_ends(page: Any) -> None:
-    """It begins in the middle, with the time that the film has there."""
+    """It begins in the middle, with the time that the video has there."""
     screen, stop = VideoScreen(HOME, 0, 20, RATE), threading.Event()
     screen.open()
     screen.page.status = "0:03.0, 20.0 frames/s"
 
     def show(block: int) -> None:
-        screen.show(grey(120), block * 0.4, sound(8))
+        screen.show(grey(120), block * 0.4, speech(8))
 
     def go_on() -> None:
         for block in count(10):

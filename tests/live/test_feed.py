@@ -18,7 +18,7 @@ HEAD = Mp4Header(mime="video/mp4", data=b"head ")
 T = TypeVar("T")
 
 
-def picture(value: int) -> Image.Image:
+def image(value: int) -> Image.Image:
     return Image.new("RGB", (16, 16), (value, 0, 0))
 
 
@@ -54,13 +54,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_images_are_seen_as_they_come() -> None:
-    """The last one comes twice: a browser shows a picture when the next begins."""
+    """The last one comes twice: a browser shows an image when the next begins."""
     feed = ImageFeed()
-    feed.put(picture(0))
+    feed.put(image(0))
 
     def go_on(count: int) -> None:
         if count in (2, 3):
-            feed.put(picture(50 * (count - 1)))
+            feed.put(image(50 * (count - 1)))
         elif count == 4:
             feed.close()
 
@@ -75,7 +75,7 @@ def test_images_are_seen_as_they_come() -> None:
 def test_an_image_without_another_behind_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 0.01)
     feed = ImageFeed()
-    feed.put(picture(50))
+    feed.put(image(50))
     _, *parts, _ = read(feed.parts(), lambda count: feed.close() if count == 5 else None)
     assert [shade(part) for part in parts] == [1] * 5
 
@@ -84,7 +84,7 @@ def test_an_image_without_another_behind_it_comes_again(monkeypatch: pytest.Monk
 def test_who_comes_late_gets_the_newest_image_only() -> None:
     feed = ImageFeed()
     for value in range(0, 150, 50):
-        feed.put(picture(value))
+        feed.put(image(value))
     feed.close()
     _, *only, _ = read(feed.parts())
     assert [shade(part) for part in only] == [2]

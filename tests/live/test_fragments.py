@@ -1,4 +1,4 @@
-"""A film in fragments: whole for who sees all, to be begun with at every key, and nothing waits for what comes next."""
+"""A video in fragments: whole for who sees all, to be begun with at every key; nothing waits for what comes next."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from patchpar.stream.web.mp4_boxes import with_lengths
 from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment, Mp4Header
-from tests.live.test_video import RATE, decoded, frames, sound
+from tests.live.test_video import RATE, decoded, frames, speech
 
 
 def encoded(blocks: int, rate: int | None = RATE) -> tuple[Mp4Header, list[list[Mp4Fragment]]]:
     """(head, what each block completed and what the end did). Blocks of 0.2 s, the sound loud from 0.6 s on."""
     encoder = FragmentEncoder(20, 32, 48, rate)
     made = [
-        encoder.add(frames(20 * b), b * 0.2, None if rate is None else sound(loudness=0.0 if b < 3 else 0.5))
+        encoder.add(frames(20 * b), b * 0.2, None if rate is None else speech(loudness=0.0 if b < 3 else 0.5))
         for b in range(blocks)
     ]
     made.append(encoder.close())
@@ -50,8 +50,8 @@ def test_keys_are_those_that_can_be_begun_with() -> None:
         times, levels, _ = decoded(head.data + b"".join(part.data for part in parts[number:]))
         assert times[0] == pytest.approx(0.4 * count, abs=2e-3)
         assert levels[0] == pytest.approx(40 * count, abs=12)
-    with av.open(io.BytesIO(head.data + b"".join(part.data for part in parts[keys[1] + 1 :]))) as film:
-        assert not next(packet for packet in film.demux(video=0) if packet.size).is_keyframe
+    with av.open(io.BytesIO(head.data + b"".join(part.data for part in parts[keys[1] + 1 :]))) as container:
+        assert not next(packet for packet in container.demux(video=0) if packet.size).is_keyframe
 
 
 def test_units_get_their_lengths() -> None:
@@ -62,7 +62,7 @@ def test_units_get_their_lengths() -> None:
 
 def test_lost_blocks_leave_a_gap() -> None:
     encoder = FragmentEncoder(20, 32, 48, RATE)
-    made = [*encoder.add(frames(0), 0.0, sound()), *encoder.add(frames(200), 1.0, sound()), *encoder.close()]
+    made = [*encoder.add(frames(0), 0.0, speech()), *encoder.add(frames(200), 1.0, speech()), *encoder.close()]
     times, _, _ = decoded(encoder.head.data + b"".join(part.data for part in made))
     assert times == pytest.approx([0, 0.05, 0.1, 0.15, 1.0, 1.05, 1.1, 1.15], abs=2e-3)
 

@@ -27,11 +27,11 @@ from patchpar.stream.web.feed import BOUNDARY, VideoFeed
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import HOME, WebServer, names_of
 from patchpar.stream.web.viewer import KEPT, FramePlayer, ImageScreen, VideoScreen
-from tests.live.test_video import RATE, frames, sound
+from tests.live.test_video import RATE, frames, speech
 
 
 @pytest.fixture
-def pictures() -> Iterator[ImageScreen]:
+def images() -> Iterator[ImageScreen]:
     screen = ImageScreen(HOME, 0, fps=50)
     screen.open()
     yield screen
@@ -39,7 +39,7 @@ def pictures() -> Iterator[ImageScreen]:
 
 
 @pytest.fixture
-def film() -> Iterator[VideoScreen]:
+def video_screen() -> Iterator[VideoScreen]:
     screen = VideoScreen(HOME, 0, 20, RATE)
     screen.open()
     yield screen
@@ -51,13 +51,13 @@ def fetch(url: str, **headers: str) -> Any:
 
 
 def jpegs(answer: Any) -> Iterator[float]:
-    """Mean levels of pictures as they come, until the end."""
+    """Mean levels of images as they come, until the end."""
     while line := answer.readline():
         if line.lower().startswith(b"content-length"):
             size = int(line.split(b":")[1])
             answer.readline()
             yield float(np.asarray(Image.open(io.BytesIO(answer.read(size)))).mean())
-            assert answer.readline() == b"\r\n"  # behind the picture; then comes the boundary
+            assert answer.readline() == b"\r\n"  # behind the image; then comes the boundary
 
 
 def watching(screen: VideoScreen, **options: Any) -> ClientConnection:
@@ -72,22 +72,22 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def test_images_follow_one_another(pictures: ImageScreen) -> None:
+def test_images_follow_one_another(images: ImageScreen) -> None:
     """The last one is there for whoever comes."""
-    pictures.show(frames(10, 1), 0.0, None)
-    until(lambda: pictures.page.feed.count == 1, "a picture")  # type: ignore[attr-defined]
-    with fetch(f"{pictures.page.url}/images") as answer:
+    images.show(frames(10, 1), 0.0, None)
+    until(lambda: images.page.feed.count == 1, "a picture")  # type: ignore[attr-defined]
+    with fetch(f"{images.page.url}/images") as answer:
         assert answer.headers["Content-Type"] == f"multipart/x-mixed-replace; boundary={BOUNDARY}"
         seen = jpegs(answer)
         assert next(seen) == pytest.approx(10, abs=2)
         for before, level in ((10, 50), (50, 200)):
-            pictures.show(frames(level, 1), 0.0, None)
+            images.show(frames(level, 1), 0.0, None)
             assert next(value for value in seen if abs(value - before) > 2) == pytest.approx(level, abs=2)
-        pictures.close()
+        images.close()
         assert list(seen)[-1] == pytest.approx(200, abs=2)
 
 
-def test_two_see_the_same_video_with_its_audio(film: VideoScreen) -> None:
+def test_two_see_the_same_video_with_its_audio(video_screen: VideoScreen) -> None:
     """What comes over the socket decodes to the frames that were shown, the last one included."""
 
     def receive(watcher: ClientConnection) -> tuple[str, bytes]:
@@ -99,14 +99,14 @@ def test_two_see_the_same_video_with_its_audio(film: VideoScreen) -> None:
         return word["mime"], data
 
     found: list[tuple[str, bytes]] = []
-    with watching(film) as one, watching(film) as two:
-        until(lambda: film.page.feed.watchers == 2, "two watchers")
+    with watching(video_screen) as one, watching(video_screen) as two:
+        until(lambda: video_screen.page.feed.watchers == 2, "two watchers")
         threads = [threading.Thread(target=lambda each=each: found.append(receive(each))) for each in (one, two)]
         for thread in threads:
             thread.start()
         for block in range(4):
-            film.show(frames(60 * block), block * 0.2, sound())
-        film.close()
+            video_screen.show(frames(60 * block), block * 0.2, speech())
+        video_screen.close()
         for thread in threads:
             thread.join(20)
     assert len(found) == 2
@@ -119,10 +119,10 @@ def test_two_see_the_same_video_with_its_audio(film: VideoScreen) -> None:
             assert sum(frame.samples for frame in container.decode(audio=0)) >= 0.7 * 48000
 
 
-def test_who_comes_late_begins_with_a_frame_that_needs_no_other(film: VideoScreen) -> None:
+def test_who_comes_late_begins_with_a_frame_that_needs_no_other(video_screen: VideoScreen) -> None:
     for block in range(10):
-        film.show(frames(20 * block), block * 0.2, sound())
-    with watching(film) as watcher:
+        video_screen.show(frames(20 * block), block * 0.2, speech())
+    with watching(video_screen) as watcher:
         watcher.recv(20)
         data = b"".join(watcher.recv(20) for _ in range(2))
     with av.open(io.BytesIO(data)) as container:
@@ -131,12 +131,12 @@ def test_who_comes_late_begins_with_a_frame_that_needs_no_other(film: VideoScree
     assert float(first.to_ndarray(format="rgb24").mean()) == pytest.approx(160, abs=12)
 
 
-def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(film: VideoScreen) -> None:
+def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(video_screen: VideoScreen) -> None:
     """Far more than sockets hold. It misses the middle; one beside it, who reads, misses nothing."""
-    feed, size = film.page.feed, 2**19
+    feed, size = video_screen.page.feed, 2**19
     assert isinstance(feed, VideoFeed)
     received: list[bytes | str] = []
-    with watching(film, max_queue=1) as slow, watching(film) as quick:
+    with watching(video_screen, max_queue=1) as slow, watching(video_screen) as quick:
         until(lambda: feed.watchers == 2, "two watchers")
         for number in range(100):
             feed.put(Mp4Header(mime="video/mp4", data=b"head"), [Mp4Fragment(data=bytes([number]) * size, is_key=True)])
@@ -144,21 +144,21 @@ def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(film: VideoScre
             received += [quick.recv(20) for _ in range(1 if received else 3)]
         assert [part[0] for part in received[2:]] == list(range(100))
         assert json.loads(slow.recv(20))["type"] == "media_init"
-        film.page.feed.close()
+        video_screen.page.feed.close()
         seen = [part[0] for part in slow if isinstance(part, bytes)][1:]
     assert seen[-1] == 99
     assert len(seen) < 100
 
 
-def test_a_watcher_who_goes_is_forgotten_though_nothing_comes(film: VideoScreen) -> None:
-    with watching(film) as watcher:
-        until(lambda: film.page.feed.watchers == 1, "a watcher")
+def test_a_watcher_who_goes_is_forgotten_though_nothing_comes(video_screen: VideoScreen) -> None:
+    with watching(video_screen) as watcher:
+        until(lambda: video_screen.page.feed.watchers == 1, "a watcher")
         watcher.send("anything")
-    until(lambda: film.page.feed.watchers == 0, "nobody")
+    until(lambda: video_screen.page.feed.watchers == 0, "nobody")
 
 
-def test_the_page_and_what_it_says(pictures: ImageScreen, film: VideoScreen) -> None:
-    for screen, kind in ((pictures, "images"), (film, "video")):
+def test_the_page_and_what_it_says(images: ImageScreen, video_screen: VideoScreen) -> None:
+    for screen, kind in ((images, "images"), (video_screen, "video")):
         with fetch(screen.page.url) as answer:
             assert f'data-kind="{kind}"' in answer.read().decode()
         screen.page.status = "degraded"
@@ -166,14 +166,14 @@ def test_the_page_and_what_it_says(pictures: ImageScreen, film: VideoScreen) -> 
             assert json.load(answer) == {"status": "degraded"}
 
 
-def test_only_this_machine_is_answered(pictures: ImageScreen, film: VideoScreen) -> None:
+def test_only_this_machine_is_answered(images: ImageScreen, video_screen: VideoScreen) -> None:
     """A page of somebody else's, or a name of theirs that leads here, must not see what is shown."""
-    assert pictures.page.url.startswith("http://127.0.0.1:")
+    assert images.page.url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="400"):
-        fetch(pictures.page.url, Host="evil.example")
-    with watching(film, origin=film.page.url):
+        fetch(images.page.url, Host="evil.example")
+    with watching(video_screen, origin=video_screen.page.url):
         pass
-    with pytest.raises(InvalidStatus, match="403"), watching(film, origin="http://evil.example"):
+    with pytest.raises(InvalidStatus, match="403"), watching(video_screen, origin="http://evil.example"):
         pass
     assert names_of("0.0.0.0") == ["*"]
 

@@ -22,27 +22,27 @@ def frames(level: int, count: int = 4) -> Tensor:
     return torch.full((count, 32, 48, 3), level, dtype=torch.uint8)
 
 
-def sound(count: int = 4, loudness: float = 0.5) -> Tensor:
+def speech(count: int = 4, loudness: float = 0.5) -> Tensor:
     return torch.sin(torch.arange(count * RATE // 20) * 0.1) * loudness
 
 
 def decoded(data: bytes) -> tuple[list[float], list[float], np.ndarray]:
     """(times of frames, their mean levels, samples)."""
     with av.open(io.BytesIO(data)) as container:
-        pictures = list(container.decode(video=0))
+        images = list(container.decode(video=0))
     with av.open(io.BytesIO(data)) as container:
         heard = [frame.to_ndarray()[0] for frame in container.decode(audio=0)] if container.streams.audio else []
-    levels = [float(picture.to_ndarray(format="rgb24").mean()) for picture in pictures]
-    return [float(picture.time) for picture in pictures], levels, np.concatenate(heard) if heard else np.zeros(0)
+    levels = [float(image.to_ndarray(format="rgb24").mean()) for image in images]
+    return [float(image.time) for image in images], levels, np.concatenate(heard) if heard else np.zeros(0)
 
 
-@pytest.mark.parametrize(("container", "sounds"), [("mp4", "aac"), ("matroska", "aac"), ("webm", "libopus")])
-def test_frames_and_audio_at_their_times(container: str, sounds: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("container", "audios"), [("mp4", "aac"), ("matroska", "aac"), ("webm", "libopus")])
+def test_frames_and_audio_at_their_times(container: str, audios: str, tmp_path: Path) -> None:
     video = "libvpx-vp9" if container == "webm" else "libx264"
-    form = VideoFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, audio=sounds)
+    form = VideoFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, audio=audios)
     writer = VideoWriter(str(tmp_path / "film"), form)
     for block in range(5):
-        writer.add(frames(50 * block), block * 0.2, sound(loudness=0.0 if block < 3 else 0.5))
+        writer.add(frames(50 * block), block * 0.2, speech(loudness=0.0 if block < 3 else 0.5))
     writer.close()
     times, levels, heard = decoded((tmp_path / "film").read_bytes())
     assert times == pytest.approx([number / 20 for number in range(20)], abs=2e-3)
@@ -53,8 +53,8 @@ def test_frames_and_audio_at_their_times(container: str, sounds: str, tmp_path: 
 
 def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
     writer = VideoWriter(str(tmp_path / "film.mp4"), VideoFormat(fps=20, height=32, width=48, rate=RATE))
-    writer.add(frames(0), 0.0, sound(loudness=0.0))
-    writer.add(frames(200), 1.0, sound())
+    writer.add(frames(0), 0.0, speech(loudness=0.0))
+    writer.add(frames(200), 1.0, speech())
     writer.close()
     times, _, heard = decoded((tmp_path / "film.mp4").read_bytes())
     assert times == pytest.approx([0, 0.05, 0.1, 0.15, 1.0, 1.05, 1.1, 1.15], abs=2e-3)

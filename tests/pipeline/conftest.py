@@ -56,7 +56,7 @@ def plain(sdxl_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def pool(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verifications = tmp_path_factory.mktemp("verdicts")
+    verifications = tmp_path_factory.mktemp("verifications")
     with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", verify=verifications) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
@@ -101,7 +101,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def tensor_of(output: Any) -> torch.Tensor:
-    """Pictures, arrays or latents of an output as one tensor; pictures in 0 to 1."""
+    """Images, arrays or latents of an output as one tensor; images in 0 to 1."""
     first = output[0] if isinstance(output, tuple) else next(iter(output.values()))
     if isinstance(first, torch.Tensor):
         return first
@@ -111,8 +111,8 @@ def tensor_of(output: Any) -> torch.Tensor:
     return torch.tensor(first)
 
 
-def _array(picture: Any) -> Any:
-    return np.asarray(picture, dtype=np.float32) / 255 if isinstance(picture, Image.Image) else np.asarray(picture)
+def _array(image: Any) -> Any:
+    return np.asarray(image, dtype=np.float32) / 255 if isinstance(image, Image.Image) else np.asarray(image)
 
 
 def relative_error(got: Any, want: Any) -> float:

@@ -90,7 +90,7 @@ def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> No
     Led on, they also hold what came the step before; and to tell how their own have changed, those of two steps, each
     with a mean a channel. What is told of them is two numbers a channel, and one a head.
     """
-    for strategy, came, own, derived in (
+    for strategy, arrived, own, derived in (
         ("fresh-edges:extrapolated=false,correction=none", 1, 1, 0),
         ("fresh-edges:correction=none", 2, 1, LARGEST_LAYER),
         ("fresh-edges", 2, 3, LARGEST_LAYER),
@@ -98,7 +98,7 @@ def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> No
         for rank in generate(parallel, strategy).ranks:
             step = rank.steps[1]
             means = step.bytes_sent.get("correction", 0) * 2 * HEAD_WIDTH // (2 * HEAD_WIDTH + 1)
-            tokens = came * step.bytes_received["kv"] + own * step.bytes_sent["kv"]
+            tokens = arrived * step.bytes_received["kv"] + own * step.bytes_sent["kv"]
             assert rank.stale_bytes == tokens + means + derived, strategy
 
 

@@ -207,8 +207,8 @@ def test_sizes(unet: PipelineInfo, transformer: PipelineInfo) -> None:
     assert unet.size({}) == (128, 128)
     assert unet.size({"height": 256}) == (256, 128)
     assert unet.size({"latents": object()}) is None
-    pictures = build("sd_img2img")
-    assert describe(pictures.pipe).size({"image": pictures.call_kwargs["image"].resize((64, 96))}) == (96, 64)
+    images = build("sd_img2img")
+    assert describe(images.pipe).size({"image": images.call_kwargs["image"].resize((64, 96))}) == (96, 64)
     assert describe(build("svd").pipe).size({}) == (576, 1024)
 
 

@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 from patchpar import ParallelPipeline, UnsupportedModel
 from tests.breadth import first_of
-from tests.tiny.adapted_pipelines import SEEN, picture_weights
+from tests.tiny.adapted_pipelines import SEEN, image_weights
 
 from .callbacks import Darken, Halved
 from .conftest import EXACT, QUICK, generator, relative_error
@@ -229,7 +229,7 @@ def test_a_callback_sets_adapters(parallel: ParallelPipeline, plain: Any, loras:
 def test_a_callback_sets_the_scale_of_an_ip_adapter(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
     parallel.plan = plan
     torch.manual_seed(0)
-    weights, seen = picture_weights(plain.unet), torch.randn(2, 1, SEEN)
+    weights, seen = image_weights(plain.unet), torch.randn(2, 1, SEEN)
     try:
         for pipe in (parallel, plain):
             pipe.load_ip_adapter(weights, "", "adapter.safetensors", image_encoder_folder=None)
@@ -278,9 +278,9 @@ def test_steps_are_reported(parallel: ParallelPipeline, capfd: pytest.CaptureFix
 def test_the_progress_bar(parallel: ParallelPipeline, capfd: pytest.CaptureFixture[str]) -> None:
     parallel.set_progress_bar_config(desc="drawing")
     parallel(**CALL, generator=generator())
-    shown = capfd.readouterr().err
-    assert "drawing" in shown
-    assert "4/4" in shown
+    displayed = capfd.readouterr().err
+    assert "drawing" in displayed
+    assert "4/4" in displayed
     parallel.set_progress_bar_config(disable=True)
     parallel(**CALL, generator=generator())
     assert capfd.readouterr().err == ""

@@ -99,8 +99,8 @@ def test_torchs_own_random_numbers_move_on(parallel: ParallelPipeline, plain: An
     found = []
     for pipe in (parallel, plain):
         torch.manual_seed(11)
-        pictures = [tensor_of(pipe(**QUICK, output_type="latent")) for _ in range(2)]
-        found.append((*pictures, torch.rand(3)))
+        images = [tensor_of(pipe(**QUICK, output_type="latent")) for _ in range(2)]
+        found.append((*images, torch.rand(3)))
     for got, want in zip(*found, strict=True):
         assert ((got - want).norm() / want.norm()).item() <= EXACT
     assert not torch.allclose(found[0][0], found[0][1])

@@ -1,4 +1,4 @@
-"""A worker that dies, hangs or raises: the caller hears which, and the next call draws the right picture."""
+"""A worker that dies, hangs or raises: the caller hears which, and the next call draws the right image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines that take pictures, and video: their arguments reach all ranks, their results are those of one process."""
+"""Pipelines that take images, and video: their arguments reach all ranks, their results are those of one process."""
 
 from __future__ import annotations
 

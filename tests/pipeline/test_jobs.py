@@ -27,7 +27,7 @@ SETS = [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((3, 1), (0, 2))]
 
 @pytest.fixture(scope="module")
 def four(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verifications = tmp_path_factory.mktemp("verdicts")
+    verifications = tmp_path_factory.mktemp("verifications")
     with ParallelPipeline.from_pretrained(
         sdxl_folder, devices=f"cpu:{WORLD}", verify=verifications, deadline=10.0
     ) as pipe:

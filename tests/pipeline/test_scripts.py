@@ -19,7 +19,7 @@ from .conftest import EXACT, generator
 
 SCRIPTS = Path(__file__).parent / "scripts"
 REPOSITORY = Path(__file__).parents[2]
-MARK = "PATCHPAR_TEST_MARK"
+MARKER = "PATCHPAR_TEST_MARK"
 TIMEOUT = 240.0
 
 
@@ -27,7 +27,7 @@ TIMEOUT = 240.0
 def environment() -> Iterator[dict[str, str]]:
     """The environment of a program; when it has ended, no process with that environment may be left."""
     beat = uuid.uuid4().hex
-    yield {**os.environ, MARK: beat, "PYTHONPATH": str(REPOSITORY)}
+    yield {**os.environ, MARKER: beat, "PYTHONPATH": str(REPOSITORY)}
     give_up = time.monotonic() + 10
     while marked(beat) and time.monotonic() < give_up:
         time.sleep(0.2)
@@ -41,7 +41,7 @@ def marked(beat: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={beat}".encode() in (folder / "environ").read_bytes():
+            if f"{MARKER}={beat}".encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
         except OSError:
             continue  # it has just ended, or is another user's
@@ -79,6 +79,7 @@ def test_ctrl_c(sdxl_folder: Path, environment: dict[str, str]) -> None:
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.breadth  # tests/launch/test_torchrun has ranks that torchrun starts, with an engine that starts sooner
 def test_torchrun(sdxl_folder: Path, plain: Any, tmp_path: Path, environment: dict[str, str]) -> None:
     check_script("under_torchrun.py", [sdxl_folder, tmp_path], plain, environment)
 

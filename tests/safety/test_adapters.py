@@ -55,11 +55,11 @@ METHODS = ("load_lora_weights", "load_textual_inversion", "lora_state_dict")
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("more", [{}, {"weight_name": "other.pt"}, {"use_safetensors": False}], ids=str)
-@pytest.mark.parametrize("place", ["folder", "file"])
+@pytest.mark.parametrize("position", ["folder", "file"])
 def test_no_pickle_is_read(
-    pipe: ParallelPipeline, method: str, more: dict[str, Any], place: str, trap: Path, tmp_path: Path
+    pipe: ParallelPipeline, method: str, more: dict[str, Any], position: str, trap: Path, tmp_path: Path
 ) -> None:
-    source = trap if place == "folder" else trap / "pytorch_lora_weights.bin"
+    source = trap if position == "folder" else trap / "pytorch_lora_weights.bin"
     for given in (str(source), source):
         with pytest.raises(PlanError, match="pickle"):
             getattr(pipe, method)(given, **more)
@@ -78,14 +78,16 @@ def test_of_a_repository_of_the_hub_neither(method: str) -> None:
     """Diffusers is told so, and a pickle by its name is refused before it is fetched."""
     with pytest.raises(PlanError, match=r"a\.bin is no safetensors file"):
         from_safetensors(method, ["org/adapters"], {"weight_name": "a.bin", "subfolder": "x"})
-    told = from_safetensors(f"unet.{method}", ["org/adapters"], {"weight_name": "a.safetensors", "subfolder": "x"})
-    assert told["use_safetensors"]
+    reported = from_safetensors(f"unet.{method}", ["org/adapters"], {"weight_name": "a.safetensors", "subfolder": "x"})
+    assert reported["use_safetensors"]
 
 
-@pytest.mark.parametrize("place", ["./nowhere", "/no/where.safetensors", "~/x.safetensors", Path("nowhere"), "nowhere"])
-def test_a_path_that_leads_nowhere_is_a_sentence(pipe: ParallelPipeline, place: Any) -> None:
+@pytest.mark.parametrize(
+    "position", ["./nowhere", "/no/where.safetensors", "~/x.safetensors", Path("nowhere"), "nowhere"]
+)
+def test_a_path_that_leads_nowhere_is_a_sentence(pipe: ParallelPipeline, position: Any) -> None:
     with pytest.raises(PlanError, match="is no local file or folder"):
-        pipe.load_lora_weights(place)
+        pipe.load_lora_weights(position)
 
 
 def test_a_file_that_its_folder_does_not_have(pipe: ParallelPipeline, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from patchpar.stream.config import StreamConfig
 from patchpar.stream.journal import StreamJournal, as_words
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate
 from patchpar.stream.recording import StreamRecording
-from tests.stream.test_journal import came, origin
+from tests.stream.test_journal import arrived, origin
 from tests.stream.tiny import STREAM, write_folder
 from tests.unit.test_model_folder import folder as image_folder
 
@@ -138,14 +138,14 @@ def test_verifications_and_plans_that_are_broken_are_left_aside(
 def mutants(facts: Any) -> Iterator[Any]:
     """The same with one value, at any depth, in turn replaced by each of VALUES, or left out."""
     if isinstance(facts, (dict, list)):
-        places = list(facts) if isinstance(facts, dict) else list(range(min(len(facts), 2)))
-        for place in places:
-            for value in (*VALUES, *mutants(facts[place])):
+        positions = list(facts) if isinstance(facts, dict) else list(range(min(len(facts), 2)))
+        for position in positions:
+            for value in (*VALUES, *mutants(facts[position])):
                 changed = facts.copy()
-                changed[place] = value
+                changed[position] = value
                 yield changed
             changed = facts.copy()
-            del changed[place]
+            del changed[position]
             yield changed
 
 
@@ -186,12 +186,12 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("journal") / "a.jsonl"
     image = torch.zeros(8, 12, 3, dtype=torch.uint8)
     taken = StreamJournal(path, origin())
-    taken.note(*came(0, came_course(), 0, PromptUpdate(text="a"), ReferenceUpdate(image=image)))
+    taken.note(*arrived(0, stream_run(), 0, PromptUpdate(text="a"), ReferenceUpdate(image=image)))
     taken.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def came_course() -> Any:
+def stream_run() -> Any:
     from tests.stream.test_session import COURSE
 
     return COURSE

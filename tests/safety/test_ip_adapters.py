@@ -17,7 +17,7 @@ from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.messages import CallbackChange
 from patchpar.pipeline.pipeline_call import carry_out
 from tests import tiny
-from tests.tiny.adapted_pipelines import picture_weights
+from tests.tiny.adapted_pipelines import image_weights
 from tests.tiny.encoders import clip_vision
 
 ADAPTER = {"subfolder": "sdxl", "weight_name": "ip.safetensors"}
@@ -43,7 +43,7 @@ class SD3Pipe(SD3IPAdapterMixin):
 def safe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an adapter for a small pipeline, and an encoder, as the hub has them."""
     folder = tmp_path_factory.mktemp("adapters")
-    weights = picture_weights(tiny.build("sdxl").denoiser)
+    weights = image_weights(tiny.build("sdxl").denoiser)
     (folder / "sdxl").mkdir()
     flat = {f"{part}.{name}": x.contiguous() for part, found in weights.items() for name, x in found.items()}
     width = clip_vision().config.projection_dim
@@ -124,7 +124,7 @@ def test_of_the_hub_s_cache_neither(pickled: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "facts", "said"),
+    ("file", "facts", "message"),
     [
         ("model.safetensors.index.json", {"weight_map": {"a": "pytorch_model.bin"}}, "names 'pytorch_model.bin'"),
         ("config.json", {"transformers_weights": "adapter_model.bin"}, "names 'adapter_model.bin'"),
@@ -132,9 +132,9 @@ def test_of_the_hub_s_cache_neither(pickled: Path, tmp_path: Path) -> None:
         ("adapter_config.json", {"base_model_name_or_path": "somebody/else"}, "loaded from elsewhere"),
     ],
 )
-def test_an_encoder_leads_nowhere_else(folder: Path, file: str, facts: dict[str, Any], said: str) -> None:
+def test_an_encoder_leads_nowhere_else(folder: Path, file: str, facts: dict[str, Any], message: str) -> None:
     (folder / "sdxl" / "image_encoder" / file).write_text(json.dumps(facts))
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         with_checked_sources(Pipe().load_ip_adapter, [folder], ADAPTER)
 
 
@@ -170,8 +170,8 @@ def test_encoders_that_nobody_loads_are_not_looked_at(pickled: Path) -> None:
     has_one = Pipe()
     has_one.image_encoder = object()  # type: ignore[assignment]
     assert with_checked_sources(has_one.load_ip_adapter, [pickled], ADAPTER)[0][0] == pickled
-    told = ["org/flux", "ip.safetensors", "", None]
-    assert list(with_checked_sources(FluxPipe().load_ip_adapter, told, {})[0][:4]) == told
+    reported = ["org/flux", "ip.safetensors", "", None]
+    assert list(with_checked_sources(FluxPipe().load_ip_adapter, reported, {})[0][:4]) == reported
 
 
 @pytest.mark.parametrize("names", ["a.bin", ["a.safetensors", "a.bin"]])

@@ -171,10 +171,10 @@ def test_streams_bring_their_own_transformer(tmp_path: Path) -> None:
 
 def cached(folder: Path, cache: Path) -> None:
     """As the hub's cache has a repository that was fetched before."""
-    place = cache / "models--somebody--model"
-    shutil.copytree(folder, place / "snapshots" / ("0" * 40), symlinks=True)
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("0" * 40)
+    repository = cache / "models--somebody--model"
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40), symlinks=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
 
 
 @pytest.mark.parametrize("way", [own_module, own_pipeline, other_library], ids=lambda way: way.__name__)

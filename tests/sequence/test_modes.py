@@ -113,7 +113,7 @@ def test_grouped_heads(mode: AttentionMode, heads: int, key_heads: int) -> None:
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
 @pytest.mark.parametrize("masked", [False, True])
 def test_common_tokens_that_do_not_ask(mode: AttentionMode, masked: bool) -> None:
-    """Text that is seen, but sees nothing: PRX, and the picture of an IP-Adapter."""
+    """Text that is seen, but sees nothing: PRX, and the image of an IP-Adapter."""
     q, k, v = whole(heads=5, key_heads=5, tokens=3 + 17)
     mask = torch.rand(BATCH, 1, 17, 3 + 17, generator=torch.Generator().manual_seed(1)) < 0.6 if masked else None
     check(mode, (q[:, :, 3:], k, v), sizes=(5, 4, 2, 6), common=3, common_asks=False, mask=mask)

@@ -40,8 +40,8 @@ def evaluate(bands: PatchedDenoiser, clock: StepClock, run: Run, evaluation: int
     return prediction
 
 
-def picture(bands: PatchedDenoiser, clock: StepClock, run: Run) -> list[Tensor]:
-    """All evaluations of one picture."""
+def image(bands: PatchedDenoiser, clock: StepClock, run: Run) -> list[Tensor]:
+    """All evaluations of one image."""
     clock.reset()
     bands.reset()
     found = [evaluate(bands, clock, run, evaluation) for evaluation in range(run.evaluations)]
@@ -55,7 +55,7 @@ def predicted(this: PoolRank, runs: Sequence[Run]) -> list[list[Tensor]]:
     found = []
     for run in runs:
         clock = StepClock()
-        found.append(picture(patched(this, run, clock), clock, run))
+        found.append(image(patched(this, run, clock), clock, run))
     return found
 
 
@@ -91,7 +91,7 @@ def called_without_end(this: PoolRank, run: Run) -> tuple[int, str]:
 
 @torch.no_grad()
 def held(this: PoolRank, run: Run) -> tuple[list[set[int]], list[int]]:
-    """After each evaluation of two pictures: where buffers of keys lie, and bytes held."""
+    """After each evaluation of two images: where buffers of keys lie, and bytes held."""
     clock = StepClock()
     bands = patched(this, run, clock)
     where, num_bytes = [], []
@@ -110,9 +110,9 @@ def held(this: PoolRank, run: Run) -> tuple[list[set[int]], list[int]]:
 
 @torch.no_grad()
 def interrupted(this: PoolRank, run: Run, layer: str) -> list[bool]:
-    """A call that raises in the middle of the denoiser; whether each evaluation of the next picture is as alone."""
+    """A call that raises in the middle of the denoiser; whether each evaluation of the next image is as alone."""
     clock = StepClock()
-    alone = picture(patched(this, run, clock), clock, run)
+    alone = image(patched(this, run, clock), clock, run)
     bands = patched(this, run, clock)
     clock.reset()
     evaluate(bands, clock, run, 3)
@@ -126,7 +126,7 @@ def interrupted(this: PoolRank, run: Run, layer: str) -> list[bool]:
         evaluate(bands, clock, run, 5)
         raise AssertionError("it was to fail")
     hook.remove()
-    return [torch.equal(*each) for each in zip(picture(bands, clock, run), alone, strict=True)]
+    return [torch.equal(*each) for each in zip(image(bands, clock, run), alone, strict=True)]
 
 
 @torch.no_grad()

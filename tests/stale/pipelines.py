@@ -1,4 +1,4 @@
-"""Whole pipelines under a strategy, picture after picture on the same ranks; and what the emulation makes of them."""
+"""Whole pipelines under a strategy, image after image on the same ranks; and what the emulation makes of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEDULERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ImageCall:
     """One call of a pipeline. `unguided_after`, `fails_after`: what its callback does at the end of that step."""
 
     prompt: str = "a small red house"
@@ -67,7 +67,7 @@ class RankOutput:
 
 
 class CaseRunner:
-    """One rank's engine with a tiny pipeline, fresh from the start, for pictures one after the other."""
+    """One rank's engine with a tiny pipeline, fresh from the start, for images one after the other."""
 
     def __init__(self, engine: PipelineRunner, case: Case) -> None:
         self.engine, self.case = engine, case
@@ -80,10 +80,10 @@ class CaseRunner:
             patched.sites = sites
         self.engine.control(exchange=case.exchange)
 
-    def generate(self, picture: Picture) -> RankOutput:
-        """One picture."""
+    def generate(self, call: ImageCall) -> RankOutput:
+        """One image."""
         torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
-        output = getattr(self.engine.generate(arguments(self.case, picture), self.options), "output", None)
+        output = getattr(self.engine.generate(arguments(self.case, call), self.options), "output", None)
         stale_states = [patched.history for patched in self.engine._installed.patched if patched.history is not None]
         exact, stale = (sum(getattr(h, name) for h in stale_states) for name in ("exact_calls", "stale_calls"))
         return RankOutput(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
@@ -91,7 +91,7 @@ class CaseRunner:
 
 @cache
 def built(name: str) -> tuple[tiny.Tiny, dict[str, Any]]:
-    """A tiny pipeline and the settings of its own scheduler. Building takes longer than a picture."""
+    """A tiny pipeline and the settings of its own scheduler. Building takes longer than an image."""
     found = tiny.build(name)
     return found, dict(found.pipe.scheduler.config)
 
@@ -118,21 +118,21 @@ def known_sites(name: str) -> ExchangeSites:
     return discover(denoiser, denoiser.forward, *seen[0])
 
 
-def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def arguments(case: Case, call: ImageCall, at_change: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """What the pipeline is called with. `at_change` is called where the batch becomes another."""
 
     def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if step + 1 == picture.fails_after:
+        if step + 1 == call.fails_after:
             raise ArithmeticError("this picture is not to be")
-        if step + 1 == picture.unguided_after:  # as diffusers' guide shows it
+        if step + 1 == call.unguided_after:  # as diffusers' guide shows it
             pipe._guidance_scale = 0.0
             tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
             at_change()
         return tensors
 
-    given = built(case.pipeline)[0].call_kwargs | {"prompt": picture.prompt} | picture.size
+    given = built(case.pipeline)[0].call_kwargs | {"prompt": call.prompt} | call.size
     return given | {
-        "num_inference_steps": picture.steps,
+        "num_inference_steps": call.steps,
         "output_type": "latent",
         "generator": torch.Generator().manual_seed(SEED),
         "callback_on_step_end": on_step_end,
@@ -140,11 +140,11 @@ def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lamb
     }
 
 
-def generated(this: PoolRank, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[RankOutput]]:
-    """All pictures of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
+def generated(this: PoolRank, cases: Sequence[Case], calls: Sequence[ImageCall]) -> list[list[RankOutput]]:
+    """All images of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
     with reset_engine(this) as engine:
         runners = (CaseRunner(engine, case) for case in cases)
-        return [[runner.generate(picture) for picture in pictures] for runner in runners]
+        return [[runner.generate(call) for call in calls] for runner in runners]
 
 
 @contextmanager
@@ -157,31 +157,31 @@ def reset_engine(this: PoolRank) -> Iterator[PipelineRunner]:
         engine.restore()
 
 
-def emulated(case: Case, picture: Picture) -> Tensor:
+def emulated(case: Case, call: ImageCall) -> Tensor:
     """Final latents as they are to be, from one process."""
     plan, pipe = Plan.parse(case.plan), pipeline(case)
     policy = policy_of(Run(strategy=str(plan.strategy), exchange=case.exchange))
     if policy.warmup_steps:
         policy = replace(policy, warmup_steps=policy.warmup_steps * pipe.scheduler.order)
     torch.manual_seed(SEED)
-    split = "rows" if picture.size["height"] >= picture.size["width"] else "columns"
+    split = "rows" if call.size["height"] >= call.size["width"] else "columns"
     sites = known_sites(case.pipeline)
     known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites)
     with known, Emulation(pipe.unet, plan.patch, policy, split=split) as emulation:
-        latents: Tensor = pipe(**arguments(case, picture, emulation.reset)).images
+        latents: Tensor = pipe(**arguments(case, call, emulation.reset)).images
     return latents
 
 
-def plain(case: Case, picture: Picture) -> Tensor:
+def plain(case: Case, call: ImageCall) -> Tensor:
     """Final latents of one process."""
     torch.manual_seed(SEED)
-    latents: Tensor = pipeline(case)(**arguments(case, picture)).images
+    latents: Tensor = pipeline(case)(**arguments(case, call)).images
     return latents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What happens to the pipeline between two pictures: another scheduler, or a method with its arguments."""
+    """What happens to the pipeline between two images: another scheduler, or a method with its arguments."""
 
     scheduler: str | None = None
     method: str | None = None
@@ -195,16 +195,16 @@ class Change:
             engine.apply(self.method, self.arguments, {})
 
 
-Happening = Picture | Change
+Happening = ImageCall | Change
 
 
 def row_and_alone(this: PoolRank, case: Case, row: Sequence[Happening]) -> list[tuple[RankOutput, RankOutput]]:
-    """Each picture of a row as drawn there, and as drawn by ranks that had never drawn another. One may fail."""
+    """Each image of a row as drawn there, and as drawn by ranks that had never drawn another. One may fail."""
     with reset_engine(this) as engine:
         in_a_row = _all_of(CaseRunner(engine, case), row)
         alone = []
         for number, happening in enumerate(row):
-            if isinstance(happening, Picture):
+            if isinstance(happening, ImageCall):
                 changes = [before for before in row[:number] if isinstance(before, Change)]
                 alone += _all_of(CaseRunner(engine, case), [*changes, happening])
         return list(zip(in_a_row, alone, strict=True))

@@ -42,10 +42,10 @@ def test_a_call_for_each_branch_of_guidance(ranks: Any, strategy: str) -> None:
 
 
 def test_calls_without_a_step_are_refused(ranks: Any) -> None:
-    for number, said in ranks.run(f"{ON_RANKS}:called_without_end", 2, Run(strategy=EDGES, size=(8, 8))):
+    for number, message in ranks.run(f"{ON_RANKS}:called_without_end", 2, Run(strategy=EDGES, size=(8, 8))):
         assert number == 16
-        assert said.startswith("UnsupportedModel: the denoiser has been called 17 times without a scheduler step")
-        assert "use strategy 'exact'" in said
+        assert message.startswith("UnsupportedModel: the denoiser has been called 17 times without a scheduler step")
+        assert "use strategy 'exact'" in message
 
 
 @pytest.mark.breadth
@@ -62,7 +62,7 @@ HELD = ("fresh-edges", "fresh-edges:context=pooled,pool=2,bits=4", "displaced", 
 
 @pytest.mark.parametrize("strategy", first_of(HELD, HELD[1]))
 def test_buffers_are_allocated_once_and_nothing_grows(ranks: Any, strategy: str) -> None:
-    """Ten steps, and ten of the next picture."""
+    """Ten steps, and ten of the next image."""
     run = Run(strategy=strategy, size=(16, 8), evaluations=10)
     for where, num_bytes in ranks.run(f"{ON_RANKS}:held", 2, run):
         assert len(where[0]) >= 7  # keys and values of seven layers
@@ -85,7 +85,7 @@ def maps_read() -> dict[str, Tensor]:
 
 
 KEYS = 4 * 2 * 2 * (3 * 192 * 16 + 3 * 48 * 32 + 12 * 32)
-"""Bytes of K and V of the whole picture: fp32, batch 2, tokens x channels of seven layers on three levels."""
+"""Bytes of K and V of the whole image: fp32, batch 2, tokens x channels of seven layers on three levels."""
 
 
 MEANS = 4 * 2 * 2 * (3 * 16 + 3 * 32 + 32)

@@ -1,4 +1,4 @@
-"""Nothing of a picture is left in the next one: each is, bit for bit, what it is on ranks that never drew another."""
+"""Nothing of an image is left in the next one: each is, bit for bit, what it is on ranks that never drew another."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.conftest import POOL_SIZE
 from tests.tensors import relative
 from tests.tiny import build
 
-from .pipelines import WIDE, Case, Change, Happening, Picture
+from .pipelines import WIDE, Case, Change, Happening, ImageCall
 
 ROW = "tests.stale.pipelines:row_and_alone"
-HOUSE, TOWER = Picture(steps=3), Picture(prompt="a blue tower at night", steps=3)
-LYING = Picture(size=WIDE, steps=3)
-FAILS = Picture(prompt="a wood", steps=3, fails_after=2)
+HOUSE, TOWER = ImageCall(steps=3), ImageCall(prompt="a blue tower at night", steps=3)
+LYING = ImageCall(size=WIDE, steps=3)
+FAILS = ImageCall(prompt="a wood", steps=3, fails_after=2)
 PLANS = (
     "patch=2,strategy=displaced:warmup_steps=1",
     "patch=2,strategy=displaced:warmup_steps=1:preset=paper",
@@ -35,7 +35,7 @@ PLANS = (
 
 def check(ranks: Any, plan: str, *row: Happening) -> None:
     found = ranks.run(ROW, POOL_SIZE, Case(plan=plan), list(row))[0]
-    assert len(found) == sum(isinstance(each, Picture) and each.fails_after is None for each in row)
+    assert len(found) == sum(isinstance(each, ImageCall) and each.fails_after is None for each in row)
     for in_a_row, alone in found:
         assert torch.equal(in_a_row.latents, alone.latents)
         assert (in_a_row.exact_calls, in_a_row.stale_calls) == (alone.exact_calls, alone.stale_calls)

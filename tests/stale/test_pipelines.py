@@ -13,7 +13,7 @@ from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.tensors import relative
 
-from .pipelines import SCHEDULERS, WIDE, Case, Picture, RankOutput, emulated, plain
+from .pipelines import SCHEDULERS, WIDE, Case, ImageCall, RankOutput, emulated, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__")  # KDPM2 of diffusers, with NumPy 2
 ON_RANKS = "tests.stale.pipelines"
@@ -25,8 +25,8 @@ TOGETHER = ("displaced", "pcpp:fraction=0.5", "fresh-edges", "fresh-edges:contex
 EVALUATIONS = {"Heun": 7, "KDPM2": 7}  # of four steps; the last one of these needs one only
 
 
-def generate(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[RankOutput]]:
-    found: list[list[RankOutput]] = ranks.run(f"{ON_RANKS}:generated", POOL_SIZE, list(cases), list(pictures))[0]
+def generate(ranks: Any, cases: Sequence[Case], *images: ImageCall) -> list[list[RankOutput]]:
+    found: list[list[RankOutput]] = ranks.run(f"{ON_RANKS}:generated", POOL_SIZE, list(cases), list(images))[0]
     return found
 
 
@@ -40,19 +40,19 @@ def test_every_scheduler(ranks: Any, scheduler: str) -> None:
     """As emulated; not as in one process, nor as with an exchange that has stopped."""
     cases = [Case(plan=plan, scheduler=scheduler) for plan in (DISPLACED, POOLED)]
     frozen = Case(plan=DISPLACED, scheduler=scheduler, exchange="frozen")
-    *found, (control,) = generate(ranks, [*cases, frozen], Picture())
-    whole = plain(cases[0], Picture())
+    *found, (control,) = generate(ranks, [*cases, frozen], ImageCall())
+    whole = plain(cases[0], ImageCall())
     for case, (got,) in zip(cases, found, strict=True):
-        assert relative(latents(got), emulated(case, Picture())) <= SAME
+        assert relative(latents(got), emulated(case, ImageCall())) <= SAME
         assert relative(latents(got), whole) > 3 * SAME
-    assert relative(latents(control), emulated(cases[0], Picture())) > 3 * SAME
+    assert relative(latents(control), emulated(cases[0], ImageCall())) > 3 * SAME
 
 
 @pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, "KDPM2"))
 def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
     order, evaluations = SCHEDULERS[scheduler].order, EVALUATIONS.get(scheduler, 4)
     plans = {warmup: f"patch=2,strategy=displaced:warmup_steps={warmup}" for warmup in (1, 2)}
-    found = generate(ranks, [Case(plan=plan, scheduler=scheduler) for plan in plans.values()], Picture())
+    found = generate(ranks, [Case(plan=plan, scheduler=scheduler) for plan in plans.values()], ImageCall())
     for warmup, (got,) in zip(plans, found, strict=True):
         assert (got.exact_calls, got.stale_calls) == (warmup * order, evaluations - warmup * order)
 
@@ -67,10 +67,10 @@ def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
 )
 def test_both_splits_together(ranks: Any, pipeline: str, strategy: str) -> None:
     case = Case(plan=f"cfg=2,patch=2,strategy={strategy}:warmup_steps=2", pipeline=pipeline)
-    pictures = [Picture(size=size) for size in (Picture().size, WIDE)]
-    for picture, got in zip(pictures, generate(ranks, [case], *pictures)[0], strict=True):
-        assert relative(latents(got), emulated(case, picture)) <= SAME
-        assert relative(latents(got), plain(case, picture)) > 3 * SAME
+    images = [ImageCall(size=size) for size in (ImageCall().size, WIDE)]
+    for image, got in zip(images, generate(ranks, [case], *images)[0], strict=True):
+        assert relative(latents(got), emulated(case, image)) <= SAME
+        assert relative(latents(got), plain(case, image)) > 3 * SAME
 
 
 @pytest.mark.breadth
@@ -79,7 +79,7 @@ def test_as_many_exact_steps_as_steps_are_exact_bit_for_bit(ranks: Any, plan: st
     strategies = {"displaced": 4, "pcpp": 9, "fresh-edges": 4, "fresh-edges:bits=8": 9}
     plans = [f"{plan},strategy={strategy}:warmup_steps={steps}" for strategy, steps in strategies.items()]
     cases = [Case(plan=each) for each in (f"{plan},strategy=exact", *plans)]
-    (exact,), *found = generate(ranks, cases, Picture())
+    (exact,), *found = generate(ranks, cases, ImageCall())
     assert all(torch.equal(latents(got), latents(exact)) for (got,) in found)
     assert [got.stale_calls for (got,) in found] == [0] * len(plans)
 
@@ -90,14 +90,14 @@ def test_guidance_that_ends_half_way(ranks: Any, plan: str) -> None:
 
     With axis `cfg` a rank's share of it keeps its shape, but is of another branch.
     """
-    case, picture = Case(plan=plan), Picture(steps=6, unguided_after=3)
-    (got,) = generate(ranks, [case], picture)[0]
-    assert relative(latents(got), emulated(case, picture)) <= SAME
+    case, image = Case(plan=plan), ImageCall(steps=6, unguided_after=3)
+    (got,) = generate(ranks, [case], image)[0]
+    assert relative(latents(got), emulated(case, image)) <= SAME
     assert (got.exact_calls, got.stale_calls) == (2, 4)
 
 
 def test_one_step(ranks: Any) -> None:
-    case, picture = Case(plan=DISPLACED, scheduler="LCM"), Picture(steps=1)
-    (got,) = generate(ranks, [case], picture)[0]
-    assert relative(latents(got), plain(case, picture)) <= SAME
+    case, image = Case(plan=DISPLACED, scheduler="LCM"), ImageCall(steps=1)
+    (got,) = generate(ranks, [case], image)[0]
+    assert relative(latents(got), plain(case, image)) <= SAME
     assert (got.exact_calls, got.stale_calls) == (1, 0)

@@ -18,7 +18,7 @@ from patchpar.stream.events import Change, Reference
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder, StageStats
 from patchpar.stream.stage_link import BlockSignal
-from tests.stream.tiny import sound
+from tests.stream.tiny import speech
 from tests.unit.threads import on_threads
 
 BLOCKS = 6
@@ -37,7 +37,7 @@ def serial(model: CausalModel, changes: Changes, blocks: int = BLOCKS, hears: bo
         early = [change for number in range(1, model.steps) for change in changes.get(number, ())]
         if block == model.steps and model.adapts_sink and not any(isinstance(c, Reference) for c in early):
             due.insert(0, Reference(latents=outcome[0][0][:, :, :1]))
-        payload: Payload = model.begin(block, (sound(block),) if hears else ())
+        payload: Payload = model.begin(block, (speech(block),) if hears else ())
         for state in states:
             for change in due:
                 model.apply(state, change)
@@ -61,7 +61,7 @@ class Script:
             return StageOrder(sign=BlockSignal.REST)
         if block == self.blocks:
             return StageOrder(sign=BlockSignal.END)
-        inputs = (sound(block),) if self.hears else ()
+        inputs = (speech(block),) if self.hears else ()
         return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
 
 

@@ -1,4 +1,4 @@
-"""Levels per picture frame, tokens per latent frame: no frame hears what comes after it."""
+"""Levels per image frame, tokens per latent frame: no frame hears what comes after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio.conditioner import SILENCE, AudioConditioner, AudioConfig, audio_levels, latent_tokens
-from tests.stream.tiny import conditioner, sound
+from tests.stream.tiny import conditioner, speech
 from tests.tensors import noise
 
 CONFIG = AudioConfig(dim=24, heads=2, after=(1,), fps=12.5, rate=16000, bands=4, tokens=3)
@@ -71,7 +71,7 @@ def test_audio_that_is_not_there_is_refused() -> None:
 
 def test_untrained_it_changes_nothing_and_trained_it_does() -> None:
     hidden = noise(2, 8, 24)
-    heard = sound(0, batch=2)
+    heard = speech(0, batch=2)
     fresh = AudioConditioner(conditioner().config)
     assert not fresh(0, hidden, fresh.encode(heard)).any()
     trained = conditioner()
@@ -81,7 +81,7 @@ def test_untrained_it_changes_nothing_and_trained_it_does() -> None:
 
 
 def test_a_frame_takes_from_its_own_audio() -> None:
-    net, hidden, heard = conditioner(), noise(1, 8, 24), sound(0)
+    net, hidden, heard = conditioner(), noise(1, 8, 24), speech(0)
     other = heard.clone()
     other[:, 1] += 1
     one, two = (net(0, hidden, net.encode(x)).split(4, 1) for x in (heard, other))

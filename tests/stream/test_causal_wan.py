@@ -14,7 +14,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal_options import CausalOptions
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, sound, text, transformer
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, speech, text, transformer
 from tests.tensors import noise
 from training.banded import BandedWan
 
@@ -31,7 +31,7 @@ def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 
         net.remember_sink(memory, sink(0), text(0))
     return torch.cat(
         [
-            net.velocity(memory, x, text(0), BlockInputs(first + i, timestep, BlockAudio(sound(i)) if hears else None))
+            net.velocity(memory, x, text(0), BlockInputs(first + i, timestep, BlockAudio(speech(i)) if hears else None))
             for i, x in enumerate(blocks())
         ],
         2,
@@ -44,7 +44,7 @@ def banded(net: BandedWan, *, has_sink: bool, hears: bool = True) -> Tensor:
         torch.full((1, BLOCKS), 500.0),
         text(0),
         sink_BCFHW=sink(0) if has_sink else None,
-        audio_BFnC=torch.cat([sound(i) for i in range(BLOCKS)], 1) if hears else None,
+        audio_BFnC=torch.cat([speech(i) for i in range(BLOCKS)], 1) if hears else None,
     )
 
 
@@ -135,7 +135,7 @@ def test_one_transformer_serves_several_memories() -> None:
     outs: list[list[Tensor]] = [[], []]
     for i, x in enumerate(blocks()):
         for memory, out, level in zip(memories, outs, (500.0, 100.0), strict=True):
-            out.append(net.velocity(memory, x, text(0), BlockInputs(i, level, BlockAudio(sound(i)))))
+            out.append(net.velocity(memory, x, text(0), BlockInputs(i, level, BlockAudio(speech(i)))))
     assert torch.equal(torch.cat(outs[0], 2), alone)
     assert not torch.equal(torch.cat(outs[1], 2), alone)
 
@@ -146,11 +146,11 @@ def test_memory_is_taken_once() -> None:
     size = memory.num_bytes
     tokens = ROWS * COLUMNS // 4
     assert size == 4 * 2 * 24 * (2 * (tokens + 3 * FRAMES * tokens) + tokens)
-    places = {memory.visible(0)[0].untyped_storage().data_ptr()}
+    addresses = {memory.visible(0)[0].untyped_storage().data_ptr()}
     for i, x in enumerate(blocks()):
         net.velocity(memory, x, text(0), BlockInputs(i, 500.0))
-        places.add(memory.visible(0)[0].untyped_storage().data_ptr())
-    assert (memory.num_bytes, len(places), memory.visible_blocks) == (size, 1, 3)
+        addresses.add(memory.visible(0)[0].untyped_storage().data_ptr())
+    assert (memory.num_bytes, len(addresses), memory.visible_blocks) == (size, 1, 3)
 
 
 def test_levels_that_differ_are_told_apart() -> None:

@@ -23,7 +23,7 @@ from patchpar.stream.plan import StreamPlan
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial
 from tests.stream.test_inner import apart, shared
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, causal, sound, text, vae, write_folder
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, causal, speech, text, vae, write_folder
 
 SEED, SHAPE = 7, (1, 16, FRAMES, ROWS, COLUMNS)
 SCHEDULE = FlowSchedule.shifted(3, shift=5.0, sampler="renoise")
@@ -42,7 +42,7 @@ def published(window: int, schedule: FlowSchedule = SCHEDULE, blocks: int = BLOC
     One forward over all frames under a block-causal mask, with a timestep for each block and no cache.
     """
     net, done = causal(window=window), list[Tensor]()
-    heard = torch.cat([sound(block) for block in range(blocks)], 1)
+    heard = torch.cat([speech(block) for block in range(blocks)], 1)
     for block in range(blocks):
         x = keyed_noise(SEED, block, 0, SHAPE)
         for step in range(schedule.steps):

@@ -1,4 +1,4 @@
-"""A film decoded block by block is the film decoded at once, to the last bit."""
+"""A video decoded block by block is the video decoded at once, to the last bit."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_without_its_memory_wan_differs() -> None:
 
 def test_an_image_encoded_is_what_the_pipelines_would_take() -> None:
     net = vae()
-    picture = noise(1, 3, 8, 12).clamp(-1, 1)
-    latents = WanDecoder(net).encode(picture)
+    image = noise(1, 3, 8, 12).clamp(-1, 1)
+    latents = WanDecoder(net).encode(image)
     mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (net.config.latents_mean, net.config.latents_std))
     assert latents.shape == (1, 16, 1, 4, 6)
-    assert torch.allclose(latents, (net.encode(picture[:, :, None]).latent_dist.mode() - mean) / std, atol=1e-6)
+    assert torch.allclose(latents, (net.encode(image[:, :, None]).latent_dist.mode() - mean) / std, atol=1e-6)
 
 
 def test_pixels() -> None:
-    pictures = torch.tensor([-1.0, -0.5, 0.0, 1.0]).view(4, 1, 1, 1).expand(-1, 3, 2, 1)
-    pixels = as_pixels(pictures)
+    images = torch.tensor([-1.0, -0.5, 0.0, 1.0]).view(4, 1, 1, 1).expand(-1, 3, 2, 1)
+    pixels = as_pixels(images)
     assert (pixels.shape, pixels.dtype) == ((4, 2, 1, 3), torch.uint8)
     assert pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 255]
     assert torch.equal(as_pixels(from_pixels(pixels[2]))[0], pixels[2])

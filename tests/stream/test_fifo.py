@@ -75,14 +75,14 @@ def plain(
     queue: FifoOptions = QUEUE,
     scale: float = 1.0,
 ) -> Outcome:
-    """(latents, pictures) of each frame. `prompts`: switches, by the block that enters."""
+    """(latents, images) of each frame. `prompts`: switches, by the block that enters."""
     net, prompt, f, n = transformer(), START, queue.window, queue.levels
     table = FlowSchedule.shifted(n, shift=queue.shift).sigmas
     steps = FlowSchedule.shifted(queue.first_steps, shift=queue.shift).sigmas
-    film = torch.cat([sample_noise(i, 0) for i in range(f)], 2)
+    video = torch.cat([sample_noise(i, 0) for i in range(f)], 2)
     for now, after in pairwise(steps):
-        film = film + (after - now) * predicted(net, film, [now] * f, prompt, scale)
-    clean = [film[:, :, i : i + 1] for i in range(f)]
+        video = video + (after - now) * predicted(net, video, [now] * f, prompt, scale)
+    clean = [video[:, :, i : i + 1] for i in range(f)]
     line, gone = [], [clean[0]] * (f // 2)
     for time in range(n):
         number = time - (n - f)
@@ -101,15 +101,17 @@ def plain(
             velocity = predicted(net, torch.cat(seen[start : start + f], 2), levels, prompt, scale)
             for i in range(f // 2, f):
                 line.append(seen[start + i] + (after[start + i] - levels[i]) * velocity[:, :, i : i + 1])
-    shown = gone[f // 2 + n - f :][:blocks]
+    displayed = gone[f // 2 + n - f :][:blocks]
     decoder, state = WanDecoder(vae()), DecoderState()
-    return [(frame, as_pixels(decoder.decode(state, frame))) for frame in shown]
+    return [(frame, as_pixels(decoder.decode(state, frame))) for frame in displayed]
 
 
 # --- the same on ranks ------------------------------------------------------------------------------------------------
 
 
-def on_rank(transport: Transport, plan: StreamPlan, script: Script, deaf: bool, given: Mapping[str, Any]) -> Outcome:
+def on_rank(
+    transport: Transport, plan: StreamPlan, script: Script, not_reading: bool, given: Mapping[str, Any]
+) -> Outcome:
     outcome: Outcome = []
 
     def put(finished: FinishedBlock) -> None:
@@ -118,13 +120,13 @@ def on_rank(transport: Transport, plan: StreamPlan, script: Script, deaf: bool, 
 
     around = StageIO(order=script.order, put=put, is_cancelled=lambda: False)
     stage = FifoStage(model(**given), plan, transport.rank, Communicator(transport), around)
-    if deaf:
-        stage._neighbours = Deaf(stage._neighbours)
+    if not_reading:
+        stage._neighbours = NotReading(stage._neighbours)
     stage.run()
     return outcome
 
 
-class Deaf(StageNeighbours):
+class NotReading(StageNeighbours):
     """The negative control: what a neighbour says is not heard."""
 
     def __init__(self, other: StageNeighbours) -> None:
@@ -141,8 +143,8 @@ def script(changes: Mapping[int, tuple[Change, ...]] | None = None, blocks: int 
     return Script({**changes, 0: (START, *changes.get(0, ()))}, blocks=blocks, hears=False, **other)
 
 
-def spread(plan: StreamPlan, script: Script, *, deaf: bool = False, **given: Any) -> Outcome:
-    found = on_threads(plan.ranks, on_rank, plan, script, deaf, given, deadline=60.0)
+def spread(plan: StreamPlan, script: Script, *, not_reading: bool = False, **given: Any) -> Outcome:
+    found = on_threads(plan.ranks, on_rank, plan, script, not_reading, given, deadline=60.0)
     errors = [error for error in found if isinstance(error, Exception)]
     if errors:
         raise errors[0]
@@ -181,8 +183,8 @@ def test_a_blend_goes_over_tick_by_tick() -> None:
 
 
 def test_without_the_neighbours_frames_it_is_another_stream() -> None:
-    assert differing(spread(PLANS[1], script(), deaf=True), plain()) == [0, 1, 2, 3]
-    assert differing(spread(PLANS[0], script(), deaf=True), plain()) == []  # who has no neighbour misses nothing
+    assert differing(spread(PLANS[1], script(), not_reading=True), plain()) == [0, 1, 2, 3]
+    assert differing(spread(PLANS[0], script(), not_reading=True), plain()) == []  # who has no neighbour misses nothing
 
 
 def test_another_seed_is_another_stream() -> None:
@@ -227,7 +229,7 @@ class Impatient:
 
 @pytest.mark.parametrize("looks", [3, 60])
 def test_what_is_cancelled_leaves_nothing_behind(looks: int) -> None:
-    """In the first film or later; the next stream on the same lines is the stream that it would have been."""
+    """In the first video or later; the next stream on the same lines is the stream that it would have been."""
     watcher, decoded, endless = Impatient(looks), list[int](), script(blocks=1000)
 
     def twice(transport: Transport) -> Outcome:
@@ -260,7 +262,7 @@ def test_only_neighbours_talk_and_say_little() -> None:
         first, middle, last = on_threads(3, sent, deadline=30.0)
         ticks = BLOCKS + queue.levels - queue.window
         events = first["event"]
-        messages = BLOCKS + queue.levels + 1  # ticks, frames of the first film, and the end
+        messages = BLOCKS + queue.levels + 1  # ticks, frames of the first video, and the end
         assert first == {"block": messages * (frame + header), "event": events}
         context = (1 + ticks) * (queue.half - 1) * frame
         assert middle == {"block": messages * (frame + header), "event": events, "context": context}
@@ -278,8 +280,8 @@ def test_the_first_video_is_that_of_diffusers() -> None:
         found = net(wanted, timestep.expand(1), text(0), return_dict=False)[0]
         assert float(timestep) == pytest.approx(schedule.timestep(step), rel=1e-5)
         wanted = scheduler.step(found, timestep, wanted, return_dict=False)[0]
-    film = generate_first_video(QUEUE, start, lambda x, s: predicted(net, x, list(s), START, 1.0), lambda: True)
-    assert float((film - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    video = generate_first_video(QUEUE, start, lambda x, s: predicted(net, x, list(s), START, 1.0), lambda: True)
+    assert float((video - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 
 def test_levels_differ_frame_by_frame() -> None:

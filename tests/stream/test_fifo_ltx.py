@@ -1,4 +1,4 @@
-"""LTX-Video as a stream without end: its own prediction where levels are alike, its own pictures, on any ranks."""
+"""LTX-Video as a stream without end: its own prediction where levels are alike, its own images, on any ranks."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_images_are_those_of_the_whole_video_on_any_ranks(pipe: LTXPipeline) -> 
     alone = spread(pipe, 1, blocks)
     assert [len(frames) for _, frames in alone] == [1, *[8] * (blocks - 1)]
     assert differing(spread(pipe, 3, blocks), alone) == []
-    film = whole(pipe.vae, torch.cat([latents for latents, _ in alone], 2))
-    shown = torch.cat([frames for _, frames in alone])
-    assert (shown.int() - as_pixels(film).int()).abs().max() <= 1  # a rounding to the other side
-    assert differing(spread(pipe, 1, 2), alone[:2]) == [0, 1]  # which end sooner, so that their pictures are others
+    video = whole(pipe.vae, torch.cat([latents for latents, _ in alone], 2))
+    displayed = torch.cat([frames for _, frames in alone])
+    assert (displayed.int() - as_pixels(video).int()).abs().max() <= 1  # a rounding to the other side
+    assert differing(spread(pipe, 1, 2), alone[:2]) == [0, 1]  # which end sooner, so that their images are others
 
 
 # --- a folder and a prompt in, video out ------------------------------------------------------------------------------

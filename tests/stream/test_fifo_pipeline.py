@@ -41,7 +41,7 @@ def spread(face_folder: Path, ranks: Any) -> FifoStreamingPipeline:
 
 
 def frames(pipe: FifoStreamingPipeline, **arguments: Any) -> list[Tensor]:
-    """Of 11 latent frames: one picture, and then two each. Another prompt in mid-stream."""
+    """Of 11 latent frames: one image, and then two each. Another prompt in mid-stream."""
     with pipe.stream("a fox", seed=3, seconds=1.0, **arguments) as session:
         session.set_prompt("a hen", at=6)
         chunks = list(session)

@@ -1,4 +1,4 @@
-"""Models that go on from a picture are given what diffusers gives them, block by block."""
+"""Models that go on from an image are given what diffusers gives them, block by block."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, text, vae
 from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
 
-MASKS, CHUNKS = 2, 2  # one mask for each picture of a latent frame of this VAE; a film of 1 + 8 pictures, 5 latents
-PICTURE = noise(1, 3, 2 * ROWS, 2 * COLUMNS, seed=8).clamp(-1, 1)
+MASKS, CHUNKS = 2, 2  # one mask for each image of a latent frame of this VAE; a video of 1 + 8 images, 5 latents
+IMAGE = noise(1, 3, 2 * ROWS, 2 * COLUMNS, seed=8).clamp(-1, 1)
 
 
 def transformer(text_dim: int = 8) -> WanTransformer3DModel:
@@ -51,13 +51,13 @@ def stream(steps: int = 2) -> WanStream:
     return WanStream(causal, FlowSchedule.shifted(steps), WanDecoder(vae()), options)
 
 
-def reference(picture: Tensor = PICTURE) -> Reference:
+def reference(image: Tensor = IMAGE) -> Reference:
     decoder = WanDecoder(vae())
-    return Reference(latents=decoder.encode(picture), video=decoder.encode(picture, chunks=CHUNKS))
+    return Reference(latents=decoder.encode(image), video=decoder.encode(image, chunks=CHUNKS))
 
 
 def test_the_condition_is_that_of_diffusers() -> None:
-    """Masks and latents of a whole film, put together from blocks; behind the film its last frame goes on."""
+    """Masks and latents of a whole video, put together from blocks; behind the video its last frame goes on."""
     pipe = WanImageToVideoPipeline(
         tokenizer=None,
         text_encoder=None,
@@ -68,7 +68,7 @@ def test_the_condition_is_that_of_diffusers() -> None:
         transformer=None,
     )
     size, latents = (2 * ROWS, 2 * COLUMNS), noise(1, 16, 5, ROWS, COLUMNS)
-    _, wanted = pipe.prepare_latents(PICTURE, 1, 16, *size, 9, torch.float32, torch.device("cpu"), latents=latents)
+    _, wanted = pipe.prepare_latents(IMAGE, 1, 16, *size, 9, torch.float32, torch.device("cpu"), latents=latents)
     model = stream()
     state = model.new_state(0)
     model.apply(state, reference())
@@ -86,7 +86,7 @@ def test_steps_on_ranks_are_one_process() -> None:
     changes: dict[int, tuple[Change, ...]] = {0: (reference(),), 3: (Prompt(text=text(1), transition="recache"),)}
     outcome, _ = pipelined(stream, StreamPlan.even(2, 3), Script(changes, hears=False))
     assert differing(outcome, serial(stream(), changes, hears=False)) == []
-    other = {**changes, 0: (reference(-PICTURE),)}
+    other = {**changes, 0: (reference(-IMAGE),)}
     assert differing(outcome, serial(stream(), other, hears=False)) == list(range(6))
 
 
@@ -118,8 +118,8 @@ def test_a_pipeline_goes_on_from_its_image(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match="pass reference="):
             pipe.stream("a fox")
         made = []
-        for picture in (one, one, other):
-            with pipe.stream("a fox", reference=picture, seconds=0.5) as session:
+        for image in (one, one, other):
+            with pipe.stream("a fox", reference=image, seconds=0.5) as session:
                 made.append(torch.cat([chunk.frames for chunk in session]))
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])

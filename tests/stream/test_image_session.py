@@ -1,4 +1,4 @@
-"""Frames pushed, pictures taken: in order, bounded, and those of the plain pipeline on any number of ranks."""
+"""Frames pushed, images taken: in order, bounded, and those of the plain pipeline on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
 from patchpar.stream.images import driver as image_driver
-from patchpar.stream.images import pipeline as pictures
+from patchpar.stream.images import pipeline as image_pipeline
 from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.images.pipeline import ImageStreamingPipeline
 from patchpar.stream.images.session import ImageSession
@@ -29,7 +29,7 @@ ARGUMENTS = {"num_inference_steps": 4, "strength": 1.0, "output_type": "np", "gu
 
 
 class Ranks:
-    """Pretend to draw; every picture is its arguments. They draw while `go` is set."""
+    """Pretend to draw; every image is its arguments. They draw while `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -40,13 +40,13 @@ class Ranks:
     def run(self, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
         heard: queue.Queue[Any] = queue.Queue()
 
-        def tell(rank: int, word: Any) -> None:
+        def report(rank: int, word: Any) -> None:
             if isinstance(word, EndStream):
                 self.stops.append(rank)
             if rank == 0:
                 heard.put(word)
 
-        on_start(tell)
+        on_start(report)
         while not isinstance(word := heard.get(timeout=10), EndStream):
             self.orders.append(word)
             assert self.go.wait(10)
@@ -55,7 +55,7 @@ class Ranks:
 
 
 def session(ranks: Ranks, **manner: Any) -> ImageSession:
-    """Three pictures at most are under way."""
+    """Three images at most are under way."""
     return ImageSession(ranks.run, ImageStreamOptions(ranks=2, seed=1, lead=1, **manner), {"prompt": "a"})
 
 
@@ -199,7 +199,7 @@ def pipe(request: pytest.FixtureRequest, folder: Path) -> Iterator[ImageStreamin
         with ImageStreamingPipeline.from_pretrained(folder, devices="cpu", **options) as made:
             yield made
     else:
-        executor = PoolExecutor(request.getfixturevalue("ranks"), "pictures", pictures.ENGINE)
+        executor = PoolExecutor(request.getfixturevalue("ranks"), "pictures", image_pipeline.ENGINE)
         yield ImageStreamingPipeline(executor, executor.call("load", str(folder), options)[0])
 
 

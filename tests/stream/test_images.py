@@ -1,4 +1,4 @@
-"""A stream of pictures: the very pictures of the plain pipeline, its denoising steps spread over ranks."""
+"""A stream of images: the very images of the plain pipeline, its denoising steps spread over ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.breadth import first_of
 from tests.tiny import image_pipelines, transformer_pipelines
 from tests.unit.threads import on_threads
 
-PICTURES = 5
+IMAGES = 5
 """The first is drawn whole on every rank, and the ranks take turns at ending those that follow."""
 
 
 def orders(arguments: dict[str, Any]) -> list[ImageRequest]:
-    """Every picture has a seed and a text of its own."""
+    """Every image has a seed and a text of its own."""
     return [
-        ImageRequest(number=n, arguments=arguments | {"prompt": f"picture {n}"}, seed=10 + n) for n in range(PICTURES)
+        ImageRequest(number=n, arguments=arguments | {"prompt": f"picture {n}"}, seed=10 + n) for n in range(IMAGES)
     ]
 
 
@@ -76,14 +76,14 @@ def test_images_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None:
     copies = [copy.deepcopy(oracle) for _ in range(ranks)]
     found = on_threads(ranks, on_rank, copies, todo, deadline=60.0)
     assert not [error for error in found if isinstance(error, Exception)], found
-    assert [generated for _, generated in found] == [PICTURES] * ranks
-    ended = [[number for number, _ in pictures] for pictures, _ in found]
+    assert [generated for _, generated in found] == [IMAGES] * ranks
+    ended = [[number for number, _ in results] for results, _ in found]
     assert ended == [
-        [n for n in range(PICTURES) if (finisher_of(n, ranks, 4) if n else ranks - 1) == rank] for rank in range(ranks)
+        [n for n in range(IMAGES) if (finisher_of(n, ranks, 4) if n else ranks - 1) == rank] for rank in range(ranks)
     ]
-    pictures = sorted((pair for pictures, _ in found for pair in pictures), key=itemgetter(0))
-    assert all(same(picture, plain(oracle, order)) for (_, picture), order in zip(pictures, todo, strict=True))
-    assert not same(pictures[1][1], pictures[2][1])
+    results = sorted((pair for results, _ in found for pair in results), key=itemgetter(0))
+    assert all(same(image, plain(oracle, order)) for (_, image), order in zip(results, todo, strict=True))
+    assert not same(results[1][1], results[2][1])
 
 
 def test_each_rank_computes_its_own_calls_only() -> None:
@@ -127,7 +127,7 @@ def test_calls_are_shared_evenly_and_each_once() -> None:
 
 def test_those_with_the_fewest_calls_take_turns_at_the_end() -> None:
     def enders(ranks: int, calls: int) -> list[int]:
-        return [finisher_of(picture, ranks, calls) for picture in range(6)]
+        return [finisher_of(image, ranks, calls) for image in range(6)]
 
     assert enders(1, 4) == [0] * 6
     assert enders(2, 4) == [1, 0, 1, 0, 1, 0]

@@ -31,15 +31,15 @@ GENERATING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
 
-class Deaf(StepGroup):
+class NotReading(StepGroup):
     """The negative control: in attention, keys and values of the others' tokens are zero."""
 
     def of_frames(self, frames: int, tokens: int) -> ShardedFrames:
         shared = super().of_frames(frames, tokens)
-        return DeafFrames(comm=shared.comm, axis=shared.axis, frames=shared.frames, bands=shared.bands)
+        return UnreadFrames(comm=shared.comm, axis=shared.axis, frames=shared.frames, bands=shared.bands)
 
 
-class DeafFrames(ShardedFrames):
+class UnreadFrames(ShardedFrames):
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
         start, size = self.bands.starts[self.axis.rank], self.bands.size(self.axis.rank)
 
@@ -73,7 +73,7 @@ def shared(plan: StreamPlan, script: Script, kind: type[StepGroup] = StepGroup, 
 
 
 def apart(one: Outcome, other: Outcome) -> float:
-    """How far latents are apart, in units of the largest; pictures may differ by one level."""
+    """How far latents are apart, in units of the largest; images may differ by one level."""
     assert len(one) == len(other)
     for (_, frames), (_, wanted) in zip(one, other, strict=True):
         assert int((frames.int() - wanted.int()).abs().max()) <= 1
@@ -113,7 +113,7 @@ def test_every_kind_of_model(options: dict[str, Any]) -> None:
 
 
 def test_without_the_others_tokens_it_is_another_stream() -> None:
-    outcome = shared(PLANS[0], Script({}), Deaf)
+    outcome = shared(PLANS[0], Script({}), NotReading)
     assert latents_apart(outcome, serial(stream(2), {})) > 1e-3
 
 

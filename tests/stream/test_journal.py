@@ -21,7 +21,7 @@ from patchpar.stream.journal import JournalHeader, StreamJournal, as_update, as_
 from patchpar.stream.messages import BeginBlock, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
 from patchpar.stream.recording import StreamRecording
 from tests.stream.test_session import COURSE, Ranks, session
-from tests.stream.test_streaming_pipeline import FACE, SOUND
+from tests.stream.test_streaming_pipeline import FACE, SPEECH
 from tests.stream.tiny import STREAM, write_folder
 from tests.tensors import noise
 
@@ -31,7 +31,7 @@ def taken_down(one: StreamingPipeline, tmp_path_factory: pytest.TempPathFactory)
     """A journal, and the chunks that came out."""
     path = tmp_path_factory.mktemp("journal") / "session.jsonl"
     delivery = StreamDelivery(record=path)
-    with one.stream("a fox", reference=FACE, audio=(SOUND, 2000), seed=3, delivery=delivery) as stream:
+    with one.stream("a fox", reference=FACE, audio=(SPEECH, 2000), seed=3, delivery=delivery) as stream:
         stream.set_prompt("a hen", at=3, transition="blend", over=2)
         stream.set_param("audio_scale", 2.0, at=4)
         return path, list(stream)
@@ -85,7 +85,7 @@ def test_a_broken_end_is_left_out(one: StreamingPipeline, taken_down: Any, tmp_p
     assert differing(one, tmp_path / "a.jsonl") == []
 
 
-def test_a_stream_without_ears(tmp_path: Path, one: StreamingPipeline) -> None:
+def test_a_stream_without_audio(tmp_path: Path, one: StreamingPipeline) -> None:
     path = tmp_path / "a.jsonl"
     with StreamingPipeline.from_pretrained(write_folder(tmp_path / "m", hears=False), devices="cpu") as pipe:
         with pipe.stream("a fox", seconds=0.3, delivery=StreamDelivery(record=path)) as stream:
@@ -110,7 +110,7 @@ def origin() -> JournalHeader:
     )
 
 
-def came(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -> tuple[OutputBlock, Any]:
+def arrived(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -> tuple[OutputBlock, Any]:
     frames = noise(4, 8, 12, 3, seed=block).to(torch.uint8)
     begun = BeginBlock(inputs=(noise(1, 2, 3, 4),), updates=wishes)
     produced = ProducedBlock(block=block, frames=frames, seconds=0.1, sink=None)
@@ -161,7 +161,7 @@ def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog:
     journal = StreamJournal(path, origin(), limit=4000)
     with caplog.at_level(logging.WARNING):
         for block in range(100):
-            journal.note(*came(block))
+            journal.note(*arrived(block))
     assert path.stat().st_size <= 4000
     assert len(StreamRecording.read(path).blocks) == journal.blocks > 5
     assert [record.message for record in caplog.records] == [

@@ -1,4 +1,4 @@
-"""LTX's decoder frame by frame gives the pictures of the whole film, though it looks ahead."""
+"""LTX's decoder frame by frame gives the images of the whole video, though it looks ahead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def vae(**options: Any) -> AutoencoderKLLTXVideo:
-    """Three levels that halve space and time: 8 pictures for a latent frame."""
+    """Three levels that halve space and time: 8 images for a latent frame."""
     torch.manual_seed(2)
     chosen: dict[str, Any] = {
         "latent_channels": 8,
@@ -59,8 +59,8 @@ def whole(net: AutoencoderKLLTXVideo, latents: Tensor) -> Tensor:
     """As LTXPipeline decodes."""
     mean, std = (x.view(1, -1, 1, 1, 1) for x in (net.latents_mean, net.latents_std))
     when = torch.zeros(1) if net.config.timestep_conditioning else None
-    film: Tensor = net.decode(latents * std / net.config.scaling_factor + mean, when, return_dict=False)[0]
-    return film[0].transpose(0, 1)
+    video: Tensor = net.decode(latents * std / net.config.scaling_factor + mean, when, return_dict=False)[0]
+    return video[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,11 +74,11 @@ def test_images_are_those_of_the_whole_video(kind: str, pieces: list[int]) -> No
     state, found, settled = decoder.new_state(), [], []
     for piece in latents.split(pieces, 2):
         found.append(decoder.decode(state, piece))
-        settled.append(sum(len(pictures) for pictures in found))
+        settled.append(sum(len(images) for images in found))
     found.append(decoder.finish(state))
-    film = torch.cat([pictures for pictures in found if len(pictures)])
-    assert film.shape == wanted.shape == (8 * sum(pieces) - 7, 3, *wanted.shape[2:])
-    assert (film - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    video = torch.cat([images for images in found if len(images)])
+    assert video.shape == wanted.shape == (8 * sum(pieces) - 7, 3, *wanted.shape[2:])
+    assert (video - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     if pieces == [1] * 9:
         late = latents_late(net)
         assert all(count >= 1 + 8 * (number - late) for number, count in enumerate(settled) if number >= late)
@@ -87,15 +87,15 @@ def test_images_are_those_of_the_whole_video(kind: str, pieces: list[int]) -> No
 
 @torch.no_grad()
 def test_what_is_ahead_matters() -> None:
-    """A film that ends sooner has other pictures before its end, as if nothing had been waited for."""
+    """A video that ends sooner has other images before its end, as if nothing had been waited for."""
     net = vae()
     latents = noise(1, 8, 6, 3, 2, seed=5)
     decoder = LtxDecoder(net)
     state = decoder.new_state()
     found = [decoder.decode(state, latents[:, :, :3]), decoder.finish(state)]
-    film, wanted = torch.cat([pictures for pictures in found if len(pictures)]), whole(net, latents)
-    assert len(film) == 17
-    assert (film[-1] - wanted[16]).abs().max() > 1e-3 * wanted.abs().max()
+    video, wanted = torch.cat([images for images in found if len(images)]), whole(net, latents)
+    assert len(video) == 17
+    assert (video[-1] - wanted[16]).abs().max() > 1e-3 * wanted.abs().max()
 
 
 def test_how_late_the_layers_of_version_0_9_are() -> None:

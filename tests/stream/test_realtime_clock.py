@@ -12,7 +12,7 @@ CHUNK = 0.2
 """Seconds of a chunk."""
 
 
-def shown(ready: list[float], dropped: list[int] | None = None) -> list[float]:
+def displayed(ready: list[float], dropped: list[int] | None = None) -> list[float]:
     """Times at which chunks are shown that are ready at these times."""
     clock, now, times = RealtimeClock(), 0.0, []
     for number, at in enumerate(ready):
@@ -23,12 +23,12 @@ def shown(ready: list[float], dropped: list[int] | None = None) -> list[float]:
 
 
 def test_chunks_that_are_ready_early_are_shown_at_their_times() -> None:
-    assert shown([5.0] * 4) == pytest.approx([5.0, 5.2, 5.4, 5.6])
+    assert displayed([5.0] * 4) == pytest.approx([5.0, 5.2, 5.4, 5.6])
 
 
 def test_after_an_outage_chunks_follow_a_little_faster_until_it_is_made_up() -> None:
     live = [CHUNK * number for number in range(400)]
-    late = shown([at if number < 20 else max(at, 8.0) for number, at in enumerate(live)])
+    late = displayed([at if number < 20 else max(at, 8.0) for number, at in enumerate(live)])
     assert late[20] == 8.0, "the first after the outage, 4 s late"
     distances = [after - before for before, after in pairwise(late[20:])]
     assert min(distances) == pytest.approx(CHUNK / CATCH_UP)

@@ -44,10 +44,10 @@ def test_other_modes_and_sizes_are_converted(mode: str) -> None:
 
 
 def test_an_image_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
-    picture = Image.fromarray(RED_ABOVE).rotate(90, expand=True)
+    image = Image.fromarray(RED_ABOVE).rotate(90, expand=True)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, clockwise
-    picture.save(tmp_path / "a.png", exif=exif)
+    image.save(tmp_path / "a.png", exif=exif)
     assert torch.equal(load_reference_image(tmp_path / "a.png", 8, 12), torch.from_numpy(RED_ABOVE))
 
 

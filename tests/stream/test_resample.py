@@ -69,8 +69,8 @@ def test_what_is_constant_stays_so() -> None:
 
 def test_little_is_held_back() -> None:
     resampler = Resampler(44100, 16000)
-    came = sum(len(resampler.push(torch.zeros(441))) for _ in range(100))
-    assert 16000 - 32 <= came <= 16000  # 2 ms
+    arrived = sum(len(resampler.push(torch.zeros(441))) for _ in range(100))
+    assert 16000 - 32 <= arrived <= 16000  # 2 ms
 
 
 def test_nothing_gives_nothing() -> None:

@@ -39,7 +39,7 @@ from tests.tensors import noise
 
 COURSE = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
 FORMAT = StreamFormat(fps=20, height=8, width=12, frames=FRAMES, per_latent=2)
-PICTURE = torch.zeros(8, 12, 3, dtype=torch.uint8)
+IMAGE = torch.zeros(8, 12, 3, dtype=torch.uint8)
 
 
 class Ranks:
@@ -52,7 +52,7 @@ class Ranks:
         self.dies = set(dies)
         self.runs: list[StreamRun] = []
         self.begun: list[tuple[int, BeginBlock]] = []
-        self.told: list[tuple[int, Any]] = []
+        self.reported: list[tuple[int, Any]] = []
         self.idle = threading.Event()
 
     def run(
@@ -60,13 +60,13 @@ class Ranks:
     ) -> list[Any]:
         heard: queue.Queue[Any] = queue.Queue()
 
-        def tell(rank: int, value: Any) -> None:
-            self.told.append((rank, value))
+        def report(rank: int, value: Any) -> None:
+            self.reported.append((rank, value))
             if rank == 0:
                 heard.put(value)
 
         self.runs.append(course)
-        on_start(tell)
+        on_start(report)
         block = course.first_block
         while True:
             on_event(0, BlockReady(block=block))
@@ -120,8 +120,8 @@ def refused_to_a_child(stream: Any) -> str:
         os._exit(0)
     os.close(write)
     os.waitpid(child, 0)
-    with os.fdopen(read, "rb") as told:
-        return told.read().decode()
+    with os.fdopen(read, "rb") as reported:
+        return reported.read().decode()
 
 
 def test_a_forked_child_is_told_and_does_not_wait() -> None:
@@ -183,7 +183,7 @@ def test_an_update_holds_from_the_block_that_it_names() -> None:
         next(stream)
         later = stream.set_prompt("later", at=5, transition="blend", over=2)
         soon = stream.set_param("audio_scale", 0.5)
-        shown = stream.set_reference(PICTURE)
+        displayed = stream.set_reference(IMAGE)
         assert (later.block, later.seconds) == (5, 19 / 20)
         with pytest.raises(PlanError, match="at=0: block 0 has begun; use at="):
             stream.set_prompt("too late", at=0)
@@ -193,10 +193,10 @@ def test_an_update_holds_from_the_block_that_it_names() -> None:
     wishes = {block: begin.updates for block, begin in ranks.begun if begin.updates}
     assert wishes[0] == (PromptUpdate(text="first"),)
     assert wishes[5] == (PromptUpdate(text="later", transition="blend", over=2),)
-    assert soon.block == shown.block
-    param, picture = wishes[soon.block]
+    assert soon.block == displayed.block
+    param, reference = wishes[soon.block]
     assert param == Parameter(name="audio_scale", value=0.5)
-    assert isinstance(picture, ReferenceUpdate)
+    assert isinstance(reference, ReferenceUpdate)
 
 
 def test_wishes_that_cannot_be_are_refused_at_once() -> None:
@@ -210,7 +210,7 @@ def test_wishes_that_cannot_be_are_refused_at_once() -> None:
         with pytest.raises(PlanError, match="use stop"):
             stream.end_audio()
         with pytest.raises(PlanError, match=r"shape \(5, 5, 3\)"):
-            stream.set_reference(PICTURE[:5, :5])
+            stream.set_reference(IMAGE[:5, :5])
     for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0}, {"fps": 0}):
         with pytest.raises(PlanError):
             StreamDelivery(**wrong)
@@ -223,7 +223,7 @@ def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
         stream.cancel()
         assert list(stream) == []
     assert stream.status == "cancelled"
-    assert [rank for rank, word in ranks.told if isinstance(word, CancelStream)] == [0, 1]
+    assert [rank for rank, word in ranks.reported if isinstance(word, CancelStream)] == [0, 1]
 
 
 def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
@@ -234,7 +234,7 @@ def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
         stream.end_audio,
         lambda: stream.set_prompt("a"),
         lambda: stream.set_param("audio_scale", 1),
-        lambda: stream.set_reference(PICTURE),
+        lambda: stream.set_reference(IMAGE),
         stream.pause,
         stream.resume,
     ]
@@ -277,7 +277,7 @@ def test_flush_throws_away_what_is_ready() -> None:
 def test_a_dead_worker_begins_a_new_epoch() -> None:
     """The stream goes on where it was, under the conditions that held, with the sink it had made."""
     ranks = Ranks((0, 4))
-    with session(ranks, blocks=7, credit=1).begin(PromptUpdate(text="first"), ReferenceUpdate(image=PICTURE)) as stream:
+    with session(ranks, blocks=7, credit=1).begin(PromptUpdate(text="first"), ReferenceUpdate(image=IMAGE)) as stream:
         next(stream)
         stream.set_prompt("second", at=2, transition="recache")
         stream.set_param("audio_scale", 0.5, at=4)
@@ -286,10 +286,10 @@ def test_a_dead_worker_begins_a_new_epoch() -> None:
         (1, 0, 4), (2, 0, 4), (3, 0, 4), (4, 1, 4), (5, 1, 4), (6, 1, 4),
     ]  # fmt: skip
     assert ranks.runs[1] == StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
-    said, shown, param = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
-    assert said == PromptUpdate(text="second")
-    assert isinstance(shown, Reference)
-    assert torch.equal(shown.latents, sink(5))
+    prompt, displayed, param = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
+    assert prompt == PromptUpdate(text="second")
+    assert isinstance(displayed, Reference)
+    assert torch.equal(displayed.latents, sink(5))
     assert param == Parameter(name="audio_scale", value=0.5)
 
 

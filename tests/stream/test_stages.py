@@ -17,7 +17,7 @@ from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
 from patchpar.stream.stage_link import BlockSignal
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
-from tests.stream.tiny import sink, sound, stream, text
+from tests.stream.tiny import sink, speech, stream, text
 from tests.unit.threads import on_threads
 
 EVERYTHING: dict[int, tuple[Change, ...]] = {
@@ -125,7 +125,7 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
 
     def order(block: int, patience: float) -> StageOrder:
         sign = BlockSignal.BLOCK if credit.acquire(timeout=0.05) else BlockSignal.REST
-        return StageOrder(sign=sign, inputs=(sound(block),))
+        return StageOrder(sign=sign, inputs=(speech(block),))
 
     def put(finished: FinishedBlock) -> None:
         decoded.append(finished.block)

@@ -1,4 +1,4 @@
-"""A folder, prompts, a picture and sound in; the very frames of one process out, however the steps are spread."""
+"""A folder, prompts, an image and sound in; the very frames of one process out, however the steps are spread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, write_folder
 from tests.tensors import noise
 
 BLOCKS = 6
-SOUND = noise(2000, seed=9) * 0.3  # one second: 20 frames, in blocks of 3, 4, 4, 4, 4 and 4
+SPEECH = noise(2000, seed=9) * 0.3  # one second: 20 frames, in blocks of 3, 4, 4, 4, 4 and 4
 FACE = (noise(2 * ROWS, 2 * COLUMNS, 3, seed=8) * 60 + 128).clamp(0, 255).to(torch.uint8)
 
 
@@ -50,7 +50,7 @@ def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> li
         network, config.schedule, decoder, WanStreamOptions(height=ROWS, width=COLUMNS, seed=seed, text=text)
     )
     states = [model.new_state(step) for step in range(config.steps)]
-    levels = audio_levels(torch.cat([SOUND, torch.zeros(1000)]), AUDIO)
+    levels = audio_levels(torch.cat([SPEECH, torch.zeros(1000)]), AUDIO)
     memory, frames, first = model.new_decoder(), [], None
     for block in range(BLOCKS):
         due = [change(update) for update in changes.get(block, [])]
@@ -77,7 +77,7 @@ def differing(found: list[Any], wanted: list[Tensor]) -> list[int]:
 @pytest.mark.parametrize("which", ["one", "three"])
 def test_the_frames_of_one_loop(which: str, face_folder: Path, request: pytest.FixtureRequest) -> None:
     pipe: StreamingPipeline = request.getfixturevalue(which)
-    with pipe.stream("a fox", reference=FACE, audio=(SOUND, 2000), seed=3) as stream:
+    with pipe.stream("a fox", reference=FACE, audio=(SPEECH, 2000), seed=3) as stream:
         stream.set_prompt("a hen", at=3)
         stream.set_param("audio_scale", 2.0, at=4)
         chunks = list(stream)
@@ -90,7 +90,7 @@ def test_the_frames_of_one_loop(which: str, face_folder: Path, request: pytest.F
 
 def test_live_audio_and_a_pause_change_nothing(three: StreamingPipeline, face_folder: Path) -> None:
     with three.stream("a fox", reference=Image.fromarray(FACE.numpy()), audio="live", seed=3) as stream:
-        for piece in SOUND.split(300):
+        for piece in SPEECH.split(300):
             stream.push_audio(piece, 2000)
         chunks = [next(stream)]
         stream.pause()
@@ -130,7 +130,7 @@ def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(face_folder: Path
     assert [len(chunk.frames) for chunk in after] == [4] * 7
 
 
-def test_a_stream_can_be_streamed_without_ears(tmp_path: Path) -> None:
+def test_a_stream_can_be_streamed_without_audio(tmp_path: Path) -> None:
     with StreamingPipeline.from_pretrained(write_folder(tmp_path, hears=False), devices="cpu") as pipe:
         with pytest.raises(PlanError, match="takes no audio"):
             pipe.stream(audio="live")

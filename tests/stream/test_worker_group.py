@@ -55,7 +55,7 @@ def cannot_start_the_first(on_event: Any, on_start: Any) -> list[Any]:
 
 
 def run(group: WorkerGroup) -> Any:
-    return group.run(COURSE, lambda rank, event: None, lambda tell: None)
+    return group.run(COURSE, lambda rank, event: None, lambda report: None)
 
 
 class Starting:
@@ -139,20 +139,20 @@ def test_after_the_pipeline_is_closed_nothing_starts() -> None:
 
 
 def test_ranks_that_are_gone_are_not_spoken_to() -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
-    def tells(on_event: Any, on_start: Any) -> list[Any]:
-        on_start(lambda rank, value: told.append(rank))
+    def reports(on_event: Any, on_start: Any) -> list[Any]:
+        on_start(lambda rank, value: reported.append(rank))
         return []
 
-    one, _ = group(Ranks(cannot_start), Ranks(tells))
+    one, _ = group(Ranks(cannot_start), Ranks(reports))
 
-    def begun(tell: Any) -> None:
+    def begun(report: Any) -> None:
         for rank in range(COURSE.ranks):
-            tell(rank, CancelStream())
+            report(rank, CancelStream())
 
     one.run(COURSE, lambda rank, event: None, begun)
-    assert told == [0, 1]
+    assert reported == [0, 1]
 
 
 @pytest.mark.parametrize(("devices", "left"), [(6, 5), (5, 5), (4, 3), (3, 3), (2, 2), (1, 1), (0, None)])

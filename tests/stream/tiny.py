@@ -73,7 +73,7 @@ def sink(number: int) -> Tensor:
     return noise(1, 16, 1, ROWS, COLUMNS, seed=200 + number)
 
 
-def sound(block: int, batch: int = 1) -> Tensor:
+def speech(block: int, batch: int = 1) -> Tensor:
     return noise(batch, FRAMES, AUDIO.tokens, AUDIO.levels, seed=300 + block)
 
 

@@ -168,7 +168,7 @@ def build(name: str) -> Tiny:
 
 
 def latents(tiny: Tiny, *, seed: int = 0, steps: int = 3, **overrides: Any) -> torch.Tensor:
-    """Run the pipeline from a seeded generator of its own and return the final latents (of DiT, the pictures).
+    """Run the pipeline from a seeded generator of its own and return the final latents (of DiT, the images).
 
     Safe to call on every rank at once: nothing depends on the process's random state.
     """

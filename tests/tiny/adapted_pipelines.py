@@ -7,11 +7,11 @@ from typing import Any
 import diffusers
 import torch
 
-from . import pictures
+from . import sample_images
 from .image_pipelines import PROMPT, SIZE, Built, sd_parts, sd_unet, xl_parts, xl_unet
 
 SEEN = 16
-"""How wide a picture is as an IP-Adapter is given it."""
+"""How wide an image is as an IP-Adapter is given it."""
 
 
 def _adapter(kind: str, downscale_factor: int) -> Any:
@@ -25,13 +25,13 @@ def _adapter(kind: str, downscale_factor: int) -> Any:
 def sd_t2i() -> Built:
     parts = sd_parts(sd_unet())
     pipe = diffusers.StableDiffusionAdapterPipeline(**parts, adapter=_adapter("full_adapter", 8))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), **SIZE}
 
 
 def sd_t2i_multi() -> Built:
     adapters = [_adapter("full_adapter", 8), _adapter("full_adapter", 8)]
     pipe = diffusers.StableDiffusionAdapterPipeline(**sd_parts(sd_unet()), adapter=adapters)
-    scene = pictures.scene()
+    scene = sample_images.scene()
     scales = {"adapter_conditioning_scale": [0.7, 0.4]}
     return pipe, {"prompt": PROMPT, "image": [scene, scene.transpose(0)], **scales, **SIZE}
 
@@ -42,20 +42,26 @@ def _xl_parts() -> dict[str, Any]:
 
 def sdxl_t2i() -> Built:
     pipe = diffusers.StableDiffusionXLAdapterPipeline(**_xl_parts(), adapter=_adapter("full_adapter_xl", 16))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), **SIZE}
 
 
 def sdxl_t2i_multi() -> Built:
     adapters = diffusers.MultiAdapter([_adapter("full_adapter_xl", 16), _adapter("full_adapter_xl", 16)])
     pipe = diffusers.StableDiffusionXLAdapterPipeline(**_xl_parts(), adapter=adapters)
-    scene = pictures.scene()
+    scene = sample_images.scene()
     scales = {"adapter_conditioning_scale": [0.7, 0.4]}
     return pipe, {"prompt": PROMPT, "image": [scene, scene.transpose(0)], **scales, **SIZE}
 
 
 def sd_inpaint_4() -> Built:
     """Inpainting without a UNet made for it: what is not painted again is put back after every step."""
-    call = {"prompt": PROMPT, "image": pictures.scene(), "mask_image": pictures.mask(), "strength": 1.0, **SIZE}
+    call = {
+        "prompt": PROMPT,
+        "image": sample_images.scene(),
+        "mask_image": sample_images.mask(),
+        "strength": 1.0,
+        **SIZE,
+    }
     return diffusers.StableDiffusionInpaintPipeline(**sd_parts(sd_unet())), call
 
 
@@ -69,22 +75,22 @@ def sd_controlnet_xs() -> Built:
     unet = sd_unet(layers_per_block=2, use_linear_projection=True)
     parts = sd_parts(unet)
     pipe = diffusers.StableDiffusionControlNetXSPipeline(**parts, controlnet=_controlled(unet))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), **SIZE}
 
 
 def sdxl_controlnet_xs() -> Built:
     unet = xl_unet(layers_per_block=2, transformer_layers_per_block=1)
     pipe = diffusers.StableDiffusionXLControlNetXSPipeline(**xl_parts(unet), controlnet=_controlled(unet))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), **SIZE}
 
 
-def _with_pictures(unet: Any, *, adapters: int) -> Any:
+def _with_images(unet: Any, *, adapters: int) -> Any:
     """IP-Adapters in a UNet, with weights as their loader wants them."""
-    unet._load_ip_adapter_weights([picture_weights(unet) for _ in range(adapters)], low_cpu_mem_usage=False)
+    unet._load_ip_adapter_weights([image_weights(unet) for _ in range(adapters)], low_cpu_mem_usage=False)
     return unet
 
 
-def picture_weights(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
+def image_weights(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
     """An IP-Adapter for a UNet, at random."""
     width = unet.config.cross_attention_dim
     projection = {"proj.weight": torch.randn(4 * width, SEEN), "proj.bias": torch.randn(4 * width)}
@@ -99,7 +105,7 @@ def picture_weights(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _masked(height: int, width: int) -> dict[str, Any]:
-    """What two adapters see: one two pictures, in the halves of the mask, one a picture in a corner."""
+    """What two adapters see: one two images, in the halves of the mask, one an image in a corner."""
     half = torch.zeros(1, 2, height, width)
     half[:, 0, :, : width // 2], half[:, 1, :, width // 2 :] = 1, 1
     corner = torch.zeros(1, 1, height, width)
@@ -111,13 +117,13 @@ def _masked(height: int, width: int) -> dict[str, Any]:
 
 
 def sd_ip_masks() -> Built:
-    unet = _with_pictures(sd_unet(), adapters=2)
+    unet = _with_images(sd_unet(), adapters=2)
     pipe = diffusers.StableDiffusionPipeline(**sd_parts(unet))
     return pipe, {"prompt": PROMPT, **_masked(128, 128), **SIZE}
 
 
 def sdxl_ip_masks() -> Built:
-    """The mask is of another size and of other sides than the picture."""
-    unet = _with_pictures(xl_unet(), adapters=2)
+    """The mask is of another size and of other sides than the image."""
+    unet = _with_images(xl_unet(), adapters=2)
     pipe = diffusers.StableDiffusionXLPipeline(**xl_parts(unet))
     return pipe, {"prompt": PROMPT, **_masked(96, 64), **SIZE, "height": 136}

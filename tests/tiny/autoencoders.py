@@ -8,7 +8,7 @@ import diffusers
 
 
 def kl(*, scaling_factor: float = 0.18215, latent_channels: int = 4, quant_conv: bool = True, levels: int = 4) -> Any:
-    """Divides each side by 2 ** (levels - 1); with other than four levels it is narrow, for large pictures."""
+    """Divides each side by 2 ** (levels - 1); with other than four levels it is narrow, for large images."""
     return diffusers.AutoencoderKL(
         latent_channels=latent_channels,
         block_out_channels=(16, 16, 32, 32) if levels == 4 else (8,) * levels,
@@ -49,7 +49,7 @@ def wan(*, levels: int = 4, width: int = 4, blocks: int = 1, latent_channels: in
 
 
 def qwen21() -> Any:
-    """Divides each side by 16; its pictures have an alpha channel."""
+    """Divides each side by 16; its images have an alpha channel."""
     return diffusers.AutoencoderKLQwenImage21(
         base_dim=4,
         decoder_base_dim=4,

@@ -80,7 +80,7 @@ def wuerstchen_decoder() -> Built:
 
 
 def wuerstchen() -> Built:
-    """Its pictures are 43 times as large as what the prior says: three places a side are 128 pixels."""
+    """Its images are 43 times as large as what the prior says: three places a side are 128 pixels."""
     pipe = diffusers.WuerstchenCombinedPipeline(
         **_texts(encoders.clip_text()),
         **_texts(encoders.clip_text(), "prior_"),

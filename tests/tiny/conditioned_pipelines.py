@@ -11,24 +11,24 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, Built
 from .transformer_pipelines import flow_matching
-from .video_transformer_pipelines import FILM, ltx_parts, wan_parts, wan_transformer
+from .video_transformer_pipelines import VIDEO, ltx_parts, wan_parts, wan_transformer
 
-_SOUND = {"mel_bins": 8, "output_channels": 2}
+_AUDIO = {"mel_bins": 8, "output_channels": 2}
 
 
 def wan_ti2v() -> Built:
     """Wan 2.2 5B: every token has a time."""
     pipe = diffusers.WanPipeline(**wan_parts(), transformer=wan_transformer(), expand_timesteps=True)
-    return pipe, dict(FILM)
+    return pipe, dict(VIDEO)
 
 
 def wan_ti2v_image() -> Built:
-    """The first frame is the picture."""
+    """The first frame is the image."""
     pipe = diffusers.WanImageToVideoPipeline(**wan_parts(), transformer=wan_transformer(), expand_timesteps=True)
-    return pipe, FILM | {"image": pictures.scene(64, 64)}
+    return pipe, VIDEO | {"image": sample_images.scene(64, 64)}
 
 
 def skyreels_forcing() -> Built:
@@ -47,18 +47,18 @@ def skyreels_forcing() -> Built:
         inject_sample_info=False,
     )
     pipe = diffusers.SkyReelsV2DiffusionForcingPipeline(**wan_parts(), transformer=transformer)
-    return pipe, FILM | {"base_num_frames": 9, "ar_step": 1, "causal_block_size": 1}
+    return pipe, VIDEO | {"base_num_frames": 9, "ar_step": 1, "causal_block_size": 1}
 
 
 def ltx_image() -> Built:
-    return diffusers.LTXImageToVideoPipeline(**ltx_parts()), FILM | {"image": pictures.scene(64, 64)}
+    return diffusers.LTXImageToVideoPipeline(**ltx_parts()), VIDEO | {"image": sample_images.scene(64, 64)}
 
 
 def ltx_condition() -> Built:
-    """Pictures at two moments, whose tokens come before those of the film."""
-    given = [LTXVideoCondition(image=pictures.scene(64, 64), frame_index=index) for index in (0, 8)]
+    """Images at two moments, whose tokens come before those of the video."""
+    given = [LTXVideoCondition(image=sample_images.scene(64, 64), frame_index=index) for index in (0, 8)]
     parts = ltx_parts() | {"scheduler": flow_matching()}
-    return diffusers.LTXConditionPipeline(**parts), FILM | {"conditions": given, "num_frames": 17}
+    return diffusers.LTXConditionPipeline(**parts), VIDEO | {"conditions": given, "num_frames": 17}
 
 
 def _ltx2_parts() -> dict[str, Any]:
@@ -69,10 +69,10 @@ def _ltx2_parts() -> dict[str, Any]:
         in_channels=2,
         resolution=32,
         latent_channels=2,
-        **_SOUND,
+        **_AUDIO,
     )
     vocoder = LTX2Vocoder(
-        in_channels=_SOUND["mel_bins"] * _SOUND["output_channels"],
+        in_channels=_AUDIO["mel_bins"] * _AUDIO["output_channels"],
         hidden_channels=16,
         upsample_kernel_sizes=[4, 4],
         upsample_factors=[2, 2],
@@ -138,11 +138,11 @@ def ltx2() -> Built:
 
 
 def ltx2_image() -> Built:
-    return diffusers.LTX2ImageToVideoPipeline(**_ltx2_parts()), _LTX2_CALL | {"image": pictures.scene(32, 32)}
+    return diffusers.LTX2ImageToVideoPipeline(**_ltx2_parts()), _LTX2_CALL | {"image": sample_images.scene(32, 32)}
 
 
 def ltx2_condition() -> Built:
-    frames = pictures.scene(32, 32)
+    frames = sample_images.scene(32, 32)
     uncompressed = {"crf": 0} if hasattr(LTX2VideoCondition, "crf") else {}  # older diffusers never compress
     given = [LTX2VideoCondition(frames=frames, index=index, **uncompressed) for index in (0, 1)]
     return diffusers.LTX2ConditionPipeline(**_ltx2_parts()), _LTX2_CALL | {"conditions": given}

@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, SIZE, Built
 from .transformer_pipelines import flow_matching
 
@@ -33,5 +33,9 @@ def flux_controlnet_img2img() -> Built:
         transformer=diffusers.FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True, **_FLUX),
         controlnet=diffusers.FluxControlNetModel(num_layers=2, num_single_layers=2, **_FLUX),
     )
-    pictures_given: dict[str, Any] = {"image": pictures.scene(), "control_image": pictures.scene(), "strength": 0.99}
-    return pipe, {"prompt": PROMPT, "max_sequence_length": 32, **SIZE, **pictures_given}
+    images_given: dict[str, Any] = {
+        "image": sample_images.scene(),
+        "control_image": sample_images.scene(),
+        "strength": 0.99,
+    }
+    return pipe, {"prompt": PROMPT, "max_sequence_length": 32, **SIZE, **images_given}

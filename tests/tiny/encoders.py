@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_PICTURE = "<|image_pad|>"
+_IMAGE = "<|image_pad|>"
 
 
 def _clip_config(width: int) -> Any:
@@ -121,7 +121,7 @@ def qwen3(width: int = 32) -> Any:
 
 
 def mistral(width: int = 32) -> Any:
-    """Three layers: FLUX.2 reads three of them. It can see pictures as well."""
+    """Three layers: FLUX.2 reads three of them. It can see images as well."""
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
     text = {
@@ -178,7 +178,7 @@ def qwen(width: int = 32) -> Any:
 
 
 def clip_vision(width: int = 32) -> Any:
-    """StableVideoDiffusion resizes its picture to 224 pixels: 16 patches of 56."""
+    """StableVideoDiffusion resizes its image to 224 pixels: 16 patches of 56."""
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     config = CLIPVisionConfig(
@@ -224,8 +224,8 @@ def clip_image_reader() -> dict[str, Any]:
     return {"image_processor": clip_image_processor(), "image_encoder": clip_vision()}
 
 
-class PictureReader:
-    """Texts and pictures as a Qwen-VL model takes them, at most 16 patches of 14 pixels, four of which make a token.
+class ImageReader:
+    """Texts and images as a Qwen-VL model takes them, at most 16 patches of 14 pixels, four of which make a token.
 
     The processor of transformers cannot be made without torchvision. `most`: of longer texts it reads the last so many
     characters.
@@ -238,17 +238,17 @@ class PictureReader:
         self.image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
 
     def __call__(self, *, text: Any, images: Any = None, videos: None = None, **options: Any) -> Any:
-        """Each mark of a picture in the texts becomes as many as it has tokens; `options` go to the tokenizer."""
+        """Each mark of an image in the texts becomes as many as it has tokens; `options` go to the tokenizer."""
         texts = [each[-self.most :] for each in ([text] if isinstance(text, str) else text)]
         options = {"return_tensors": "pt"} | options
         if not images:
             return self.tokenizer(texts, **options)
-        pictures = self.image_processor(images=images, return_tensors=options["return_tensors"])
-        tokens = iter([int(grid.prod()) // 4 for grid in pictures["image_grid_thw"]])
-        texts = [re.sub(re.escape(_PICTURE), lambda _: _PICTURE * next(tokens), each) for each in texts]
+        encoded = self.image_processor(images=images, return_tensors=options["return_tensors"])
+        tokens = iter([int(grid.prod()) // 4 for grid in encoded["image_grid_thw"]])
+        texts = [re.sub(re.escape(_IMAGE), lambda _: _IMAGE * next(tokens), each) for each in texts]
         inputs = self.tokenizer(texts, **options)
-        of_pictures = inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids(_PICTURE)
-        inputs.update({**pictures, "mm_token_type_ids": of_pictures.int()})
+        of_images = inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids(_IMAGE)
+        inputs.update({**encoded, "mm_token_type_ids": of_images.int()})
         return inputs
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool = False, **options: Any) -> Any:

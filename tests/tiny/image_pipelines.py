@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 
 PROMPT = "a small red house"
 SIZE = {"height": 128, "width": 128}
@@ -85,25 +85,31 @@ def sd() -> Built:
 
 
 def sd_img2img() -> Built:
-    call = {"prompt": PROMPT, "image": pictures.scene(), "strength": 1.0}
+    call = {"prompt": PROMPT, "image": sample_images.scene(), "strength": 1.0}
     return diffusers.StableDiffusionImg2ImgPipeline(**sd_parts(sd_unet())), call
 
 
 def sd_inpaint() -> Built:
-    call = {"prompt": PROMPT, "image": pictures.scene(), "mask_image": pictures.mask(), "strength": 1.0, **SIZE}
+    call = {
+        "prompt": PROMPT,
+        "image": sample_images.scene(),
+        "mask_image": sample_images.mask(),
+        "strength": 1.0,
+        **SIZE,
+    }
     return diffusers.StableDiffusionInpaintPipeline(**sd_parts(sd_unet(in_channels=9))), call
 
 
 def sd_controlnet() -> Built:
     unet = sd_unet()
     pipe = diffusers.StableDiffusionControlNetPipeline(**sd_parts(unet), controlnet=_controlnet(unet))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), **SIZE}
 
 
 def instruct_pix2pix() -> Built:
-    """Three branches of guidance in one batch: text and picture, picture only, neither."""
+    """Three branches of guidance in one batch: text and image, image only, neither."""
     pipe = diffusers.StableDiffusionInstructPix2PixPipeline(**sd_parts(sd_unet(in_channels=8)))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), "image_guidance_scale": 1.5}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), "image_guidance_scale": 1.5}
 
 
 def sdxl() -> Built:
@@ -111,16 +117,22 @@ def sdxl() -> Built:
 
 
 def sdxl_img2img() -> Built:
-    call = {"prompt": PROMPT, "image": pictures.scene(), "strength": 0.99}
+    call = {"prompt": PROMPT, "image": sample_images.scene(), "strength": 0.99}
     return diffusers.StableDiffusionXLImg2ImgPipeline(**xl_parts(xl_unet())), call
 
 
 def sdxl_inpaint() -> Built:
-    call = {"prompt": PROMPT, "image": pictures.scene(), "mask_image": pictures.mask(), "strength": 0.99, **SIZE}
+    call = {
+        "prompt": PROMPT,
+        "image": sample_images.scene(),
+        "mask_image": sample_images.mask(),
+        "strength": 0.99,
+        **SIZE,
+    }
     return diffusers.StableDiffusionXLInpaintPipeline(**xl_parts(xl_unet(in_channels=9))), call
 
 
 def sdxl_controlnet() -> Built:
     unet = xl_unet()
     pipe = diffusers.StableDiffusionXLControlNetPipeline(**xl_parts(unet), controlnet=_controlnet(unet))
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(), **SIZE}

@@ -1,4 +1,4 @@
-"""Kandinsky 2 and 3 in small: UNets whose attention sees picture and text at once, or with norms of their own."""
+"""Kandinsky 2 and 3 in small: UNets whose attention sees image and text at once, or with norms of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, Built
 
 WIDTH = 32
@@ -46,7 +46,7 @@ def _decoder_parts(unet: Any, norm_type: str = "spatial") -> dict[str, Any]:
     return {"unet": unet, "scheduler": scheduler, "movq": autoencoders.vq(latent_channels=4, norm_type=norm_type)}
 
 
-def _said() -> dict[str, Any]:
+def _message() -> dict[str, Any]:
     """What the prior would say of a prompt."""
     return {"image_embeds": _noise(1, WIDTH), "negative_image_embeds": _noise(1, WIDTH).flip(-1)}
 
@@ -91,7 +91,7 @@ def _multilingual_parts(in_channels: int = 4) -> dict[str, Any]:
 
 def kandinsky21() -> Built:
     """What it draws is always decoded."""
-    call = {**_said(), **_LATENT, "prompt": PROMPT, "output_type": "pt", "guidance_scale": 2.0}
+    call = {**_message(), **_LATENT, "prompt": PROMPT, "output_type": "pt", "guidance_scale": 2.0}
     return diffusers.KandinskyPipeline(**_multilingual_parts()), call
 
 
@@ -101,7 +101,7 @@ def kandinsky21_combined() -> Built:
 
 
 def kandinsky22() -> Built:
-    return diffusers.KandinskyV22Pipeline(**_decoder_parts(_decoder_unet())), {**_said(), **_LATENT}
+    return diffusers.KandinskyV22Pipeline(**_decoder_parts(_decoder_unet())), {**_message(), **_LATENT}
 
 
 def kandinsky22_combined() -> Built:
@@ -110,19 +110,19 @@ def kandinsky22_combined() -> Built:
 
 
 def kandinsky22_img2img() -> Built:
-    call = {**_said(), **_LATENT, "image": pictures.scene(64, 64), "strength": 0.9}
+    call = {**_message(), **_LATENT, "image": sample_images.scene(64, 64), "strength": 0.9}
     return diffusers.KandinskyV22Img2ImgPipeline(**_decoder_parts(_decoder_unet())), call
 
 
 def kandinsky22_inpaint() -> Built:
-    call = {**_said(), **_LATENT, "image": pictures.scene(64, 64), "mask_image": pictures.mask(64, 64)}
+    call = {**_message(), **_LATENT, "image": sample_images.scene(64, 64), "mask_image": sample_images.mask(64, 64)}
     return diffusers.KandinskyV22InpaintPipeline(**_decoder_parts(_decoder_unet(in_channels=9))), call
 
 
 def kandinsky22_controlnet() -> Built:
     """The depth map goes into the UNet whole, eight times as large as the latent. What it draws is always decoded."""
     unet = _decoder_unet(in_channels=8, addition_embed_type="image_hint")
-    call = {**_said(), "height": 64, "width": 64, "hint": _noise(1, 3, 64, 64), "output_type": "pt"}
+    call = {**_message(), "height": 64, "width": 64, "hint": _noise(1, 3, 64, 64), "output_type": "pt"}
     return diffusers.KandinskyV22ControlnetPipeline(**_decoder_parts(unet, "group")), call
 
 
@@ -152,5 +152,5 @@ def kandinsky3() -> Built:
 
 
 def kandinsky3_img2img() -> Built:
-    call = {"prompt": PROMPT, "image": pictures.scene(64, 64), "strength": 0.9, "output_type": "latent"}
+    call = {"prompt": PROMPT, "image": sample_images.scene(64, 64), "strength": 0.9, "output_type": "latent"}
     return diffusers.Kandinsky3Img2ImgPipeline(**_third_parts()), call

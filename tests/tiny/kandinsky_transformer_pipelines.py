@@ -6,12 +6,12 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, Built
 from .transformer_pipelines import flow_matching
 
 SIZE = {"height": 64, "width": 64}
-FILM = {
+VIDEO = {
     "prompt": PROMPT,
     "negative_prompt": "blurred",
     "guidance_scale": 3.0,
@@ -38,7 +38,7 @@ _TRANSFORMER = {
 def _texts(most: int = 1000) -> dict[str, Any]:
     return {
         "text_encoder": encoders.qwen(),
-        "tokenizer": encoders.PictureReader(tokenizers.qwen(), most),
+        "tokenizer": encoders.ImageReader(tokenizers.qwen(), most),
         "text_encoder_2": encoders.clip_text(),
         "tokenizer_2": tokenizers.clip(),
     }
@@ -54,12 +54,12 @@ def _fifth(kind: Any, vae: Any, **changes: Any) -> Any:
 
 
 def text_to_video5() -> Built:
-    return _fifth(diffusers.Kandinsky5T2VPipeline, autoencoders.hunyuan()), FILM
+    return _fifth(diffusers.Kandinsky5T2VPipeline, autoencoders.hunyuan()), VIDEO
 
 
 def image_to_video5() -> Built:
     """The first frames are brought to the mean of those behind the fourth, so that there have to be such."""
-    call = FILM | {"image": pictures.scene(64, 64), "num_frames": 25}
+    call = VIDEO | {"image": sample_images.scene(64, 64), "num_frames": 25}
     return _fifth(diffusers.Kandinsky5I2VPipeline, autoencoders.hunyuan()), call
 
 
@@ -76,7 +76,7 @@ def image_to_image5() -> Built:
     """The image is seen by the language model as well."""
     pipe = _fifth(diffusers.Kandinsky5I2IPipeline, _image_vae())
     pipe.prompt_template = "Describe: {}<|vision_start|><|image_pad|><|vision_end|>"
-    return pipe, _IMAGE | {"image": pictures.scene(64, 64)}
+    return pipe, _IMAGE | {"image": sample_images.scene(64, 64)}
 
 
 def text_to_video6() -> Built:
@@ -90,7 +90,7 @@ def text_to_video6() -> Built:
         audio_vae=diffusers.MMAudioVAE(mel_bins=8, latent_channels=6, hidden_channels=8),
         vocoder=diffusers.MMAudioVocoder(num_mels=8, upsample_initial_channel=64),
     )
-    return pipe, FILM | {"image": pictures.scene(64, 64)}
+    return pipe, VIDEO | {"image": sample_images.scene(64, 64)}
 
 
 def super_resolution6() -> Built:
@@ -113,5 +113,5 @@ def super_resolution6() -> Built:
         layers_per_block=1,
     )
     pipe = diffusers.Kandinsky6SRPipeline(transformer=transformer, vae=vae, scheduler=flow_matching(shift=5.0))
-    film = pictures.film(5, 32)
-    return pipe, {"video": film, "resolution_scale": 2, "output_type": "pt"}
+    video = sample_images.video(5, 32)
+    return pipe, {"video": video, "resolution_scale": 2, "output_type": "pt"}

@@ -15,11 +15,16 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
-_MARKS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 262, "video_token_id": 263}
+_SPECIAL_TOKENS = {
+    "vision_start_token_id": 259,
+    "vision_end_token_id": 260,
+    "image_token_id": 262,
+    "video_token_id": 263,
+}
 
 
 def qwen3_vl(width: int = 32, layers: int = 2) -> Any:
-    """It sees pictures too: `encoders.PictureReader` cuts them up."""
+    """It sees images too: `encoders.PictureReader` cuts them up."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -34,7 +39,7 @@ def qwen3_vl(width: int = 32, layers: int = 2) -> Any:
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     }
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_MARKS))
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_SPECIAL_TOKENS))
 
 
 def smollm3(width: int = 32) -> Any:
@@ -45,7 +50,7 @@ def smollm3(width: int = 32) -> Any:
 
 
 def siglip(width: int = 32) -> Any:
-    """A picture of 56 pixels in 16 patches."""
+    """An image of 56 pixels in 16 patches."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     config = SiglipVisionConfig(
@@ -66,7 +71,7 @@ def siglip_processor() -> Any:
 
 
 def siglip2(width: int = 32) -> Any:
-    """A picture in at most 16 patches of 14 pixels, each of which makes a token."""
+    """An image in at most 16 patches of 14 pixels, each of which makes a token."""
     from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
     config = Siglip2VisionConfig(

@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, SIZE, Built
 from .transformer_pipelines import flow_matching
 
@@ -43,16 +43,16 @@ def qwen() -> Built:
 
 
 def qwen_edit() -> Built:
-    """Scales its picture to a megapixel, so that the autoencoder divides each side by 32: 256 tokens of it."""
+    """Scales its image to a megapixel, so that the autoencoder divides each side by 32: 256 tokens of it."""
     pipe = diffusers.QwenImageEditPipeline(
         scheduler=_qwen_scheduler(),
         vae=autoencoders.qwen(levels=6, width=2, blocks=0),
         text_encoder=encoders.qwen(),
         tokenizer=tokenizers.qwen(),
-        processor=encoders.PictureReader(tokenizers.qwen()),
+        processor=encoders.ImageReader(tokenizers.qwen()),
         transformer=_qwen_transformer(),
     )
-    call = {"image": pictures.scene(), "prompt": PROMPT, "height": 512, "width": 384}
+    call = {"image": sample_images.scene(), "prompt": PROMPT, "height": 512, "width": 384}
     return pipe, call | TRUE_GUIDANCE
 
 
@@ -181,5 +181,5 @@ def hidream() -> Built:
         tokenizer_4=copy.deepcopy(tokenizers.llama()),  # the pipeline changes it
         transformer=transformer,
     )
-    pipe.default_sample_size = 16  # it scales every picture to that many pixels
+    pipe.default_sample_size = 16  # it scales every image to that many pixels
     return pipe, {"prompt": PROMPT, "max_sequence_length": 32, **SIZE}

@@ -7,13 +7,13 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, Built
 from .transformer_pipelines import flow_matching
 
 CALL = {"prompt": PROMPT, "complex_human_instruction": None, "max_sequence_length": 64}
 SIZE = {"height": 32, "width": 32, "use_resolution_binning": False}
-FILM_SIZE = {"height": 64, "width": 64, "frames": 9, "use_resolution_binning": False}
+VIDEO_SIZE = {"height": 64, "width": 64, "frames": 9, "use_resolution_binning": False}
 
 
 def deep_compression() -> Any:
@@ -82,12 +82,12 @@ def sana_sprint() -> Built:
 def sana_video() -> Built:
     transformer = diffusers.SanaVideoTransformer3DModel(**_widths(16), patch_size=(1, 2, 2), rope_max_seq_len=32)
     parts = language() | {"vae": autoencoders.wan(), "transformer": transformer, "scheduler": flow_matching()}
-    call = CALL | FILM_SIZE | {"negative_prompt": "blurred", "guidance_scale": 4.5}
+    call = CALL | VIDEO_SIZE | {"negative_prompt": "blurred", "guidance_scale": 4.5}
     return diffusers.SanaVideoPipeline(**parts), call
 
 
 def sana_world() -> Built:
-    """A camera moves through a picture."""
+    """A camera moves through an image."""
     transformer = diffusers.SanaWMTransformer3DModel(
         in_channels=4,
         num_layers=2,
@@ -103,7 +103,7 @@ def sana_world() -> Built:
     parts = language() | {"vae": autoencoders.ltx2(), "transformer": transformer, "scheduler": scheduler}
     call = {
         "prompt": PROMPT,
-        "image": pictures.scene(64, 64),
+        "image": sample_images.scene(64, 64),
         "action": "w-8",
         "intrinsics": [60.0, 60.0, 32.0, 32.0],
         "chi_prompt": ["Describe."],

@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, Built
 
 SIDE = 32
@@ -55,8 +55,8 @@ def _upscaler_parts() -> dict[str, Any]:
     return _if_parts(unet) | {"image_noising_scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2")}
 
 
-def _picture(side: int = SIDE) -> Any:
-    return pictures.scene(side, side)
+def _image(side: int = SIDE) -> Any:
+    return sample_images.scene(side, side)
 
 
 def if_text() -> Built:
@@ -64,26 +64,26 @@ def if_text() -> Built:
 
 
 def if_img2img() -> Built:
-    return diffusers.IFImg2ImgPipeline(**_if_parts(_if_unet())), {**_TEXT, "image": _picture(), "strength": 1.0}
+    return diffusers.IFImg2ImgPipeline(**_if_parts(_if_unet())), {**_TEXT, "image": _image(), "strength": 1.0}
 
 
 def if_inpaint() -> Built:
-    call = {**_TEXT, "image": _picture(), "mask_image": pictures.mask(SIDE, SIDE), "strength": 1.0}
+    call = {**_TEXT, "image": _image(), "mask_image": sample_images.mask(SIDE, SIDE), "strength": 1.0}
     return diffusers.IFInpaintingPipeline(**_if_parts(_if_unet())), call
 
 
 def if_upscale() -> Built:
-    return diffusers.IFSuperResolutionPipeline(**_upscaler_parts()), {**_TEXT, "image": _picture(SIDE // 2)}
+    return diffusers.IFSuperResolutionPipeline(**_upscaler_parts()), {**_TEXT, "image": _image(SIDE // 2)}
 
 
 def if_img2img_upscale() -> Built:
-    call = {**_TEXT, "image": _picture(SIDE // 2), "original_image": _picture(), "strength": 1.0}
+    call = {**_TEXT, "image": _image(SIDE // 2), "original_image": _image(), "strength": 1.0}
     return diffusers.IFImg2ImgSuperResolutionPipeline(**_upscaler_parts()), call
 
 
 def if_inpaint_upscale() -> Built:
-    call = {**_TEXT, "image": _picture(SIDE // 2), "original_image": _picture(), "strength": 1.0}
-    call["mask_image"] = pictures.mask(SIDE, SIDE)
+    call = {**_TEXT, "image": _image(SIDE // 2), "original_image": _image(), "strength": 1.0}
+    call["mask_image"] = sample_images.mask(SIDE, SIDE)
     return diffusers.IFInpaintingSuperResolutionPipeline(**_upscaler_parts()), call
 
 
@@ -122,10 +122,10 @@ def _vq(**changes: Any) -> Any:
 
 
 def ldm_upscale() -> Built:
-    """The small picture is beside the noise, in channels."""
+    """The small image is beside the noise, in channels."""
     scheduler = diffusers.DDIMScheduler(beta_start=0.0015, beta_end=0.0195, beta_schedule="scaled_linear")
     pipe = diffusers.LDMSuperResolutionPipeline(vqvae=_vq(), unet=_unconditional(in_channels=6), scheduler=scheduler)
-    return pipe, {"image": _picture(), "output_type": "np"}
+    return pipe, {"image": _image(), "output_type": "np"}
 
 
 def ldm_text() -> Built:

@@ -95,7 +95,7 @@ def flux() -> Built:
 
 
 def dit() -> Built:
-    """Pictures of a class: no text, and its result is always a picture."""
+    """Images of a class: no text, and its result is always an image."""
     transformer = diffusers.DiTTransformer2DModel(
         num_attention_heads=4,
         attention_head_dim=8,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import diffusers
 
 from . import (
+    transformers_audio,
     transformers_audiovisual,
     transformers_flux,
     transformers_hunyuan,
@@ -19,7 +20,6 @@ from . import (
     transformers_latent,
     transformers_linear,
     transformers_plain,
-    transformers_sound,
     transformers_video,
     transformers_wan,
 )
@@ -35,7 +35,7 @@ _FAMILIES = (
     transformers_latent,
     transformers_linear,
     transformers_plain,
-    transformers_sound,
+    transformers_audio,
     transformers_video,
     transformers_wan,
 )

@@ -54,7 +54,7 @@ def _cosmos3(variant: int) -> dict[str, Any]:
     shape = VIDEO[variant]
     frames, rows, columns = shape
     text, image = VIDEO_TEXT[variant], math.prod(shape)
-    places = text + torch.arange(image)
+    indexes = text + torch.arange(image)
     return {
         "input_ids": torch.arange(text) % 30,
         "text_indexes": torch.arange(text),
@@ -63,8 +63,8 @@ def _cosmos3(variant: int) -> dict[str, Any]:
         "sequence_length": text + image,
         "vision_tokens": [noise(1, 4, frames, 2 * rows, 2 * columns)],
         "vision_token_shapes": [shape],
-        "vision_sequence_indexes": places,
-        "vision_mse_loss_indexes": places,
+        "vision_sequence_indexes": indexes,
+        "vision_mse_loss_indexes": indexes,
         "vision_timesteps": torch.full((image,), 700.0),
         "vision_noisy_frame_indexes": [torch.arange(frames)],
     }

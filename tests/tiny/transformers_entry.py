@@ -23,7 +23,7 @@ IMAGE_TEXT = (12, 24)
 VIDEO = ((5, 5, 5), (2, 4, 6))
 VIDEO_TEXT = (42, 24)
 """125 image tokens and 48, chosen in the same way."""
-SOUND = (35, 48)
+AUDIO = (35, 48)
 """Tokens of sequences without rows."""
 
 Call = Callable[[int], dict[str, Any]]
@@ -100,8 +100,8 @@ def step_time() -> Tensor:
 
 def positions(*grid: int, axes: int = 3) -> Tensor:
     """The place of every token of a grid (S, axes); axes the grid lacks are 0 and come first."""
-    places = torch.cartesian_prod(*(torch.arange(size) for size in grid)).reshape(math.prod(grid), len(grid))
-    return torch.cat([torch.zeros(len(places), axes - len(grid), dtype=torch.long), places], dim=1).float()
+    coordinates = torch.cartesian_prod(*(torch.arange(size) for size in grid)).reshape(math.prod(grid), len(grid))
+    return torch.cat([torch.zeros(len(coordinates), axes - len(grid), dtype=torch.long), coordinates], dim=1).float()
 
 
 def angles(tokens: int, width: int) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from .transformers_entry import BATCH, IMAGE_TEXT, SOUND, Tiny, flow_time, noise, ragged
+from .transformers_entry import AUDIO, BATCH, IMAGE_TEXT, Tiny, flow_time, noise, ragged
 from .transformers_image import latents
 
-_FRAMES = SOUND
+_FRAMES = AUDIO
 
 
 def _spatial(variant: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _prior(variant: int) -> dict[str, Any]:
 
 
 def _protein(variant: int) -> dict[str, Any]:
-    length = SOUND[variant]
+    length = AUDIO[variant]
     every = torch.ones(BATCH, length, dtype=torch.bool)
     return {
         "bb_ca": noise(BATCH, length, 3),

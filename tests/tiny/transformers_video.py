@@ -53,11 +53,11 @@ def _ltx(variant: int) -> dict[str, Any]:
 def _allegro(variant: int) -> dict[str, Any]:
     frames, rows, columns = VIDEO[variant]
     angles_and_axes = get_3d_rotary_pos_embed_allegro(12, ((0, 0), (rows, columns)), (rows, columns), frames)
-    places = positions(frames, rows, columns).long().T[:, None].unbind()
+    axes = positions(frames, rows, columns).long().T[:, None].unbind()
     return _text_video(variant) | {
         "attention_mask": torch.ones(BATCH, frames, 2 * rows, 2 * columns),
         "encoder_attention_mask": ragged(VIDEO_TEXT[variant]),
-        "image_rotary_emb": (angles_and_axes[:3], places),
+        "image_rotary_emb": (angles_and_axes[:3], axes),
     }
 
 

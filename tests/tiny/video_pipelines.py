@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, SIZE, Built
 
 
@@ -47,7 +47,7 @@ def svd() -> Built:
         feature_extractor=encoders.clip_image_processor(),
     )
     guidance = {"min_guidance_scale": 1.0, "max_guidance_scale": 2.5}
-    return pipe, {"image": pictures.scene(), "num_frames": 3, "decode_chunk_size": 2, **SIZE, **guidance}
+    return pipe, {"image": sample_images.scene(), "num_frames": 3, "decode_chunk_size": 2, **SIZE, **guidance}
 
 
 def animatediff() -> Built:

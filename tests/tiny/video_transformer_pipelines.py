@@ -6,11 +6,11 @@ from typing import Any
 
 import diffusers
 
-from . import autoencoders, encoders, pictures, tokenizers
+from . import autoencoders, encoders, sample_images, tokenizers
 from .image_pipelines import PROMPT, Built
 from .transformer_pipelines import flow_matching
 
-FILM = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
+VIDEO = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
 
 
 def wan_transformer(**more: Any) -> Any:
@@ -42,7 +42,7 @@ def wan_parts() -> dict[str, Any]:
 
 
 def _wan(**more: Any) -> Built:
-    return diffusers.WanPipeline(**wan_parts(), transformer=wan_transformer(), **more), dict(FILM)
+    return diffusers.WanPipeline(**wan_parts(), transformer=wan_transformer(), **more), dict(VIDEO)
 
 
 def wan() -> Built:
@@ -55,13 +55,13 @@ def wan_two() -> Built:
 
 
 def _wan_i2v(transformer: Any, **more: Any) -> Built:
-    """The picture comes as further channels of the sample."""
+    """The image comes as further channels of the sample."""
     pipe = diffusers.WanImageToVideoPipeline(**wan_parts(), transformer=transformer, **more)
-    return pipe, FILM | {"image": pictures.scene(64, 64)}
+    return pipe, VIDEO | {"image": sample_images.scene(64, 64)}
 
 
 def wan_i2v() -> Built:
-    """Wan 2.1: the picture is seen by an encoder as well, whose tokens come beside those of the text."""
+    """Wan 2.1: the image is seen by an encoder as well, whose tokens come beside those of the text."""
     transformer = wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48)
     sight = encoders.clip_image_reader()
     return _wan_i2v(transformer, **sight)
@@ -100,7 +100,7 @@ def hunyuan_video() -> Built:
     )
     template = {"template": "{}", "crop_start": 0}
     guidance = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
-    return pipe, FILM | {"prompt_template": template} | guidance
+    return pipe, VIDEO | {"prompt_template": template} | guidance
 
 
 def _cogvideox_parts(in_channels: int = 4) -> dict[str, Any]:
@@ -130,13 +130,13 @@ def _cogvideox_parts(in_channels: int = 4) -> dict[str, Any]:
 
 
 def cogvideox() -> Built:
-    return diffusers.CogVideoXPipeline(**_cogvideox_parts()), dict(FILM)
+    return diffusers.CogVideoXPipeline(**_cogvideox_parts()), dict(VIDEO)
 
 
 def cogvideox_image() -> Built:
-    """The picture comes as further channels of the sample."""
+    """The image comes as further channels of the sample."""
     pipe = diffusers.CogVideoXImageToVideoPipeline(**_cogvideox_parts(in_channels=8))
-    return pipe, FILM | {"image": pictures.scene(64, 64)}
+    return pipe, VIDEO | {"image": sample_images.scene(64, 64)}
 
 
 def allegro() -> Built:
@@ -161,7 +161,7 @@ def allegro() -> Built:
         transformer=transformer,
         scheduler=diffusers.DDIMScheduler(),
     )
-    return pipe, FILM | {"num_frames": 8, "clean_caption": False}
+    return pipe, VIDEO | {"num_frames": 8, "clean_caption": False}
 
 
 def ltx_parts() -> dict[str, Any]:
@@ -184,4 +184,4 @@ def ltx_parts() -> dict[str, Any]:
 
 
 def ltx() -> Built:
-    return diffusers.LTXPipeline(**ltx_parts()), dict(FILM)
+    return diffusers.LTXPipeline(**ltx_parts()), dict(VIDEO)

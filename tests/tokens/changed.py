@@ -1,4 +1,4 @@
-"""What the ranks of these tests run: a pipeline that is changed between pictures, split, and the same in one piece."""
+"""What the ranks of these tests run: a pipeline that is changed between images, split, and the same in one piece."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Change:
 def generated_between(
     this: PoolRank, case: PipelineCase, changes: Sequence[Change], pipe: Any = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Latents of a picture after each change, split and plain. `pipe`: one that has come from the test's process.
+    """Latents of an image after each change, split and plain. `pipe`: one that has come from the test's process.
 
     Needs all ranks of the pool.
     """
     alone, found, engine = tiny.build(case.name), tiny.build(case.name), PipelineRunner(this.context)
-    plan, pictures = Plan.parse(case.plan), []
+    plan, images = Plan.parse(case.plan), []
     verify: Path | bool = case.verifications / str(this.rank) if case.verifications else False
     engine.adopt(found.pipe if pipe is None else pipe)
     try:
@@ -46,7 +46,7 @@ def generated_between(
             options = CallOptions(plan=plan, verify=verify, quiet=True)
             output = getattr(engine.generate(arguments(case, found), options), "output", None)
             if output is not None:
-                pictures.append((latents_of(output), latents_of(alone.pipe(**arguments(case, alone)))))
+                images.append((latents_of(output), latents_of(alone.pipe(**arguments(case, alone)))))
     finally:
         engine.restore()
-    return pictures
+    return images

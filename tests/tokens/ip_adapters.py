@@ -1,6 +1,6 @@
-"""IP-Adapters for the tiny transformers of FLUX and SD3: weights as the loaders of diffusers want them, and pictures.
+"""IP-Adapters for the tiny transformers of FLUX and SD3: weights as the loaders of diffusers want them, and images.
 
-What the encoder would say of a picture is given instead of it.
+What the encoder would say of an image is given instead of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests import tiny
 
 SEEN = 16
-"""How wide a picture is as it is given."""
+"""How wide an image is as it is given."""
 Weights = dict[str, dict[str, Tensor]]
 
 
@@ -28,8 +28,8 @@ def weights(name: str) -> Weights:
         return _for_flux(model) if name == "flux" else _for_sd3(model)
 
 
-def pictures(name: str) -> dict[str, Any]:
-    """Arguments of the pipeline that stand for a picture, and for none."""
+def images(name: str) -> dict[str, Any]:
+    """Arguments of the pipeline that stand for an image, and for none."""
     generator = torch.Generator().manual_seed(8)
     seen, nothing = (torch.randn(1, 1 if name == "flux" else 3, SEEN, generator=generator) for _ in range(2))
     if name == "flux":

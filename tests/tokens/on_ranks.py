@@ -24,7 +24,7 @@ from tests.ranks import PoolRank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCase:
-    """A pipeline under a plan. `twice`: the second of two pictures, the first being of another seed."""
+    """A pipeline under a plan. `twice`: the second of two images, the first being of another seed."""
 
     name: str
     plan: str
@@ -44,7 +44,7 @@ def arguments(case: PipelineCase, found: tiny.Tiny, seed: int = 0) -> dict[str, 
 
 
 def latents_of(output: Any) -> Tensor:
-    """The final latents, or the picture where a pipeline gives nothing else."""
+    """The final latents, or the image where a pipeline gives nothing else."""
     return torch.as_tensor(output[0] if isinstance(output, tuple) else next(iter(output.values())))
 
 
@@ -130,7 +130,7 @@ def own_decisions(this: PoolRank, cache: Any, steps: int) -> list[bool]:
 
 
 def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Latents of pictures with adapters of `folder` put on and taken off between them, split and plain."""
+    """Latents of images with adapters of `folder` put on and taken off between them, split and plain."""
     found, alone, engine = tiny.build("flux"), tiny.build("flux"), PipelineRunner(this.context)
     case, plan = PipelineCase(name="flux", plan="patch=3"), Plan.parse("patch=3")
     engine.adopt(found.pipe)
@@ -145,7 +145,7 @@ def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
         lambda do: do("set_adapters", ["snow"], [0.5]),
         lambda do: do("unload_lora_weights"),
     )
-    pictures = []
+    images = []
     try:
         for change in changes:
             change(lambda name, *args, **kwargs: engine.apply(name, args, kwargs))
@@ -153,7 +153,7 @@ def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
             generated = engine.generate(arguments(case, found), CallOptions(plan=plan, verify=False, quiet=True))
             got = getattr(generated, "output", None)
             if got is not None:
-                pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(case, alone)))))
+                images.append((latents_of(got), latents_of(alone.pipe(**arguments(case, alone)))))
     finally:
         engine.restore()
-    return pictures
+    return images

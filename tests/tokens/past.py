@@ -84,7 +84,7 @@ class Case:
         return call | {tiny.tokens: latent + 0.3 * evaluation * noise, "timestep": time} | self._masked(call)
 
     def _masked(self, call: dict[str, Any]) -> dict[str, Any]:
-        """With `mask`: the last rows of the picture are hidden from everybody."""
+        """With `mask`: the last rows of the image are hidden from everybody."""
         if not self.mask:
             return {}
         hidden = torch.ones(2, 1, 1, call["encoder_hidden_states"].shape[1] + self.tokens, dtype=torch.bool)

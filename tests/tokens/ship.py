@@ -150,7 +150,7 @@ def _pruned(watched: Watched, before: Sequence[FoundPlan], factors: Mapping[str,
     if plan.whole:
         raise ValueError(f"some of its blocks stay whole: {dict(plan.whole)}")
     known = [each.fitted(watched.model) for each in before]
-    blocks = [block for block in plan.blocks if not _is_told(block, known)]
+    blocks = [block for block in plan.blocks if not _is_reported(block, known)]
     others = {(kinds[path], signature): path for path, signature in sorted(plan.others, reverse=True)}
     others = {key: path for key, path in others.items() if not any((path, key[1]) in each.others for each in known)}
     if not blocks and not others:
@@ -165,7 +165,7 @@ def _pruned(watched: Watched, before: Sequence[FoundPlan], factors: Mapping[str,
     )
 
 
-def _is_told(block: BlockPlan, known: Sequence[TokenPlan]) -> bool:
+def _is_reported(block: BlockPlan, known: Sequence[TokenPlan]) -> bool:
     """Whether a plan says this already. Raises ValueError where one says something else."""
     for plan in known:
         for other in plan.blocks:
@@ -188,10 +188,10 @@ def _covers(one: BlockPlan, other: BlockPlan) -> bool:
     def covered(rows: TokenRows | None, special: TokenRows | None) -> bool:
         return rows == special or (rows is not None and special == TokenRows(rows.dim) and not rows.amid)
 
-    places = [(one.inputs[name], other.inputs.get(name)) for name in one.inputs]
-    places += [(one.outputs[number], other.outputs.get(number)) for number in one.outputs]
+    positions = [(one.inputs[name], other.inputs.get(name)) for name in one.inputs]
+    positions += [(one.outputs[number], other.outputs.get(number)) for number in one.outputs]
     for call, special in zip(one.attentions, other.attentions, strict=False):
-        places += [(call.queries, special.queries), (call.keys, special.keys)]
+        positions += [(call.queries, special.queries), (call.keys, special.keys)]
     alike = replace(
         other,
         inputs=one.inputs,
@@ -201,7 +201,7 @@ def _covers(one: BlockPlan, other: BlockPlan) -> bool:
         text=one.text if other.text is None and _is_beside(one) else other.text,
     )
     counts = [len(each.inputs) + len(each.outputs) + len(each.attentions) for each in (one, other)]
-    return counts[0] == counts[1] and same(one, alike) and all(covered(*each) for each in places)
+    return counts[0] == counts[1] and same(one, alike) and all(covered(*each) for each in positions)
 
 
 def _is_beside(block: BlockPlan) -> bool:

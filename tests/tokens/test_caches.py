@@ -73,8 +73,8 @@ def test_as_in_one_process(ranks: Any, name: str, cache: Any, tmp_path: Path) ->
 
 def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
     """Of two ranks one would go on and the other would not, at some step: what the vote is for."""
-    told = ranks.run("tests.tokens.on_ranks:own_decisions", POOL_SIZE, FIRST_BLOCK["flux"], STEPS)[:2]
-    assert told[0] != told[1]
+    reported = ranks.run("tests.tokens.on_ranks:own_decisions", POOL_SIZE, FIRST_BLOCK["flux"], STEPS)[:2]
+    assert reported[0] != reported[1]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
     ],
 )
 def test_refused(ranks: Any, cache: Any, plan: str, words: str) -> None:
-    (said,) = generate(ranks, PipelineCase(name="flux", plan=plan, cache=cache))
-    assert said.startswith("UnsupportedModel: ")
-    assert words.split(".*")[0] in said
-    assert words.split(".*")[-1] in said
+    (message,) = generate(ranks, PipelineCase(name="flux", plan=plan, cache=cache))
+    assert message.startswith("UnsupportedModel: ")
+    assert words.split(".*")[0] in message
+    assert words.split(".*")[-1] in message

@@ -126,5 +126,5 @@ def test_blocks_compiled_in_the_workers(ranks: Any, name: str, denoiser: str) ->
     ],
 )
 def test_what_cannot_be_compiled(ranks: Any, name: str, plan: str, compiled: str, words: str) -> None:
-    said = ranks.run("tests.tokens.on_ranks:refusal_of_compiled", POOL_SIZE, name, plan, compiled)[0]
-    assert re.search(words, said)
+    message = ranks.run("tests.tokens.on_ranks:refusal_of_compiled", POOL_SIZE, name, plan, compiled)[0]
+    assert re.search(words, message)

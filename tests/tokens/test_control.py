@@ -147,7 +147,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.breadth
 def test_adapters_are_swapped_between_images(ranks: Any, loras: Path) -> None:
-    """Loaded, mixed, swapped, unloaded: each picture is that of one process in the same state."""
+    """Loaded, mixed, swapped, unloaded: each image is that of one process in the same state."""
     found = ranks.run("tests.tokens.on_ranks:with_adapters", POOL_SIZE, loras)[0]
     assert len(found) == 4
     for got, want in found:

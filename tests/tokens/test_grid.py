@@ -30,12 +30,12 @@ from tests.unit.threads import on_threads
 from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions
 
 plan_for = cache(plan_of)
-PICTURE = "rows x columns = dims -2, -1 of the latent, 2 x 2 to a token"
+IMAGE_GRID = "rows x columns = dims -2, -1 of the latent, 2 x 2 to a token"
 CLIP = "frames x rows x columns = dims -3, -2, -1 of the latent, 1 x 2 x 2 to a token"
 TABLE = "the grid of image_rotary_emb[0]"
 ORIGINS = {
-    "SD3Transformer2DModel": PICTURE,
-    "PixArtTransformer2DModel": PICTURE,
+    "SD3Transformer2DModel": IMAGE_GRID,
+    "PixArtTransformer2DModel": IMAGE_GRID,
     "WanTransformer3DModel": CLIP,
     "HunyuanVideoTransformer3DModel": CLIP,
     "CogVideoXTransformer3DModel": "frames x rows x columns = dims -4, -2, -1 of the latent, 1 x 2 x 2 to a token",
@@ -101,7 +101,7 @@ def test_blocks_beyond_the_first_are_not_run_for_it() -> None:
 
 
 class Embedded(nn.Module):
-    """Patches of a picture, put in another order by `order`."""
+    """Patches of an image, put in another order by `order`."""
 
     def __init__(self, order: str) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_grids_of_tables() -> None:
     [
         table(48),
         table(7),
-        torch.cat([table(4, 6), table(8, 3)]),  # two pictures
+        torch.cat([table(4, 6), table(8, 3)]),  # two images
         torch.cat([table(4, 6), table(4, 6)[5:]]),
         table(8, 6)[torch.randperm(48, generator=torch.Generator().manual_seed(0))],
         table(8, 6) + table(48)[:, :1],
@@ -325,7 +325,7 @@ def test_as_many_tokens_in_another_grid() -> None:
     ids = upright["img_ids"]
     lying = upright | {"img_ids": ids[torch.argsort(10 * ids[:, 2] + ids[:, 1])][:, [0, 2, 1]]}
 
-    def pictures(transport):
+    def two_images(transport):
         shard = TransformerSharder(
             model, plan, TokenSplit(Communicator(transport), Axis("patch", 0, 1, (0,)), None, cut="rows")
         )
@@ -336,18 +336,18 @@ def test_as_many_tokens_in_another_grid() -> None:
             grids.append(shard.ranges["transformer_blocks"].grid)
         return grids
 
-    assert on_threads(1, pictures) == [[TokenGrid(1, 5, 7), TokenGrid(1, 7, 5)]]
+    assert on_threads(1, two_images) == [[TokenGrid(1, 5, 7), TokenGrid(1, 7, 5)]]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "message"),
     [
         ("exact", "blocks: 48 tokens; split in runs: 2 x 24"),
         ("displaced", "blocks: 48 tokens, 2 frames x 4 rows x 6 columns, frame-major; split along rows: 2 x 24 tokens"),
         ("pcpp", "blocks: 48 tokens, 2 frames x 4 rows x 6 columns, frame-major; split along rows: 2 x 2"),
     ],
 )
-def test_the_first_call_says_whose_tokens_are(strategy: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_call_says_whose_tokens_are(strategy: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
     tiny = TRANSFORMERS["WanTransformer3DModel"]
     models = [tiny.build() for _ in range(2)]
 
@@ -361,4 +361,4 @@ def test_the_first_call_says_whose_tokens_are(strategy: str, said: str, caplog: 
 
     with caplog.at_level("INFO", "patchpar.shard.transformer.denoiser"):
         assert on_threads(2, calls, deadline=30.0) == [None, None]
-    assert [record.getMessage() for record in caplog.records] == [f"WanTransformer3DModel, {said}"]
+    assert [record.getMessage() for record in caplog.records] == [f"WanTransformer3DModel, {message}"]

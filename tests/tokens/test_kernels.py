@@ -107,8 +107,8 @@ def test_torchs_own_forms_need_nothing(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_that_will_have_no_other_kernel_is_refused(calls: list[Any]) -> None:
     model = Case(name=FLUX, strategy="exact").build()
-    told = r"FluxTransformer2DModel runs with sage attention only \(no sage\).*cfg=2"
-    with pytest.raises(UnsupportedModel, match=told), needing_torch_attention(model, BackendKernel(SAGE)):
+    reported = r"FluxTransformer2DModel runs with sage attention only \(no sage\).*cfg=2"
+    with pytest.raises(UnsupportedModel, match=reported), needing_torch_attention(model, BackendKernel(SAGE)):
         raise ValueError("no sage.")
     with pytest.raises(ValueError, match=r"^its own fault$"), needing_torch_attention(model, None):
         raise ValueError("its own fault")

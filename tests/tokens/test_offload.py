@@ -71,7 +71,7 @@ NOTHING = Change("transformer.num_parameters")
 @pytest.mark.parametrize("what", first_of(CHANGES, "casting"))
 @pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
 def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
-    """Between two pictures, and with the seams in."""
+    """Between two images, and with the seams in."""
     case = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
     found = ranks.run("tests.tokens.changed:generated_between", POOL_SIZE, case, [NOTHING, CHANGES[what], NOTHING])[0]
     assert len(found) == 3

@@ -55,12 +55,12 @@ def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
     assert max(relative(each, want) for each in generated) <= EXACT
     assert relative(alone, want) > 10 * EXACT
     assert 2 * EXACT < relative(once, want) < 0.5
-    assert torch.equal(once, again)  # nothing of the picture before is left
+    assert torch.equal(once, again)  # nothing of the image before is left
 
 
 @pytest.mark.parametrize(("name", "text"), first_of([("flux", 32), ("qwen", 32)], ("qwen", 32)))
 def test_as_many_tokens_of_text_as_of_image(ranks: Any, name: str, text: int) -> None:
-    """Lengths tell nothing: 64 tokens of picture on two ranks are 32 each."""
+    """Lengths tell nothing: 64 tokens of image on two ranks are 32 each."""
     found = tiny.build(name)
     seen = []
 

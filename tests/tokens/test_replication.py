@@ -41,10 +41,10 @@ class Placed(nn.Module):
 
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:
         rows, columns = grid.tolist()
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).sum(1)
+        positions = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).sum(1)
         q, k, v = (
             each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for each in self.to_qkv(x * places[:, None].cos()).chunk(3, -1)
+            for each in self.to_qkv(x * positions[:, None].cos()).chunk(3, -1)
         )
         out = F.scaled_dot_product_attention(q, k, v)
         return self.to_out(out.transpose(1, 2).flatten(2))
@@ -171,7 +171,7 @@ def test_compiled_blocks_are_refused() -> None:
 
 
 def animated() -> nn.Module:
-    """With the mask of a film of 2 frames, which diffusers makes by compiling."""
+    """With the mask of a video of 2 frames, which diffusers makes by compiling."""
     model: Any = TRANSFORMERS[NAME].build()
     frames, cells = 2, 24
     ends = [-(-count // 128) * 128 for count in ((frames + 1) * cells, frames * cells)]
@@ -191,11 +191,11 @@ def test_keys_of_a_reference_and_flex_attention() -> None:
     """The second pass of Wan-Animate-2, which attends to keys that the first has kept."""
     first = TRANSFORMERS[NAME].call(1)
     grid = first.pop("offset_grid_sizes")
-    film = {"kv_cache_mode": "cached", "origin_len": 5, "origin_area": [64, 96], "reference_grid_sizes": grid}
+    video = {"kv_cache_mode": "cached", "origin_len": 5, "origin_area": [64, 96], "reference_grid_sizes": grid}
 
     def calls() -> list[dict[str, Any]]:
         both = first | {"kv_cache": WanAnimate2KVCache(3)}
-        return [both | {"offset_grid_sizes": grid}, both | film]
+        return [both | {"offset_grid_sizes": grid}, both | video]
 
     model, plans, want = animated(), [], []
     with torch.no_grad():

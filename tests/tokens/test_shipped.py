@@ -159,7 +159,7 @@ def test_with_an_adapter_on(searches: list[str], tmp_path: Path) -> None:
 
 
 def wrong(name: str) -> ShippedPlans:
-    """A plan that takes the text for the picture."""
+    """A plan that takes the text for the image."""
     right = shipped(name)
     found = right.found[0]
     keys = TokenRows(2, 0, None)

@@ -79,9 +79,9 @@ def test_every_rank_has_some_of_the_text(name: str) -> None:
     for ranks, keys in ((5, AttentionMode(algorithm="ring")), (4, AttentionMode(ulysses=2))):
         found = divided(name, plan, call, ranks, partial(attend_together, keys))
         assert error([predicted for predicted, _ in found], want) <= LIMIT
-        for _, shares in found:
-            assert shares
-            assert all(max(sizes) - min(sizes) <= 1 and len(sizes) == ranks for sizes in shares.values())
+        for _, parts in found:
+            assert parts
+            assert all(max(sizes) - min(sizes) <= 1 and len(sizes) == ranks for sizes in parts.values())
     found = divided(name, plan, call, 2, None)
     assert error([predicted for predicted, _ in found], want) > 100 * LIMIT
 
@@ -92,9 +92,9 @@ def test_text_of_fewer_tokens_than_ranks() -> None:
     call |= {"encoder_hidden_states": call["encoder_hidden_states"][:, :2], "txt_ids": call["txt_ids"][:2]}
     with torch.no_grad():
         want = predictions(TRANSFORMERS[FLUX].build()(**call))
-    for predicted, shares in divided(FLUX, plan_for(TRANSFORMERS[FLUX].build()), call, 3, attend_gathered):
+    for predicted, parts in divided(FLUX, plan_for(TRANSFORMERS[FLUX].build()), call, 3, attend_gathered):
         assert error([predicted], want) <= LIMIT
-        assert not shares
+        assert not parts
 
 
 class Joint(nn.Module):
@@ -170,6 +170,6 @@ def flops(ranks: int, **options: Any) -> int:
 
 def test_flops_of_a_rank() -> None:
     """A rank of eight computes an eighth; with all the text on every rank, 1.6 times as much."""
-    share = flops(1) / 8
-    assert flops(8) <= 1.06 * share
-    assert flops(8, text=False) > 1.5 * share
+    fraction = flops(1) / 8
+    assert flops(8) <= 1.06 * fraction
+    assert flops(8, text=False) > 1.5 * fraction

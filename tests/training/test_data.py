@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.batches import draw_batch, draw_sample
+from training.batches import sample_batch, sample_example
 from training.classifier import judge, load_classifier
 from training.latents import object_mask, to_latent, to_tensor
 from training.render import render, sample_render
@@ -14,11 +14,11 @@ from training.scenes import (
     Item,
     Scene,
     caption,
-    draw_scene,
     flipped,
     held_out_captions,
     is_held_out,
     look_of,
+    sample_scene,
     vocabulary,
 )
 from training.stages import Bucket, Schedule
@@ -65,7 +65,7 @@ def test_captions_say_what_is_where():
 
 def test_held_out_scenes_are_never_trained_on_not_even_mirrored():
     rng = random.Random(0)
-    trained = [draw_scene(rng) for _ in range(300)]
+    trained = [sample_scene(rng) for _ in range(300)]
     assert not any(is_held_out(scene) or is_held_out(flipped(scene)) for scene in trained)
     kept = [scene for _, scene in held_out_captions(64)]
     assert all(is_held_out(scene) and is_held_out(flipped(scene)) for scene in kept)
@@ -80,9 +80,9 @@ def test_too_many_held_out_captions_are_refused():
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_renders_show_their_attributes_at_every_aspect(classifier, height, width):
-    shown = [sample_render(f"test {seed}", height=height, width=width, held_out=True) for seed in range(12)]
-    verifications = judge(classifier, torch.cat([to_tensor(one.pixels) for one in shown]))
-    for judgement, one in zip(verifications, shown, strict=True):
+    displayed = [sample_render(f"test {seed}", height=height, width=width, held_out=True) for seed in range(12)]
+    verifications = judge(classifier, torch.cat([to_tensor(one.pixels) for one in displayed]))
+    for judgement, one in zip(verifications, displayed, strict=True):
         assert [judgement.on(side) for side in SIDES] == [look_of(one.scene.on(side)) for side in SIDES]
         assert (judgement.terrain, judgement.time) == (one.scene.terrain, one.scene.time)
 
@@ -97,7 +97,7 @@ def test_the_classifier_sees_a_wrong_side(classifier):
 def test_mirrored_training_images_have_mirrored_captions(classifier):
     captions = {}
     for index in range(24):
-        sample, source = draw_sample(f"flip {index}", 32, 32), sample_render(f"flip {index}", height=128, width=128)
+        sample, source = sample_example(f"flip {index}", 32, 32), sample_render(f"flip {index}", height=128, width=128)
         latent = to_latent(to_tensor(source.pixels))[0]
         mirrored = not torch.equal(sample.latent, latent)
         captions.setdefault(mirrored, []).append(sample.caption)
@@ -112,7 +112,7 @@ def test_the_tokenizer_has_one_token_for_every_word():
     assert all(len(tokenizer(word).input_ids) == 3 for word in vocabulary())
     rng = random.Random(1)
     for _ in range(100):
-        words = caption(draw_scene(rng))
+        words = caption(sample_scene(rng))
         ids = tokenizer(words).input_ids
         assert len(ids) == len(words.replace(",", " ,").split()) + 2 <= MAX_TOKENS
         assert tokenizer.unk_token_id not in ids[1:-1]
@@ -130,17 +130,17 @@ def test_latents_mean_what_they_say():
 
 
 def test_the_object_mask_covers_the_object_and_little_else():
-    shown = sample_render("mask", height=256, width=256)
-    mask = object_mask(shown)
+    displayed = sample_render("mask", height=256, width=256)
+    mask = object_mask(displayed)
     assert mask.shape == (1, 64, 64)
     assert 0.01 < mask.mean() < 0.4
-    left, top, right, bottom = shown.boxes[0]
+    left, top, right, bottom = displayed.boxes[0]
     assert mask[0, int((top + bottom) / 8), int((left + right) / 8)] == 1
 
 
 def test_batches_are_decided_by_their_key():
-    bucket = Bucket(height=8, width=12, batch=6, share=1)
-    one, again, other = (draw_batch(key, bucket, build_tokenizer()) for key in ("a", "a", "b"))
+    bucket = Bucket(height=8, width=12, batch=6, fraction=1)
+    one, again, other = (sample_batch(key, bucket, build_tokenizer()) for key in ("a", "a", "b"))
     assert torch.equal(one.noise, again.noise)
     assert torch.equal(one.latent, again.latent)
     assert not torch.equal(one.noise, other.noise)
@@ -159,5 +159,5 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 def test_colorless_kinds_have_no_color():
     rng = random.Random(2)
-    items = [item for _ in range(200) for item in draw_scene(rng).items]
+    items = [item for _ in range(200) for item in sample_scene(rng).items]
     assert all((item.color is None) == (item.kind in COLORLESS) for item in items)

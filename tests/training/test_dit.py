@@ -9,7 +9,7 @@ from benchmarks.sensitivity.__main__ import Settings, images
 from benchmarks.sensitivity.tokens import cut_tokens
 from patchpar.models.files import inspect_folder, resolve_model
 from training import package
-from training.batches import draw_batch
+from training.batches import sample_batch
 from training.checkpoint import load, save
 from training.dit import (
     DIT_CONFIG,
@@ -26,7 +26,7 @@ from training.stages import DIT_STAGES, Bucket
 from training.tokenizer import build_tokenizer, token_ids
 from training.train_dit import loss_of, new_dit_run, start_from_dit, train_step
 
-BUCKET = Bucket(height=16, width=16, batch=2, share=1)
+BUCKET = Bucket(height=16, width=16, batch=2, fraction=1)
 CAPTION = "a red house on the left, green hills at noon"
 
 
@@ -36,7 +36,7 @@ def fresh_run():
 
 
 def steps(run, keys):
-    return [train_step(run, draw_batch(key, BUCKET, build_tokenizer()), 1e-3) for key in keys]
+    return [train_step(run, sample_batch(key, BUCKET, build_tokenizer()), 1e-3) for key in keys]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_the_average_is_packaged_and_a_packaged_model_is_a_start(tmp_path):
         assert torch.equal(again.networks.get_parameter(name), again.average[name]), name
 
 
-def test_a_written_pipeline_draws(tmp_path, networks):
+def test_a_written_pipeline_renders(tmp_path, networks):
     package.write(assemble(averaged_copy(networks), shared_vae()), tmp_path / "model")
     index = json.loads((tmp_path / "model" / "model_index.json").read_text())
     assert index["text_encoder_3"] == [None, None]
@@ -166,7 +166,7 @@ def averaged_copy(networks):
 
 def test_flow_points_from_the_image_to_the_noise():
     """A network that knew the answer would have no loss; one that says the opposite has four times the target's."""
-    batch = draw_batch("flow", BUCKET, build_tokenizer())
+    batch = sample_batch("flow", BUCKET, build_tokenizer())
     flow = batch.noise - batch.latent
     assert loss_of(lambda *_: flow, batch).item() == pytest.approx(0.0, abs=1e-6)
     nothing, opposite = (loss_of(lambda *_, k=k: k * flow, batch).item() for k in (0.0, -1.0))
@@ -204,6 +204,6 @@ def test_the_packaged_transformer_is_what_the_code_builds():
     assert {name: found.config[name] for name in DIT_CONFIG} == DIT_CONFIG
     trained, untrained = new_dit_run(torch.device("cpu")), fresh_run()
     start_from_dit(trained, folder.path)
-    batch = draw_batch("packaged", Bucket(height=64, width=64, batch=2, share=1), build_tokenizer())
+    batch = sample_batch("packaged", Bucket(height=64, width=64, batch=2, fraction=1), build_tokenizer())
     with torch.no_grad():
         assert loss_of(trained.networks, batch) < 0.5 * loss_of(untrained.networks, batch)

@@ -21,16 +21,16 @@ from training.face_data import (
     PROMPTS,
     SCHEDULE,
     ClipShape,
-    draw_batch,
-    draw_clip,
-    draw_levels,
     openings,
     prompt_of,
+    sample_batch,
+    sample_clip,
+    sample_levels,
     speaking_mask,
 )
 from training.face_measure import correlation, identity_error, moods_of, mouth_opening
 from training.face_vae import clip_latents, clip_pixels, decode, new_face_vae
-from training.faces import MOODS, Pose, draw_face, draw_identity
+from training.faces import MOODS, Pose, render_face, sample_identity
 from training.package_face import STREAM, assemble, averaged_face, write_face
 from training.speech import RATE, speech
 from training.train_face import SHORT, batches, loss_of, new_face_run, start_from_face, train_step
@@ -46,7 +46,7 @@ def fresh_run():
 
 def steps(run, keys):
     training = ClipTraining(run.networks)
-    return [train_step(run, draw_batch(key, SHAPE, 2), 1e-3, training) for key in keys]
+    return [train_step(run, sample_batch(key, SHAPE, 2), 1e-3, training) for key in keys]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def networks():
 
 
 def test_a_key_is_a_clip_and_another_key_another_one():
-    one, again, other = (draw_clip(key, SHAPE) for key in ("a", "a", "b"))
+    one, again, other = (sample_clip(key, SHAPE) for key in ("a", "a", "b"))
     assert np.array_equal(one.frames, again.frames)
     assert torch.equal(one.audio, again.audio)
     assert one.moods == again.moods
@@ -69,20 +69,20 @@ def test_a_key_is_a_clip_and_another_key_another_one():
     assert one.audio.shape == (6, AUDIO.tokens, AUDIO.levels)
 
 
-def test_the_same_face_is_drawn_at_every_size():
-    identity, pose = draw_identity(random.Random(1)), Pose(opening=0.7, dx=1)
-    large, small = (draw_face(identity, pose, side=side).astype(float) for side in (96, 48))
+def test_the_same_face_is_rendered_at_every_size():
+    identity, pose = sample_identity(random.Random(1)), Pose(opening=0.7, dx=1)
+    large, small = (render_face(identity, pose, side=side).astype(float) for side in (96, 48))
     shrunk = large.reshape(48, 2, 48, 2, 3).mean((1, 3))
     assert np.abs(shrunk - small).mean() < 3
 
 
-def test_the_opening_of_a_drawn_mouth_can_be_measured():
+def test_the_opening_of_a_rendered_mouth_can_be_measured():
     rng = random.Random("opening")
     wanted = np.array([rng.random() for _ in range(40)])
     for number in range(3):
-        identity = draw_identity(random.Random(number))
+        identity = sample_identity(random.Random(number))
         poses = [Pose(opening=a, spread=rng.random(), dx=rng.uniform(-2, 2), dy=rng.uniform(-2, 1)) for a in wanted]
-        measured = mouth_opening(np.stack([draw_face(identity, pose, side=96) for pose in poses]))
+        measured = mouth_opening(np.stack([render_face(identity, pose, side=96) for pose in poses]))
         assert correlation(measured, wanted) > 0.97
         assert correlation(measured, wanted, lag=1) < 0.5
         shuffled = np.random.default_rng(0).permutation(wanted)
@@ -99,41 +99,41 @@ def test_a_correlation_knows_which_one_is_late():
 
 
 def test_colours_tell_one_person_from_another():
-    one, other = (draw_identity(random.Random(number)) for number in (1, 2))
-    reference, moved = (draw_face(one, pose, side=96) for pose in (Pose(), Pose(opening=0.8, dx=2, dy=-2)))
+    one, other = (sample_identity(random.Random(number)) for number in (1, 2))
+    reference, moved = (render_face(one, pose, side=96) for pose in (Pose(), Pose(opening=0.8, dx=2, dy=-2)))
     assert max(identity_error(moved[None], reference).values()) < 12
-    strange = identity_error(draw_face(other, Pose(), side=96)[None], reference)
+    strange = identity_error(render_face(other, Pose(), side=96)[None], reference)
     assert max(strange.values()) > 30
 
 
-def test_moods_are_read_from_drawn_faces():
-    clip = draw_clip("moods", ClipShape(side=96, blocks=12, frames=3))
+def test_moods_are_read_from_rendered_faces():
+    clip = sample_clip("moods", ClipShape(side=96, blocks=12, frames=3))
     asked = [*clip.moods]
     assert (
         np.mean([seen == mood for seen, mood in zip(moods_of(clip.frames, clip.identity), asked, strict=True)]) > 0.95
     )
     for mood in MOODS:
-        frames = np.stack([draw_face(clip.identity, Pose(mood=mood, opening=0.5, dx=1, dy=-1), side=96)])
+        frames = np.stack([render_face(clip.identity, Pose(mood=mood, opening=0.5, dx=1, dy=-1), side=96)])
         assert moods_of(frames, clip.identity) == [mood]
 
 
 def test_speech_has_syllables_and_pauses():
-    sound = speech("a", 4 * RATE)
-    assert np.array_equal(sound, speech("a", 4 * RATE))
-    assert not np.array_equal(sound, speech("b", 4 * RATE))
+    samples = speech("a", 4 * RATE)
+    assert np.array_equal(samples, speech("a", 4 * RATE))
+    assert not np.array_equal(samples, speech("b", 4 * RATE))
     opened = torch.cat([openings(audio_levels(torch.from_numpy(speech(str(i), 4 * RATE)), AUDIO)) for i in range(5)])
     assert (opened < 0.1).float().mean() > 0.1
     assert (opened > 0.5).float().mean() > 0.1
 
 
 def test_mouths_follow_their_own_audio():
-    clip = draw_clip("long", ClipShape(side=96, blocks=12, frames=3))
+    clip = sample_clip("long", ClipShape(side=96, blocks=12, frames=3))
     assert correlation(mouth_opening(clip.frames), clip.openings.numpy()) > 0.95
     assert torch.allclose(openings(clip.audio[:, -1]), clip.openings)
 
 
 def test_levels_of_noise_are_those_of_the_steps_or_any():
-    levels = draw_levels(4000, 3, torch.Generator().manual_seed(0))
+    levels = sample_levels(4000, 3, torch.Generator().manual_seed(0))
     assert 0 <= levels.min() <= levels.max() <= 1
     staged = torch.isin(levels, torch.tensor(SCHEDULE.sigmas[:-1])).all(1)
     alike = (levels == levels[:, :1]).all(1)
@@ -144,8 +144,8 @@ def test_levels_of_noise_are_those_of_the_steps_or_any():
 
 
 def test_the_mask_lies_over_what_moves():
-    identity = draw_identity(random.Random(3))
-    rest, moved = (draw_face(identity, pose, side=96) for pose in (Pose(), Pose(opening=1, lids=1, mood="angry")))
+    identity = sample_identity(random.Random(3))
+    rest, moved = (render_face(identity, pose, side=96) for pose in (Pose(), Pose(opening=1, lids=1, mood="angry")))
     changed = torch.from_numpy(np.abs(rest.astype(int) - moved).sum(-1) > 0)
     assert changed.any()
     mask = speaking_mask(96)[0, 0].repeat_interleave(4, 0).repeat_interleave(4, 1)
@@ -155,7 +155,7 @@ def test_the_mask_lies_over_what_moves():
 
 def clip_and_stream(networks, stream_options):
     """Velocities of a clip as it is trained, and block by block as it is streamed."""
-    batch = draw_batch("stream", ClipShape(side=SIDE, blocks=4, frames=OPTIONS.frames), 1)
+    batch = sample_batch("stream", ClipShape(side=SIDE, blocks=4, frames=OPTIONS.frames), 1)
     noisy = torch.lerp(batch.latent, batch.noise, 0.5)
     text = networks.prompts()
     causal = CausalWan(networks.transformer, stream_options, networks.audio)
@@ -187,7 +187,7 @@ def test_training_sees_nothing_else(networks, change):
 
 
 def test_a_flow_points_from_the_image_to_the_noise():
-    batch = draw_batch("flow", SHAPE, 2)
+    batch = sample_batch("flow", SHAPE, 2)
 
     class Answer:
         options = OPTIONS
@@ -283,7 +283,7 @@ def test_the_average_is_packaged_streams_and_is_a_start(tmp_path):
     for name, value in run.average.items():
         assert torch.allclose(again.average[name], value, atol=1e-3), name
         assert torch.equal(again.networks.get_parameter(name), again.average[name]), name
-    identity = draw_identity(random.Random(0))
+    identity = sample_identity(random.Random(0))
     talk = Talk(identity=identity, mood="calm", samples=speech("a", RATE // 2), seed=0)
     frames = frames_of(packaged_avatar(tmp_path / "model"), talk, talk.levels)
     assert frames.shape == (6, SIDE, SIDE, 3)

@@ -8,10 +8,10 @@ from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipelin
 from benchmarks.sensitivity.__main__ import KINDS, Settings, cut
 from tests.breadth import first_of
 from training import package
-from training.classifier import Verdict
+from training.classifier import Judgement
 from training.evaluate import score
 from training.model import Networks, noise_scheduler
-from training.report import END, Place, place_of, update_document, update_figures
+from training.report import END, ReportFiles, report_files, update_document, update_figures
 from training.scenes import Item, Scene
 from training.tokenizer import build_tokenizer
 from training.vae import new_vae, psnr
@@ -26,7 +26,7 @@ def pipe():
     return loaded
 
 
-def draw(pipe, words, seed=0, size=64):
+def generate(pipe, words, seed=0, size=64):
     generator = torch.Generator().manual_seed(seed)
     options = {"num_inference_steps": 6, "guidance_scale": 3.0, "output_type": "pt"}
     return pipe(words, height=size, width=size, generator=generator, **options).images
@@ -57,12 +57,12 @@ def test_the_last_noise_level_keeps_a_trace_of_the_image():
     assert config["timestep_spacing"] == "trailing"
 
 
-def test_it_draws_by_caption_and_seed(pipe):
+def test_it_renders_by_caption_and_seed(pipe):
     noon = "a red house on the left, green hills at noon"
-    one, again = draw(pipe, noon), draw(pipe, noon)
+    one, again = generate(pipe, noon), generate(pipe, noon)
     assert one.shape == (1, 3, 64, 64)
     assert torch.equal(one, again)
-    night = draw(pipe, "a red house on the left, green hills at night")
+    night = generate(pipe, "a red house on the left, green hills at night")
     assert one.mean() > night.mean() + 0.1
 
 
@@ -71,17 +71,17 @@ def test_half_precision_generates_the_same_image(pipe):
     """As users of GPUs load it: diffusers upcasts no autoencoder without `post_quant_conv`."""
     half = DiffusionPipeline.from_pretrained(MODEL, variant="fp16", local_files_only=True, torch_dtype=torch.float16)
     half.set_progress_bar_config(disable=True)
-    assert psnr(draw(half, "a red house").float(), draw(pipe, "a red house")) > 50
+    assert psnr(generate(half, "a red house").float(), generate(pipe, "a red house")) > 50
 
 
 def test_a_pipeline_over_the_limit_is_refused_and_nothing_is_touched(tmp_path, monkeypatch):
     monkeypatch.setattr(package, "LIMIT_BYTES", 1000)
-    place = tmp_path / "model"
-    place.mkdir()
-    (place / "model_index.json").write_text("old")
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "model_index.json").write_text("old")
     with pytest.raises(ValueError, match="limit is 1000"):
-        package.write(package.assemble(Networks(), new_vae()), place)
-    assert (place / "model_index.json").read_text() == "old"
+        package.write(package.assemble(Networks(), new_vae()), target)
+    assert (target / "model_index.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -96,15 +96,15 @@ def test_a_written_pipeline_loads_again(tmp_path):
 @pytest.mark.breadth  # training is not part of the package
 @pytest.mark.parametrize("kind", first_of(KINDS, KINDS[0]))
 def test_cutting_matters_only_where_there_is_more_than_one_strip(pipe, kind):
-    exact = draw(pipe, "a pine on the left, green hills at noon")
+    exact = generate(pipe, "a pine on the left, green hills at noon")
     cutting = {"captions": 1, "side": 64, "steps": 6, "guidance": 3.0, "warmup": 1}
     whole, halves = Settings(**cutting, strips=1), Settings(**cutting, strips=2)
     for stale in (True, False):
         with cut(pipe.unet, [kind], whole, stale=stale):
-            assert torch.allclose(draw(pipe, "a pine on the left, green hills at noon"), exact, atol=1e-4)
+            assert torch.allclose(generate(pipe, "a pine on the left, green hills at noon"), exact, atol=1e-4)
         with cut(pipe.unet, [kind], halves, stale=stale):
-            assert not torch.allclose(draw(pipe, "a pine on the left, green hills at noon"), exact, atol=1e-4)
-    assert torch.equal(draw(pipe, "a pine on the left, green hills at noon"), exact)
+            assert not torch.allclose(generate(pipe, "a pine on the left, green hills at noon"), exact, atol=1e-4)
+    assert torch.equal(generate(pipe, "a pine on the left, green hills at noon"), exact)
 
 
 def test_scores_count_sides_kinds_and_colors():
@@ -114,8 +114,8 @@ def test_scores_count_sides_kinds_and_colors():
         Scene(time="at noon", terrain="green hills", items=(left,)),
     ]
     seen = [
-        Verdict(left=("house", "red"), right=("pine", None), terrain="green hills", time="at noon"),
-        Verdict(left=("house", "blue"), right=("tree", None), terrain="desert dunes", time="at noon"),
+        Judgement(left=("house", "red"), right=("pine", None), terrain="green hills", time="at noon"),
+        Judgement(left=("house", "blue"), right=("tree", None), terrain="desert dunes", time="at noon"),
     ]
     figures = score(seen, scenes)
     assert (figures.scene, figures.kind, figures.color) == (0.5, 1.0, 0.5)
@@ -126,16 +126,16 @@ def test_figures_reach_the_document_each_in_its_place(tmp_path):
     document, figures = tmp_path / "doc.md", tmp_path / "figures.json"
     entry = dict.fromkeys(("scene", "kind", "color", "empty", "terrain", "time", "classifier"), 0.5)
     update_figures("256x256", {**entry, "captions": 64, "steps": 20, "guidance": 3.0, "dtype": "float32"}, figures)
-    begin = place_of(Path("other-model")).begin
-    place = Place(figures=figures, document=document, begin=begin)
+    begin = report_files(Path("other-model")).begin
+    target = ReportFiles(figures=figures, document=document, begin=begin)
     for text in ("no place", f"{END}\n{begin}"):
         document.write_text(text)
         with pytest.raises(ValueError, match="no place for figures"):
-            update_document(place)
+            update_document(target)
         assert document.read_text() == text
-    one, other = (f"{place_of(Path(name)).begin}\nold {name}\n{END}" for name in ("model", "other-model"))
+    one, other = (f"{report_files(Path(name)).begin}\nold {name}\n{END}" for name in ("model", "other-model"))
     document.write_text(f"before\n{one}\nbetween\n{other}\nafter")
-    update_document(place)
+    update_document(target)
     text = document.read_text()
     assert text.startswith(f"before\n{one}\nbetween")
     assert "| 256x256 | 20 | 3.0 | float32 | 64 | 50 % |" in text

@@ -13,7 +13,7 @@ from patchpar.models.files import embedded_model
 from training.evaluate_face import Avatar, Talk, frames_of, held_out_talk, packaged_avatar
 from training.face_data import openings, prompt_of
 from training.face_measure import correlation, identity_error, mouth_opening
-from training.faces import Pose, draw_face, draw_identity
+from training.faces import Pose, render_face, sample_identity
 from training.package import LIMIT_BYTES
 from training.package_face import FACE_FOLDER, STREAM
 from training.speech import RATE
@@ -67,7 +67,7 @@ def test_the_mouth_follows_the_audio_and_no_other(avatar: Avatar, talk: Talk, fr
 def test_it_has_the_looks_of_the_reference_and_of_nobody_else(talk: Talk, frames: np.ndarray) -> None:
     own = identity_error(frames[len(frames) // 2 :], talk.reference)
     assert max(own.values()) <= 12
-    other = draw_face(draw_identity(random.Random("somebody else")), Pose(), side=STREAM.height)
+    other = render_face(sample_identity(random.Random("somebody else")), Pose(), side=STREAM.height)
     assert sum(identity_error(frames, other).values()) > 3 * sum(own.values())
 
 
@@ -83,8 +83,8 @@ def test_ranks_stream_what_one_process_does(avatar: Avatar, talk: Talk) -> None:
     want = frames_of(avatar, talk, talk.levels)
     assert len(found) >= 6
     assert np.array_equal(found[:6], want[:6])
-    shown = draw_face(draw_identity(random.Random("packaged face")), Pose(), side=STREAM.height)
-    assert max(identity_error(by_itself, shown).values()) < max(identity_error(by_itself, talk.reference).values())
+    displayed = render_face(sample_identity(random.Random("packaged face")), Pose(), side=STREAM.height)
+    assert max(identity_error(by_itself, displayed).values()) < max(identity_error(by_itself, talk.reference).values())
 
 
 def test_a_reference_lies_in_the_folder() -> None:

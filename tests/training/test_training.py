@@ -5,7 +5,7 @@ import torch
 
 from training import package
 from training.attention import attend
-from training.batches import draw_batch
+from training.batches import sample_batch
 from training.checkpoint import load, new_run, save, start_from_pipeline
 from training.model import noise_scheduler
 from training.scenes import LOOKS
@@ -14,12 +14,12 @@ from training.tokenizer import build_tokenizer
 from training.train_unet import train_step
 from training.vae import new_vae
 
-BUCKET = Bucket(height=8, width=8, batch=2, share=1)
+BUCKET = Bucket(height=8, width=8, batch=2, fraction=1)
 
 
 def steps(run, keys):
     alphas = noise_scheduler().alphas_cumprod
-    return [train_step(run, draw_batch(key, BUCKET, build_tokenizer()), 1e-3, alphas) for key in keys]
+    return [train_step(run, sample_batch(key, BUCKET, build_tokenizer()), 1e-3, alphas) for key in keys]
 
 
 def fresh_run():
@@ -61,7 +61,7 @@ def test_training_can_start_from_the_packaged_model():
     run = fresh_run()
     start_from_pipeline(run, package.FOLDER)
     alphas = noise_scheduler().alphas_cumprod
-    batch = draw_batch("packaged", Bucket(height=32, width=32, batch=4, share=1), build_tokenizer())
+    batch = sample_batch("packaged", Bucket(height=32, width=32, batch=4, fraction=1), build_tokenizer())
     trained = train_step(run, batch, 0.0, alphas)["loss"]
     untrained = train_step(fresh_run(), batch, 0.0, alphas)["loss"]
     assert trained < 0.5 * untrained
@@ -69,13 +69,13 @@ def test_training_can_start_from_the_packaged_model():
 
 def test_heads_that_know_nothing_cost_what_chance_costs():
     run = fresh_run()
-    for head in (*run.heads.places, *run.heads.looks):
+    for head in (*run.heads.positions, *run.heads.looks):
         torch.nn.init.zeros_(head.bias)
-    batch = draw_batch("place", Bucket(height=64, width=64, batch=2, share=1), build_tokenizer())
+    batch = sample_batch("place", Bucket(height=64, width=64, batch=2, fraction=1), build_tokenizer())
     with torch.no_grad():
         run.networks(batch.latent, batch.timestep, batch.ids)
-        place, look = run.heads.loss(torch.tensor([[3, 0], [1, 2]]), torch.tensor([900, 900]))
-        assert place.item() == pytest.approx(1 / 3, rel=0.2)
+        position, look = run.heads.loss(torch.tensor([[3, 0], [1, 2]]), torch.tensor([900, 900]))
+        assert position.item() == pytest.approx(1 / 3, rel=0.2)
         assert look.item() == pytest.approx(math.log(len(LOOKS)), rel=0.01)
         run.networks(batch.latent, batch.timestep, batch.ids)
         _, low_noise = run.heads.loss(torch.tensor([[3, 0], [1, 2]]), torch.tensor([10, 10]))

@@ -129,7 +129,7 @@ def any_order(this: PoolRank, order: list[int]) -> list[bool]:
     return found
 
 
-def seen_coming(this: PoolRank) -> list[bool]:
+def seen_pending(this: PoolRank) -> list[bool]:
     """Whether a message is said to be here: before it is sent, when it has come, and after it was fetched."""
     transport, peer, spec = this.transport, 1 - this.rank, TensorSpec((3,), torch.float32)
     word = Outgoing((peer,), (torch.ones(3),))

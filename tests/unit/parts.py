@@ -16,7 +16,7 @@ def cut(whole: Tensor, starts: Sequence[int], dim: int) -> list[Tensor]:
 
 
 def with_halo(whole: Tensor, starts: Sequence[int], dim: int, before: int, after: int) -> Iterator[tuple[Tensor, Halo]]:
-    """Each share with `before` rows above it and `after` rows below it; None at an edge of the picture."""
+    """Each share with `before` rows above it and `after` rows below it; None at an edge of the image."""
     for a, b in pairwise(starts):
         above = whole.narrow(dim, a - before, before) if a and before else None
         below = whole.narrow(dim, b, after) if b < starts[-1] and after else None

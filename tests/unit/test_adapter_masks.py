@@ -16,7 +16,7 @@ from patchpar.shard.unet.ip_adapter_masks import own_masks
 
 def scaled(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     """As a processor of diffusers does it, for two samples and values of 3 channels."""
-    with warnings.catch_warnings(action="ignore"):  # the shape of the mask is not the picture's
+    with warnings.catch_warnings(action="ignore"):  # the shape of the mask is not the image's
         return IPAdapterMaskProcessor.downsample(mask, 2, tokens, 3)
 
 

@@ -25,7 +25,7 @@ def kept(*calls: str | Call, is_fresh: bool = True) -> list[str | Call]:
     for call in calls:
         path, kwargs = (call, {}) if isinstance(call, str) else call
         keep(replays, path, (), kwargs, is_fresh=is_fresh)
-    return [(path, kwargs) if kwargs else path for path, _, kwargs in told(replays)]
+    return [(path, kwargs) if kwargs else path for path, _, kwargs in reported(replays)]
 
 
 def keep(
@@ -38,7 +38,7 @@ def keep(
         replays.add(ReplayedCall(method=method, args=tuple(words), kwargs={}, expected=0.0, sent=None, change=change))
 
 
-def told(replays: ReplayLog) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def reported(replays: ReplayLog) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Path, arguments and named arguments of the calls that are repeated."""
     return [(entry.args[0], entry.args[1], entry.args[2]) for entry in replays]
 
@@ -123,7 +123,7 @@ def test_what_concerns_deleted_adapters_is_not_repeated(steps: list[Step], repea
     replays = ReplayLog()
     for path, args in steps:
         keep(replays, path, args, {})
-    assert [(path, args) for path, args, _ in told(replays)] == repeated
+    assert [(path, args) for path, args, _ in reported(replays)] == repeated
 
 
 def test_adapters_that_were_there_before_count(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_new_workers_have_the_same_adapters(seed: int, weights: dict[str, dict[s
         if number % 4 < 3:
             continue
         new = tiny.build("sdxl").pipe
-        for path, args, _ in told(replays):
+        for path, args, _ in reported(replays):
             does(new, path, args)
         assert adapters_of(new) == adapters_of(pipe)
 

@@ -56,7 +56,7 @@ def leave(this: OnThread) -> None:
         each.close()
 
 
-def told(transport: Transport, world: int, ranks: tuple[int, ...] | None = None) -> list[float]:
+def reported(transport: Transport, world: int, ranks: tuple[int, ...] | None = None) -> list[float]:
     """What every other rank sends to this one."""
     others = tuple(rank for rank in ranks or range(world) if rank != transport.rank)
     own = torch.tensor([float(transport.rank)])
@@ -67,7 +67,7 @@ def told(transport: Transport, world: int, ranks: tuple[int, ...] | None = None)
 def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(endpoints: list[OnThread]) -> None:
     def run(this: OnThread) -> list[list[float]]:
         lines = [connect(this) for _ in range(2)]
-        found = [told(line, 4) for line in reversed(lines)]
+        found = [reported(line, 4) for line in reversed(lines)]
         for line in lines:
             line.close()
         return found
@@ -101,8 +101,8 @@ def test_a_rank_that_does_not_connect_is_missed_at_once(endpoints: list[OnThread
         this.wait_limit = 0.5
     with ThreadPoolExecutor(4) as threads:
         tried = [threads.submit(connect, this) for this in endpoints if this.rank != 2]
-        said = [str(each.exception()) for each in tried]
-    for rank, sentence in zip([0, 1, 3], said, strict=True):
+        message = [str(each.exception()) for each in tried]
+    for rank, sentence in zip([0, 1, 3], message, strict=True):
         assert f"rank {rank} cannot connect to the others: rank 2 has not connected within 0.5 s" in sentence
 
 
@@ -120,7 +120,7 @@ def test_more_descriptors_under_way_than_the_kernel_lets_wait(
     monkeypatch.setattr(socket, "send_fds", send_sometimes)
     with ThreadPoolExecutor(4) as threads:
         lines = list(threads.map(connect, endpoints))
-        assert list(threads.map(told, lines, [4] * 4))[3] == [0.0, 1.0, 2.0]
+        assert list(threads.map(reported, lines, [4] * 4))[3] == [0.0, 1.0, 2.0]
     for line in lines:
         line.close()
 
@@ -139,7 +139,7 @@ def test_ranks_connect_as_they_are_needed(endpoints: list[OnThread]) -> None:
             found[this.rank] = connect(this, ranks=ranks)
         else:
             assert not extend(found[this.rank], this, ranks)
-        return told(found[this.rank], 4, ranks)
+        return reported(found[this.rank], 4, ranks)
 
     with ThreadPoolExecutor(4) as threads:
         for ranks in [(0, 1), (3, 2), (2, 0, 1), (0, 1, 2, 3), (1, 3)]:
@@ -158,7 +158,7 @@ def test_what_was_left_in_a_link_is_lost_with_it(endpoints: list[OnThread], rene
     pair, own = endpoints[:2], torch.tensor([7.0])
 
     def go_on(this: OnThread, line: Transport) -> tuple[bool, list[float]]:
-        return extend(line, this, (0, 1)), told(line, 2)
+        return extend(line, this, (0, 1)), reported(line, 2)
 
     with ThreadPoolExecutor(2) as threads:
         lines = list(threads.map(lambda this: connect(this, ranks=(0, 1)), pair))

@@ -193,8 +193,8 @@ def test_a_silent_peer_is_named_as_ever() -> None:
             line.send_recv([], incoming(line, [4]), "conv_in").wait()
         return str(error.value)
 
-    said, _ = behind(0.0, RATE, run, deadline=0.3)
-    assert re.search("rank 0 at conv_in: rank 1 has not answered", said)
+    message, _ = behind(0.0, RATE, run, deadline=0.3)
+    assert re.search("rank 0 at conv_in: rank 1 has not answered", message)
 
 
 def test_the_deadline_is_that_of_the_transport_inside() -> None:

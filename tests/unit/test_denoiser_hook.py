@@ -1,4 +1,4 @@
-"""A denoiser is looked at when a picture first reaches it, whenever that is, and after callbacks."""
+"""A denoiser is looked at when an image first reaches it, whenever that is, and after callbacks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Late:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "denoiser")
         return hook
 
-    def picture(self, steps: list[list[int]], *, watched: bool = False) -> list[list[int]]:
+    def image(self, steps: list[list[int]], *, watched: bool = False) -> list[list[int]]:
         """When each denoiser was looked at; a step is the denoisers that it calls."""
         self.clock.reset()
         self.renewed.clear()
@@ -89,11 +89,11 @@ def test_a_model_that_empties_its_lists_can_be_asked_again() -> None:
 
 def test_a_second_denoiser_is_looked_at_when_it_comes_in() -> None:
     two, steps = Late(), [[0, 0], [0, 0], [1, 1], [1, 1]]
-    assert two.picture(steps) == [[0], [2]]
-    assert two.picture(steps) == [[0], [2]], "the same in the next picture"
+    assert two.image(steps) == [[0], [2]]
+    assert two.image(steps) == [[0], [2]], "the same in the next picture"
     assert two.renewed == [0, 2], "the votes of its caches too"
-    assert two.picture([[0, 1], [0, 1]]) == [[0], [0]]
+    assert two.image([[0, 1], [0, 1]]) == [[0], [0]]
 
 
 def test_after_callbacks_each_is_looked_at_once_in_a_step() -> None:
-    assert Late().picture([[0, 0], [0, 0], [1, 1]], watched=True) == [[0, 1], [2]]
+    assert Late().image([[0, 0], [0, 0], [1, 1]], watched=True) == [[0, 1], [2]]

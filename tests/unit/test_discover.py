@@ -1,4 +1,4 @@
-"""What is found in a denoiser by watching it run, and which of its arguments are pictures."""
+"""What is found in a denoiser by watching it run, and which of its arguments are images."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_model_that_pads_by_itself() -> None:
 
 
 def test_poolings_of_whole_maps() -> None:
-    """What has another size in a larger picture is pooled in every band by itself."""
+    """What has another size in a larger image is pooled in every band by itself."""
     assert sites_of("i2vgen")[1].pools == ("image_latents_context_embedding.2",)
     assert sites_of("sdxl")[1].pools == ()
     assert "1 poolings of whole maps" in sites_of("i2vgen")[1].describe()
@@ -79,15 +79,15 @@ def test_a_denoiser_without_convolutions_is_refused() -> None:
 
 
 class Beside(nn.Module):
-    """A picture beside the latent, twice as large."""
+    """An image beside the latent, twice as large."""
 
     def __init__(self, size: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.size = size
         self.read, self.mix = nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, padding=1)
 
-    def forward(self, sample: torch.Tensor, text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
-        return self.mix(sample) + self.read(picture if self.size is None else picture.reshape(*self.size)) + text.sum()
+    def forward(self, sample: torch.Tensor, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        return self.mix(sample) + self.read(image if self.size is None else image.reshape(*self.size)) + text.sum()
 
 
 def test_another_argument_as_large_as_the_image_goes_with_it() -> None:

@@ -46,7 +46,7 @@ def test_text_and_back(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("disp", "unknown strategy 'disp': use one of exact, fresh-edges, displaced, pcpp"),
         ("", "unknown strategy ''"),
@@ -57,8 +57,8 @@ def test_text_and_back(strategy: Any) -> None:
         ("fresh-edges:context=", "context has no value"),
     ],
 )
-def test_text_that_means_nothing(text: str, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_text_that_means_nothing(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         parse_strategy(text)
 
 

@@ -1,4 +1,4 @@
-"""A picture in a file is looked at before it is decoded, whoever asks for it."""
+"""An image in a file is looked at before it is decoded, whoever asks for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from patchpar.errors import PlanError
 from patchpar.models.image_file import MOST_PIXELS, read_image_file
 from patchpar.stream.reference_image import load_reference_image
 
-SIDE = 9_400  # pixels, of a picture that would take most of a gigabyte while it is decoded
+SIDE = 9_400  # pixels, of an image that would take most of a gigabyte while it is decoded
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

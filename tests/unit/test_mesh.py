@@ -16,8 +16,8 @@ from patchpar.plan.mesh import AXES, Axis, Mesh, rank_sets
 def test_every_rank_has_a_group_rank_of_its_own(degrees: tuple[int, ...]) -> None:
     sizes = dict(zip(AXES, degrees, strict=True))
     ranks = range(math.prod(degrees))
-    places = {me: tuple(Mesh(me, ranks, **sizes)[name].rank for name in AXES) for me in ranks}
-    assert sorted(places.values()) == sorted(product(*(range(size) for size in degrees)))
+    positions = {me: tuple(Mesh(me, ranks, **sizes)[name].rank for name in AXES) for me in ranks}
+    assert sorted(positions.values()) == sorted(product(*(range(size) for size in degrees)))
     for me in ranks:
         for name in AXES:
             axis = Mesh(me, ranks, **sizes)[name]

@@ -41,8 +41,8 @@ def test_only_news_is_said(name: str, text: str) -> None:
     logger = logging.getLogger(name)
     assert logger.filters == before
     record = logger.makeRecord(name, logging.WARNING, __file__, 1, text, (), None)
-    is_said = logger.level <= logging.WARNING and bool(logger.filter(record))
-    assert is_said == ((name, text) in NEWS)
+    is_stated = logger.level <= logging.WARNING and bool(logger.filter(record))
+    assert is_stated == ((name, text) in NEWS)
 
 
 @pytest.mark.parametrize("engine", [PipelineRunner, StreamRunner, FifoRunner, ImageRunner])

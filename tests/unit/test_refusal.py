@@ -56,11 +56,11 @@ def called(layers: list[Any], x: Tensor, denoiser: nn.Module | None = None, **pl
 def test_it_names_plan_class_reason_and_what_works(error: Exception) -> None:
     with pytest.raises(UnsupportedModel) as raised:
         run(error, torch.ones(2), patch=2)
-    said = str(raised.value)
+    message = str(raised.value)
     reason = f"{type(error).__name__}: {error}".replace("\n", " ").removesuffix(": ")
-    assert said.startswith("Denoiser cannot be run with plan patch=2,strategy=exact: with its work split it fails")
-    assert f"on one rank it does not ({reason}). " in said
-    assert said.endswith("Use plan cfg=2 or data=N, which do not split the image")
+    assert message.startswith("Denoiser cannot be run with plan patch=2,strategy=exact: with its work split it fails")
+    assert f"on one rank it does not ({reason}). " in message
+    assert message.endswith("Use plan cfg=2 or data=N, which do not split the image")
     assert raised.value.__cause__ is error
     with pytest.raises(
         UnsupportedModel, match=re.escape("Use cfg=1, and give the devices to another axis, e.g. patch=2")

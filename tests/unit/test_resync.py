@@ -11,8 +11,8 @@ from patchpar.plan.resync import DB_AT_FULL_DRIFT, Resync, ResyncDecider, check_
 
 
 def test_six_decibels_are_half_the_drift() -> None:
-    for told, full in DB_AT_FULL_DRIFT.items():
-        assert Resync(quality=full, correction=told).limit() == pytest.approx(1.0)
+    for reported, full in DB_AT_FULL_DRIFT.items():
+        assert Resync(quality=full, correction=reported).limit() == pytest.approx(1.0)
     ratio = Resync(quality=40.0).limit() / Resync(quality=40.0 + 20 * math.log10(2)).limit()
     assert ratio == pytest.approx(2.0)
     assert Resync(budget=1e6).limit() == math.inf
@@ -62,7 +62,7 @@ def test_a_budget_goes_where_the_drift_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quality", "budget", "said"),
+    ("quality", "budget", "message"),
     [
         (30, 5, r"quality=30 and budget=5: give only one of them"),
         (0, None, r"quality=0: it is a PSNR in dB, a number above 0"),
@@ -75,8 +75,8 @@ def test_a_budget_goes_where_the_drift_is() -> None:
         (None, "all", "budget='all'"),
     ],
 )
-def test_refuses_what_is_no_rule(quality: object, budget: object, said: str) -> None:
-    with pytest.raises(PlanError, match=f"here: {said}"):
+def test_refuses_what_is_no_rule(quality: object, budget: object, message: str) -> None:
+    with pytest.raises(PlanError, match=f"here: {message}"):
         check_resync("here", quality, budget)
 
 

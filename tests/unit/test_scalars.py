@@ -148,5 +148,5 @@ def test_what_a_number_is_is_said_in_one_place() -> None:
     """Nowhere else is a bool told from a number by hand."""
     by_hand = re.compile(r"isinstance\([\w.]+, bool\) or not isinstance\([\w.]+, |isinstance\([\w.]+, int\) and not")
     folders = (REPOSITORY / "patchpar", REPOSITORY / "app")
-    places = [path for folder in folders for path in folder.rglob("*.py") if by_hand.search(path.read_text())]
-    assert [path.name for path in places] == ["scalars.py"]
+    positions = [path for folder in folders for path in folder.rglob("*.py") if by_hand.search(path.read_text())]
+    assert [path.name for path in positions] == ["scalars.py"]

@@ -51,12 +51,12 @@ def test_image_and_audio_step_in_turn(kind: Any) -> None:
     """The sound's scheduler is a copy: each has the steps it would have without us, one tick for both."""
 
     def loop(scheduler: Any) -> list[torch.Tensor]:
-        sound = copy.deepcopy(scheduler)
+        audio = copy.deepcopy(scheduler)
         x, y = torch.ones(1, 4), torch.full((1, 4), 2.0)
         for t in scheduler.timesteps:
             clock.next_call()
             x = scheduler.step(0.1 * x, t, x, return_dict=False)[0]
-            y = sound.step(0.2 * y, t, y, return_dict=False)[0]
+            y = audio.step(0.2 * y, t, y, return_dict=False)[0]
         return [x, y]
 
     clock = StepClock()

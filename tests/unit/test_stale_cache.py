@@ -85,11 +85,11 @@ def test_a_late_value_names_the_exchange_point_that_waits_and_the_shapes() -> No
         assert 0.3 <= time.monotonic() - start < 20
         return str(caught.value)
 
-    said, _ = on_threads(2, run, deadline=0.3)
+    message, _ = on_threads(2, run, deadline=0.3)
     assert re.match(
         r"mid\.norm waits for stale values: rank 0 at end of the call: rank 1 has not answered rank 0 for "
         r"0\.3 s; expected from it: \(3,\) torch\.float32",
-        said,
+        message,
     )
 
 

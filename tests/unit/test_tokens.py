@@ -102,8 +102,8 @@ def test_logarithms_of_weights() -> None:
 
 def test_a_grid_knows_the_tokens_of_every_position() -> None:
     grid = grid_of(-1)
-    assert [grid.rows(place) for place in (0, 1)] == [5, 3]
-    assert [grid.num_tokens(place) for place in (0, 1)] == [35, 21]
+    assert [grid.rows(position) for position in (0, 1)] == [5, 3]
+    assert [grid.num_tokens(position) for position in (0, 1)] == [35, 21]
 
 
 VIDEO = torch.arange(2.0 * 5 * 7).view(1, 2, 5, 7)  # frames, rows, columns

@@ -51,7 +51,7 @@ def test_exchanges_may_be_awaited_in_any_order(ranks: Any, through: str, order: 
 
 
 def test_it_is_known_whether_a_message_has_come(ranks: Any) -> None:
-    assert ranks.run(f"{ON_RANKS}:seen_coming", 2, through="shared_memory")[0] == [False, True, True]
+    assert ranks.run(f"{ON_RANKS}:seen_pending", 2, through="shared_memory")[0] == [False, True, True]
 
 
 def test_the_word_of_a_peer_that_is_gone_is_not_awaited() -> None:
@@ -124,8 +124,8 @@ def test_a_peer_that_never_reads_is_named_after_the_deadline() -> None:
         time.sleep(1)
         return ""
 
-    said, _ = on_threads(2, run, deadline=0.3)
-    assert "rank 0 at conv_in: rank 1 has not read from rank 0 for 0.3 s" in said
+    message, _ = on_threads(2, run, deadline=0.3)
+    assert "rank 0 at conv_in: rank 1 has not read from rank 0 for 0.3 s" in message
 
 
 def test_a_killed_peer_is_named_at_once() -> None:

@@ -1,6 +1,6 @@
-"""Tiny VAEs of every class that is promised, pictures with structure for them, and how they run on ranks as threads.
+"""Tiny VAEs of every class that is promised, images with structure for them, and how they run on ranks as threads.
 
-White noise hides mistakes: its moments are alike in every band. A picture's power falls with the frequency, and so does
+White noise hides mistakes: its moments are alike in every band. An image's power falls with the frequency, and so does
 that of the fields here.
 """
 
@@ -32,11 +32,11 @@ SLOPE = 3.0  # power at frequency k falls as k ** -SLOPE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How to build a VAE; shapes of a latent and of a picture with [height, width] appended, and their scale."""
+    """How to build a VAE; shapes of a latent and of an image with [height, width] appended, and their scale."""
 
     build: Callable[[], nn.Module]
     latent: tuple[int, ...]
-    picture: tuple[int, ...] = (1, 3)
+    image: tuple[int, ...] = (1, 3)
     scale: int = 8
     decode: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,11 +72,11 @@ def _tiny() -> nn.Module:
 KINDS = {
     "AutoencoderKL": Kind(build=autoencoders.kl, latent=(1, 4)),
     "AutoencoderKLTemporalDecoder": Kind(build=_temporal, latent=(3, 4), scale=2, decode={"num_frames": 3}),
-    "AutoencoderKLWan": Kind(build=autoencoders.wan, latent=(1, 16, 2), picture=(1, 3, 5)),
-    "AutoencoderKLQwenImage": Kind(build=autoencoders.qwen, latent=(1, 4, 1), picture=(1, 3, 1)),
-    "AutoencoderKLHunyuanVideo": Kind(build=autoencoders.hunyuan, latent=(1, 4, 3), picture=(1, 3, 9)),
-    "AutoencoderKLLTXVideo": Kind(build=autoencoders.ltx, latent=(1, 8, 2), picture=(1, 3, 9)),
-    "AutoencoderKLCogVideoX": Kind(build=autoencoders.cogvideox, latent=(1, 4, 3), picture=(1, 3, 5)),
+    "AutoencoderKLWan": Kind(build=autoencoders.wan, latent=(1, 16, 2), image=(1, 3, 5)),
+    "AutoencoderKLQwenImage": Kind(build=autoencoders.qwen, latent=(1, 4, 1), image=(1, 3, 1)),
+    "AutoencoderKLHunyuanVideo": Kind(build=autoencoders.hunyuan, latent=(1, 4, 3), image=(1, 3, 9)),
+    "AutoencoderKLLTXVideo": Kind(build=autoencoders.ltx, latent=(1, 8, 2), image=(1, 3, 9)),
+    "AutoencoderKLCogVideoX": Kind(build=autoencoders.cogvideox, latent=(1, 4, 3), image=(1, 3, 5)),
     "AutoencoderKLFlux2": Kind(build=autoencoders.flux2, latent=(1, 4)),
     "AsymmetricAutoencoderKL": Kind(build=_asymmetric, latent=(1, 4), scale=2),
     "AutoencoderTiny": Kind(build=_tiny, latent=(1, 4)),
@@ -105,11 +105,11 @@ def structured(*shape: int, seed: int = 1) -> Tensor:
 
 
 def given(name: str, method: str, height: int, width: int) -> tuple[Tensor, dict[str, Any]]:
-    """A latent of that size or the picture of one, and the arguments beside it."""
+    """A latent of that size or the image of one, and the arguments beside it."""
     kind = KINDS[name]
     if method == "decode":
         return structured(*kind.latent, height, width), dict(kind.decode)
-    return structured(*kind.picture, kind.scale * height, kind.scale * width), {}
+    return structured(*kind.image, kind.scale * height, kind.scale * width), {}
 
 
 def plain(vae: Any, method: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:

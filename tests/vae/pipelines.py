@@ -10,7 +10,7 @@ from diffusers.pipelines.stable_diffusion_xl import StableDiffusionXLPipelineOut
 
 
 class GoesOn(StableDiffusionXLPipeline):
-    """Draws, darkens the picture, and draws on from there."""
+    """Draws, darkens the image, and draws on from there."""
 
     @torch.no_grad()
     def __call__(self, prompt: str, generator: Any = None, **kwargs: Any) -> Any:

@@ -53,9 +53,9 @@ def test_any_number_of_ranks_and_rows(method: str, size: tuple[int, int], world:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_flat_image_is_encoded_as_in_double_precision(layout: torch.memory_format) -> None:
     """Whatever its layout in memory: one process itself is off by far more where channels are last (see accuracy)."""
-    picture = -torch.ones(1, 3, 64, 48).to(memory_format=layout)
-    want = plain(build("AutoencoderKL").double(), "encode", picture.double(), {})
-    for result in of_bands("AutoencoderKL", "encode", picture, {}, 2):
+    image = -torch.ones(1, 3, 64, 48).to(memory_format=layout)
+    want = plain(build("AutoencoderKL").double(), "encode", image.double(), {})
+    for result in of_bands("AutoencoderKL", "encode", image, {}, 2):
         assert psnr_db(result.x.double(), want) >= 100
 
 

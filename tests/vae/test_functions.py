@@ -1,4 +1,4 @@
-"""What stands in for torch's functions in a band gives our rows of what they give for the whole picture."""
+"""What stands in for torch's functions in a band gives our rows of what they give for the whole image."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CONVOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def weight(size: int) -> Tensor:
-    """Not random, since noise of a band is cut out of the whole picture's."""
+    """Not random, since noise of a band is cut out of the whole image's."""
     return torch.linspace(-3, 3, 16 * size * size).sin().reshape(4, 4, size, size)
 
 

@@ -159,7 +159,7 @@ def test_an_image_of_fewer_rows_than_ranks_is_decoded_whole() -> None:
 def test_a_pipeline_that_goes_on_gets_the_image_on_all_ranks(way: str) -> None:
     def goes_on(vaes: ParallelVaes, vae: Any) -> tuple[bool, Tensor]:
         decode(vaes, vae)
-        decode(vaes, vae)  # one picture after the other is no sign of it
+        decode(vaes, vae)  # one image after the other is no sign of it
         try:
             encode(vaes, vae)
         except OutputNeeded:
@@ -183,7 +183,7 @@ def test_the_denoiser_is_watched() -> None:
             watching.state.dropped = True
             with pytest.raises(OutputNeeded):
                 denoiser(torch.ones(1))
-        denoiser(torch.ones(1))  # the next picture
+        denoiser(torch.ones(1))  # the next image
         watching.restore()
 
     on_ranks("exact", generates_again)
@@ -253,7 +253,7 @@ def test_a_verification_is_kept(tmp_path: Path) -> None:
 
 
 class Fixed(Squeezing):
-    """Encodes pictures of one size only."""
+    """Encodes images of one size only."""
 
     def encode(self, x: Tensor) -> Any:
         return self.vae.encode(x + torch.zeros(8 * SIZE[0], 8 * SIZE[1]))
@@ -296,6 +296,6 @@ def test_the_command_line_names_what_is_valid() -> None:
 
 
 def test_the_ranks_of_one_image_decode_it() -> None:
-    """With several pictures at once, each is of other ranks."""
+    """With several images at once, each is of other ranks."""
     axis = Mesh(5, range(8), data=2, cfg=2, patch=2).of_one_image()
     assert (axis.rank, axis.size, axis.ranks) == (1, 4, (4, 5, 6, 7))

@@ -1,4 +1,4 @@
-"""Whole pipelines on two workers: the pictures of one process, encoded and decoded by both."""
+"""Whole pipelines on two workers: the images of one process, encoded and decoded by both."""
 
 from __future__ import annotations
 

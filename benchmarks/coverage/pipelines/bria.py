@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import autoencoders, encoders, language_encoders, pictures, tokenizers
+from tests.tiny import autoencoders, encoders, language_encoders, sample_images, tokenizers
 from tests.tiny.image_pipelines import PROMPT, SIZE
 from tests.tiny.transformer_pipelines import flow_matching
 
@@ -53,7 +53,7 @@ def _fibo() -> Built:
 
 
 def _fibo_edit() -> Built:
-    call = _FIBO_CALL | {"prompt": _EDITS[0], "image": pictures.scene(), "_auto_resize": False}
+    call = _FIBO_CALL | {"prompt": _EDITS[0], "image": sample_images.scene(), "_auto_resize": False}
     return diffusers.BriaFiboEditPipeline(**_fibo_parts()), call
 
 
@@ -79,7 +79,7 @@ def _fibo2() -> Built:
         scheduler=flow_matching(use_dynamic_shifting=True),
         vae=autoencoders.flux2(),
         text_encoder=language_encoders.qwen3_vl(layers=3),
-        processor=encoders.PictureReader(tokenizers.qwen()),
+        processor=encoders.ImageReader(tokenizers.qwen()),
     )
     pipe.text_encoder_out_layers = ((1,), (2,), (3,))
     return pipe, {"prompt": PROMPT, **_NEGATIVE, **SIZE}

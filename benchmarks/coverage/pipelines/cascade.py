@@ -7,12 +7,12 @@ prompt.
 from __future__ import annotations
 
 from tests.tiny import cascade_pipelines as cascade
-from tests.tiny import pictures
+from tests.tiny import sample_images
 
 from .entry import Entry, builder
 
-_IMAGE = {"image": pictures.scene(64, 64), "strength": 0.9}
-_MASKED = _IMAGE | {"mask_image": pictures.mask(64, 64)}
+_IMAGE = {"image": sample_images.scene(64, 64), "strength": 0.9}
+_MASKED = _IMAGE | {"mask_image": sample_images.mask(64, 64)}
 
 
 ENTRIES = (

@@ -11,14 +11,14 @@ import torch
 from diffusers.models.controlnets import controlnet_cosmos
 from torch import nn
 
-from tests.tiny import autoencoders, encoders, pictures, tokenizers
+from tests.tiny import autoencoders, encoders, sample_images, tokenizers
 from tests.tiny.image_pipelines import PROMPT
 from tests.tiny.transformer_pipelines import flow_matching
 
 from .entry import Built, Entry, Guidance
 
-_FILM: dict[str, Any] = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
-_IMAGE = {"image": pictures.scene(64, 64)}
+_VIDEO: dict[str, Any] = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
+_IMAGE = {"image": sample_images.scene(64, 64)}
 _QWEN_LAYERS = 2
 
 
@@ -90,7 +90,7 @@ def _world(
             scheduler=scheduler(),
             safety_checker=Unobjecting(),
         )
-        return pipe, {key: value for key, value in (_FILM | call).items() if value is not None}
+        return pipe, {key: value for key, value in (_VIDEO | call).items() if value is not None}
 
     return build
 
@@ -110,7 +110,7 @@ def _predict() -> Built:
         scheduler=_unipc(),
         safety_checker=Unobjecting(),
     )
-    return pipe, dict(_FILM)
+    return pipe, dict(_VIDEO)
 
 
 def _nearest(image: torch.Tensor, size: list[int], interpolation: Any = None) -> torch.Tensor:
@@ -150,8 +150,8 @@ def _transfer() -> Built:
         controlnet=controlnet,
         safety_checker=Unobjecting(),
     )
-    control = pictures.film()
-    return pipe, _FILM | {"controls": control, "num_frames_per_chunk": 5, "negative_prompt": "blurred"}
+    control = sample_images.video()
+    return pipe, _VIDEO | {"controls": control, "num_frames_per_chunk": 5, "negative_prompt": "blurred"}
 
 
 def _unipc() -> Any:

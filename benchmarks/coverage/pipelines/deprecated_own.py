@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import autoencoders, encoders, image_pipelines, pictures, pixel_pipelines, tokenizers
+from tests.tiny import autoencoders, encoders, image_pipelines, pixel_pipelines, sample_images, tokenizers
 from tests.tiny.image_pipelines import PROMPT, SIZE
 
 from .entry import IMAGE, Built, Entry, changed, derived
@@ -102,7 +102,7 @@ def _unclip() -> Built:
 def _unclip_variation() -> Built:
     parts = {"feature_extractor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
     pipe = diffusers.UnCLIPImageVariationPipeline(**_unclip_parts(), **parts)
-    return pipe, {"image": pictures.scene(64, 64), **_STEPS}
+    return pipe, {"image": sample_images.scene(64, 64), **_STEPS}
 
 
 def _versatile(name: str, call: dict[str, Any]) -> Callable[[], Built]:
@@ -212,7 +212,11 @@ def _latent() -> Built:
     return diffusers.LDMPipeline(autoencoders.vq(latent_channels=3), unet, diffusers.DDIMScheduler()), {}
 
 
-_PAINTED = {"image": pictures.scene(_SIDE, _SIDE), "mask_image": pictures.mask(_SIDE, _SIDE), "num_inference_steps": 4}
+_PAINTED = {
+    "image": sample_images.scene(_SIDE, _SIDE),
+    "mask_image": sample_images.mask(_SIDE, _SIDE),
+    "num_inference_steps": 4,
+}
 _WITH_PROMPT: dict[str, Callable[[], Built]] = {
     "AltDiffusionPipeline": _alt("AltDiffusionPipeline", {}),
     "AltDiffusionImg2ImgPipeline": _alt("AltDiffusionImg2ImgPipeline", IMAGE),
@@ -220,7 +224,7 @@ _WITH_PROMPT: dict[str, Callable[[], Built]] = {
 }
 _OF_ONE = {
     "VersatileDiffusionImageVariationPipeline": _versatile(
-        "VersatileDiffusionImageVariationPipeline", {"prompt": None, "image": pictures.scene(64, 64), **SIZE}
+        "VersatileDiffusionImageVariationPipeline", {"prompt": None, "image": sample_images.scene(64, 64), **SIZE}
     ),
 }
 _UNCONDITIONAL = {

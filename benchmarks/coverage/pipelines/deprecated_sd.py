@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.tiny import encoders, image_pipelines, pictures
+from tests.tiny import encoders, image_pipelines, sample_images
 from tests.tiny.image_pipelines import SIZE
 
 from .entry import IMAGE, Built, Entry, derived
@@ -22,7 +22,7 @@ def _diffedit() -> Built:
     """What is kept of an image is given as its latents at every step."""
     generator = torch.Generator().manual_seed(3)
     call = {
-        "mask_image": pictures.mask(16, 16),
+        "mask_image": sample_images.mask(16, 16),
         "image_latents": torch.randn(1, 2, 4, 16, 16, generator=generator),
         "inpaint_strength": 1.0,
         "height": None,
@@ -47,7 +47,7 @@ def _gligen_image() -> Built:
         "image_encoder": encoders.clip_vision(),
         "image_project": CLIPImageProjection(hidden_size=32),
     }
-    call = _BOXES | {"gligen_images": [pictures.scene(64, 64)]}
+    call = _BOXES | {"gligen_images": [sample_images.scene(64, 64)]}
     return derived(image_pipelines.sd, "StableDiffusionGLIGENTextImagePipeline", call, **parts)
 
 
@@ -80,9 +80,9 @@ def _by_example() -> Built:
     }
     call = {
         "prompt": None,
-        "image": pictures.scene(),
-        "mask_image": pictures.mask(),
-        "example_image": pictures.scene(64, 64),
+        "image": sample_images.scene(),
+        "mask_image": sample_images.mask(),
+        "example_image": sample_images.scene(64, 64),
         **SIZE,
     }
     return derived(image_pipelines.sd, "PaintByExamplePipeline", call, **parts)

@@ -1,4 +1,4 @@
-"""Pipelines that change pictures as they are told: text and pictures are read by a language model."""
+"""Pipelines that change images as they are told: text and images are read by a language model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 
 from benchmarks.coverage.unets import UNETS
-from tests.tiny import autoencoders, encoders, language_encoders, language_pipelines, pictures, tokenizers
+from tests.tiny import autoencoders, encoders, language_encoders, language_pipelines, sample_images, tokenizers
 from tests.tiny.image_pipelines import PROMPT, SIZE
 from tests.tiny.transformer_pipelines import flow_matching
 
@@ -16,7 +16,7 @@ from .entry import Built, Entry, Guidance, changed, derived
 from .single_stream import longcat_parts, transformer
 
 _SMALL = {"levels": 7, "width": 2, "blocks": 0}
-"""An autoencoder that divides each side by 64: these pipelines scale their pictures to a megapixel."""
+"""An autoencoder that divides each side by 64: these pipelines scale their images to a megapixel."""
 
 
 def _qwen(name: str, call: dict[str, Any]) -> Callable[[], Built]:
@@ -24,44 +24,44 @@ def _qwen(name: str, call: dict[str, Any]) -> Callable[[], Built]:
 
 
 def _layered() -> Built:
-    """The picture is taken apart into layers, which the autoencoder sees with an alpha channel."""
+    """The image is taken apart into layers, which the autoencoder sees with an alpha channel."""
     source = language_pipelines.qwen_edit()[0].transformer
     parts = {
         "vae": autoencoders.qwen(**_SMALL, latent_channels=8, channels=4),
         "transformer": changed(source, in_channels=32, out_channels=8, use_additional_t_cond=True),
     }
     parts["vae"].decoder.conv_out.weight.data.mul_(8)  # it cannot return latents, and pixels would hardly tell them
-    call = {"layers": 2, "image": pictures.scene().convert("RGBA"), "output_type": "pt", "true_cfg_scale": 16.0}
+    call = {"layers": 2, "image": sample_images.scene().convert("RGBA"), "output_type": "pt", "true_cfg_scale": 16.0}
     return derived(language_pipelines.qwen_edit, "QwenImageLayeredPipeline", call, **parts)
 
 
 def _longcat() -> Built:
     pipe = diffusers.LongCatImageEditPipeline(**longcat_parts(levels=7))
     pipe.tokenizer_max_length = 32
-    return pipe, {"image": pictures.scene(), "prompt": PROMPT, "negative_prompt": "blurred"}
+    return pipe, {"image": sample_images.scene(), "prompt": PROMPT, "negative_prompt": "blurred"}
 
 
 def _joy_parts(name: str) -> dict[str, Any]:
-    """Pictures have a megapixel, of which the autoencoder makes 16 x 16 latents."""
+    """Images have a megapixel, of which the autoencoder makes 16 x 16 latents."""
     return {
         "scheduler": flow_matching(),
         "vae": autoencoders.wan(**_SMALL, latent_channels=4),
         "text_encoder": language_encoders.qwen3_vl(),
         "tokenizer": tokenizers.qwen(),
         "transformer": transformer(name),
-        "processor": encoders.PictureReader(tokenizers.qwen()),
+        "processor": encoders.ImageReader(tokenizers.qwen()),
     }
 
 
 def _joy() -> Built:
     pipe = diffusers.JoyImageEditPipeline(**_joy_parts("JoyImageEditTransformer3DModel"))
-    return pipe, {"image": pictures.scene(), "prompt": PROMPT, "negative_prompt": "blurred"}
+    return pipe, {"image": sample_images.scene(), "prompt": PROMPT, "negative_prompt": "blurred"}
 
 
 def _joy_plus() -> Built:
     pipe = diffusers.JoyImageEditPlusPipeline(**_joy_parts("JoyImageEditPlusTransformer3DModel"))
     return pipe, {
-        "images": [pictures.scene(), pictures.scene().transpose(0)],
+        "images": [sample_images.scene(), sample_images.scene().transpose(0)],
         "prompt": PROMPT,
         "negative_prompt": "blurred",
     }
@@ -72,7 +72,7 @@ def _qwen21() -> Built:
         scheduler=flow_matching(use_dynamic_shifting=True),
         vae=autoencoders.qwen21(),
         text_encoder=language_encoders.qwen3_vl(),
-        processor=encoders.PictureReader(tokenizers.mistral()),
+        processor=encoders.ImageReader(tokenizers.mistral()),
         transformer=transformer("QwenImage21Transformer2DModel"),
     )
     call = {"prompt": PROMPT, "negative_prompt": "blurred", "true_cfg_scale": 4.0, "output_resolution": 128}
@@ -80,14 +80,14 @@ def _qwen21() -> Built:
 
 
 def _dreamlite(name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    """The picture that is changed is beside the noise, in columns; without, there are two branches."""
+    """The image that is changed is beside the noise, in columns; without, there are two branches."""
 
     def build() -> Built:
         unet = UNETS["DreamLiteUNetModel"].build()
         parts = {
             "text_encoder": language_encoders.qwen3_vl(unet.config.cross_attention_dim),
             "tokenizer": tokenizers.qwen(),
-            "processor": encoders.PictureReader(tokenizers.qwen()),
+            "processor": encoders.ImageReader(tokenizers.qwen()),
             "vae": diffusers.AutoencoderTiny(
                 encoder_block_out_channels=(8,) * 4,
                 decoder_block_out_channels=(8,) * 4,
@@ -104,7 +104,7 @@ def _dreamlite(name: str, call: dict[str, Any]) -> Callable[[], Built]:
 
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "QwenImageEditInpaintPipeline": (
-        _qwen("QwenImageEditInpaintPipeline", {"mask_image": pictures.mask(), "strength": 0.99}),
+        _qwen("QwenImageEditInpaintPipeline", {"mask_image": sample_images.mask(), "strength": 0.99}),
         "a call each",
     ),
     "QwenImageEditPlusPipeline": (_qwen("QwenImageEditPlusPipeline", {}), "a call each"),
@@ -114,7 +114,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "JoyImageEditPipeline": (_joy, "a call each"),
     "JoyImageEditPlusPipeline": (_joy_plus, "a call each"),
     "DreamLitePipeline": (_dreamlite("DreamLitePipeline", {}), "one call"),
-    "DreamLiteMobilePipeline": (_dreamlite("DreamLiteMobilePipeline", {"image": pictures.scene()}), "none"),
+    "DreamLiteMobilePipeline": (_dreamlite("DreamLiteMobilePipeline", {"image": sample_images.scene()}), "none"),
 }
 _ONE_PROMPT = (
     "JoyImageEditPlusPipeline",
@@ -124,7 +124,7 @@ _ONE_PROMPT = (
     "DreamLitePipeline",
     "DreamLiteMobilePipeline",
 )
-"""Pipelines that take one prompt only, or pictures that are for all of them."""
+"""Pipelines that take one prompt only, or images that are for all of them."""
 
 ENTRIES = tuple(
     Entry(name=name, build=build, guidance=guidance, prompts="" if name in _ONE_PROMPT else "prompt")

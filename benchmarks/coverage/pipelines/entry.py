@@ -12,7 +12,7 @@ import diffusers
 import torch
 from diffusers.utils.import_utils import DummyObject
 
-from tests.tiny import pictures
+from tests.tiny import sample_images
 from tests.tiny.image_pipelines import SIZE
 from tests.tiny.weights import enliven, seeded
 
@@ -23,11 +23,11 @@ Built = tuple[Any, dict[str, Any]]
 """A pipeline with random weights (CPU, fp32) and keyword arguments of a call with guidance on, if it has any."""
 
 STEPS = 2
-IMAGE: dict[str, Any] = {"image": pictures.scene(), "strength": 0.99}
+IMAGE: dict[str, Any] = {"image": sample_images.scene(), "strength": 0.99}
 """Arguments of an image-to-image pipeline."""
-MASKED: dict[str, Any] = IMAGE | {"mask_image": pictures.mask(), **SIZE}
+MASKED: dict[str, Any] = IMAGE | {"mask_image": sample_images.mask(), **SIZE}
 """Arguments of an inpainting pipeline."""
-CONTROL: dict[str, Any] = {"control_image": pictures.scene()}
+CONTROL: dict[str, Any] = {"control_image": sample_images.scene()}
 """Arguments of a pipeline with a ControlNet or control channels."""
 SECOND_PROMPT = "two tall pines by a lake"
 

@@ -49,7 +49,7 @@ def examine(pool: LocalExecutor, name: str, verifications: str) -> Report:
     """Every plan of one pipeline on a pool of `RANKS` ranks."""
     entry = ZOO[name]
     outcomes = _outcomes(pool, name, entry.plans, verifications)
-    sys.stderr.write(f"{name}: {', '.join(f'{each.plan} {each.verdict}' for each in outcomes)}\n")
+    sys.stderr.write(f"{name}: {', '.join(f'{each.plan} {each.status}' for each in outcomes)}\n")
     return Report(name=name, guidance=entry.guidance, outcomes=outcomes)
 
 
@@ -62,5 +62,5 @@ def _outcomes(pool: LocalExecutor, name: str, plans: Sequence[str], verification
     except Exception as error:  # noqa: BLE001 - whatever ends the workers is what this plan gives
         if len(plans) > 1:
             return tuple(each for plan in plans for each in _outcomes(pool, name, [plan], verifications))
-        return (Outcome(plan=plans[0], verdict="failed", said=f"{type(error).__name__}: {error}".splitlines()[0]),)
+        return (Outcome(plan=plans[0], status="failed", message=f"{type(error).__name__}: {error}".splitlines()[0]),)
     return outcomes_of(of_ranks, plans)

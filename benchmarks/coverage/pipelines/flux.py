@@ -7,14 +7,14 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import autoencoders, language_encoders, pictures, transformer_pipelines
+from tests.tiny import autoencoders, language_encoders, sample_images, transformer_pipelines
 from tests.tiny.image_pipelines import PROMPT, SIZE
 
 from .entry import CONTROL, IMAGE, MASKED, THREE, Built, Entry, Guidance, builder, changed, derived
 
 _PAG = {"pag_scale": 2.0}
-_FILL = MASKED | {"mask_image": pictures.mask().rotate(180)}
-"""With the usual mask, what is left of the picture is darkest next to it, and the norms of this small autoencoder make
+_FILL = MASKED | {"mask_image": sample_images.mask().rotate(180)}
+"""With the usual mask, what is left of the image is darkest next to it, and the norms of this small autoencoder make
 some 1e-5 of what rounding leaves when bands of it are encoded; in float64 they are 6e-15 apart."""
 
 
@@ -68,9 +68,9 @@ def _sd3_inpaint() -> Built:
 
 
 def _cloze(name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    """One example of what to do, and a picture to do it to: rows of a grid, of which the last place is empty.
+    """One example of what to do, and an image to do it to: rows of a grid, of which the last place is empty.
 
-    The stage that enlarges the result encodes a picture that is all masked, hence of one colour: the norms of the
+    The stage that enlarges the result encodes an image that is all masked, hence of one colour: the norms of the
     autoencoder make 1e-3 of what rounding leaves when it is encoded in bands, so that only the first stage is tried.
     """
 
@@ -78,7 +78,7 @@ def _cloze(name: str, call: dict[str, Any]) -> Callable[[], Built]:
         transformer = changed(
             transformer_pipelines.flux()[0].transformer, in_channels=4 * (4 + 4 + 64), out_channels=16
         )
-        grid = [[pictures.scene(), pictures.scene()], [pictures.scene(), None]]
+        grid = [[sample_images.scene(), sample_images.scene()], [sample_images.scene(), None]]
         prompts = {"task_prompt": "edges of the picture", "content_prompt": PROMPT, "image": grid}
         parts = {"transformer": transformer, "resolution": 128}
         return derived(transformer_pipelines.flux, name, prompts | call, **parts)
@@ -87,7 +87,7 @@ def _cloze(name: str, call: dict[str, Any]) -> Callable[[], Built]:
 
 
 def _redux() -> Built:
-    """It has no denoiser: what it makes of pictures is the text of another pipeline."""
+    """It has no denoiser: what it makes of images is the text of another pipeline."""
     from diffusers.pipelines.flux.modeling_flux import ReduxImageEncoder
 
     source = transformer_pipelines.flux()[0]
@@ -98,7 +98,7 @@ def _redux() -> Built:
         image_embedder=ReduxImageEncoder(redux_dim=32, txt_in_features=32),
         **parts,
     )
-    return pipe, {"image": pictures.scene(), "prompt": PROMPT, "generator": None}
+    return pipe, {"image": sample_images.scene(), "prompt": PROMPT, "generator": None}
 
 
 def _chroma_inpaint() -> Built:
@@ -125,7 +125,7 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "FluxControlNetPipeline": (_flux_controlnet("FluxControlNetPipeline", {}), "a call each"),
     "FluxControlNetImg2ImgPipeline": (_flux_controlnet("FluxControlNetImg2ImgPipeline", IMAGE), "none"),
     "FluxControlNetInpaintPipeline": (_flux_controlnet("FluxControlNetInpaintPipeline", MASKED), "none"),
-    "FluxKontextPipeline": (_kontext("FluxKontextPipeline", {"image": pictures.scene()}), "a call each"),
+    "FluxKontextPipeline": (_kontext("FluxKontextPipeline", {"image": sample_images.scene()}), "a call each"),
     "FluxKontextInpaintPipeline": (_kontext("FluxKontextInpaintPipeline", MASKED), "a call each"),
     "ChromaPipeline": (transformer_pipelines.chroma, "a call each"),
     "ChromaImg2ImgPipeline": (builder(transformer_pipelines.chroma, "ChromaImg2ImgPipeline", IMAGE), "a call each"),
@@ -152,7 +152,7 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     ),
     "StableDiffusion3ControlNetPipeline": (_sd3_controlnet("StableDiffusion3ControlNetPipeline", {}), "one call"),
     "StableDiffusion3ControlNetInpaintingPipeline": (
-        _sd3_controlnet("StableDiffusion3ControlNetInpaintingPipeline", {"control_mask": pictures.mask()}, 1),
+        _sd3_controlnet("StableDiffusion3ControlNetInpaintingPipeline", {"control_mask": sample_images.mask()}, 1),
         "one call",
     ),
     "StableDiffusion3PAGPipeline": (
@@ -166,7 +166,7 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
 }
 
 _ONE_PROMPT = ("DiTPipeline", "FluxPriorReduxPipeline", "VisualClozeGenerationPipeline", "VisualClozePipeline")
-"""Classes instead of prompts, a sum over all prompts, or a grid of pictures for each."""
+"""Classes instead of prompts, a sum over all prompts, or a grid of images for each."""
 
 ENTRIES = tuple(
     Entry(

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 
-from tests.tiny import encoders, pictures, tokenizers
+from tests.tiny import encoders, sample_images, tokenizers
 from tests.tiny.image_pipelines import PROMPT
 from tests.tiny.transformer_pipelines import flow_matching
 
@@ -49,7 +49,7 @@ def _hunyuan_image() -> Built:
 
 
 def _hunyuan_refiner() -> Built:
-    """Its patches are of pictures that it is given, in channels beside the noise."""
+    """Its patches are of images that it is given, in channels beside the noise."""
     vae = diffusers.AutoencoderKLHunyuanImageRefiner(
         latent_channels=4,
         block_out_channels=(32, 32, 32, 32),
@@ -60,7 +60,7 @@ def _hunyuan_refiner() -> Built:
     sizes = {"in_channels": 16, "out_channels": 8, "patch_size": (1, 1, 1), "rope_axes_dim": (4, 4, 4)}
     pipe = diffusers.HunyuanImageRefinerPipeline(**_hunyuan_image_parts(**sizes), vae=vae)
     pipe.tokenizer_max_length = 200
-    return pipe, {"prompt": PROMPT, "image": pictures.scene(64, 64), "height": 64, "width": 64}
+    return pipe, {"prompt": PROMPT, "image": sample_images.scene(64, 64), "height": 64, "width": 64}
 
 
 ENTRIES = (

@@ -8,13 +8,13 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, pictures, tokenizers, video_transformer_pipelines
+from tests.tiny import encoders, sample_images, tokenizers, video_transformer_pipelines
 from tests.tiny.transformer_pipelines import flow_matching
 
 from .entry import Built, Entry, Guidance, changed, derived
 
 _HUNYUAN = video_transformer_pipelines.hunyuan_video
-_IMAGE = {"image": pictures.scene(64, 64)}
+_IMAGE = {"image": sample_images.scene(64, 64)}
 _LETTERED = 'a small red house that says "Hi"'
 _HEADING = "<|end_header_id|>"
 _SIGHT = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -52,9 +52,9 @@ def _small_images() -> Any:
 def _image_to_video() -> Built:
     """The first frame is given: its tokens have another time than the rest."""
     transformer = changed(_HUNYUAN()[0].transformer, image_condition_type="token_replace", guidance_embeds=False)
-    places = {"crop_start": 3, "image_emb_len": 4, "image_emb_start": 1, "image_emb_end": 5}
+    positions = {"crop_start": 3, "image_emb_len": 4, "image_emb_start": 1, "image_emb_end": 5}
     template = f"{_HEADING}<image>{_HEADING}{{}}say{_HEADING}"
-    call = _IMAGE | {"prompt_template": {"template": template, **places}}
+    call = _IMAGE | {"prompt_template": {"template": template, **positions}}
     parts = {"transformer": transformer, "image_processor": _small_images(), **_image_reader()}
     return derived(_HUNYUAN, "HunyuanVideoImageToVideoPipeline", call, **parts)
 
@@ -132,7 +132,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
         "a call each",
     ),
     "HunyuanVideo15ImageToVideoPipeline": (
-        _hunyuan15("HunyuanVideo15ImageToVideoPipeline", {"image": pictures.scene()}, sight=siglip),
+        _hunyuan15("HunyuanVideo15ImageToVideoPipeline", {"image": sample_images.scene()}, sight=siglip),
         "a call each",
     ),
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.tiny import kandinsky_pipelines as kandinsky
-from tests.tiny import pictures
+from tests.tiny import sample_images
 
 from .entry import Built, Entry, builder, changed, derived
 
-_IMAGE = {"image": pictures.scene(64, 64), "strength": 0.9}
-_MASKED = {"image": pictures.scene(64, 64), "mask_image": pictures.mask(64, 64)}
+_IMAGE = {"image": sample_images.scene(64, 64), "strength": 0.9}
+_MASKED = {"image": sample_images.scene(64, 64), "mask_image": sample_images.mask(64, 64)}
 
 
 def _masked(source: Callable[[], Built], name: str) -> Callable[[], Built]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, language_pipelines, pictures, tokenizers
+from tests.tiny import encoders, language_pipelines, sample_images, tokenizers
 
 from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, builder, changed, derived
 
@@ -62,7 +62,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "QwenImageInpaintPipeline": (builder(_QWEN, "QwenImageInpaintPipeline", MASKED), "a call each"),
     "QwenImageControlNetPipeline": (_qwen_controlnet("QwenImageControlNetPipeline", {}), "a call each"),
     "QwenImageControlNetInpaintPipeline": (
-        _qwen_controlnet("QwenImageControlNetInpaintPipeline", {"control_mask": pictures.mask()}, 4),
+        _qwen_controlnet("QwenImageControlNetInpaintPipeline", {"control_mask": sample_images.mask()}, 4),
         "a call each",
     ),
     "QwenImageEditPipeline": (language_pipelines.qwen_edit, "a call each"),
@@ -73,7 +73,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
         "a call each",
     ),
     "Flux2KleinKVPipeline": (
-        _flux2_klein("Flux2KleinKVPipeline", {"image": pictures.scene()}, is_distilled=True),
+        _flux2_klein("Flux2KleinKVPipeline", {"image": sample_images.scene()}, is_distilled=True),
         "none",
     ),
     "Lumina2Pipeline": (language_pipelines.lumina2, "a call each"),

@@ -1,4 +1,4 @@
-"""Pipelines whose denoisers have linear attention (Sana), and those of Wan that animate a picture."""
+"""Pipelines whose denoisers have linear attention (Sana), and those of Wan that animate an image."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import diffusers
 
-from tests.tiny import encoders, linear_pipelines, pictures, video_transformer_pipelines
+from tests.tiny import encoders, linear_pipelines, sample_images, video_transformer_pipelines
 
 from .entry import THREE, Built, Entry, Guidance, builder, configuration, derived
 
@@ -16,12 +16,12 @@ def _controlnet() -> Built:
     given = configuration(linear_pipelines.transformer())
     config = {name: value for name, value in given.items() if name not in dropped}
     controlnet = diffusers.SanaControlNetModel(**config | {"num_layers": 1})
-    call = {"control_image": pictures.scene(32, 32)}
+    call = {"control_image": sample_images.scene(32, 32)}
     return derived(linear_pipelines.sana, "SanaControlNetPipeline", call, controlnet=controlnet)
 
 
 def _animate() -> Built:
-    """A picture that moves as the pose and the face of a film do."""
+    """An image that moves as the pose and the face of a video do."""
     transformer = diffusers.WanAnimateTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=4,
@@ -46,11 +46,11 @@ def _animate() -> Built:
         inject_face_latents_blocks=2,
     )
     sight = encoders.clip_image_reader()
-    film = pictures.film(5)
+    video = sample_images.video(5)
     call = {
-        "image": pictures.scene(64, 64),
-        "pose_video": film,
-        "face_video": [frame.resize((16, 16)) for frame in film],
+        "image": sample_images.scene(64, 64),
+        "pose_video": video,
+        "face_video": [frame.resize((16, 16)) for frame in video],
         "segment_frame_length": 5,
         "guidance_scale": 4.0,
     }
@@ -64,12 +64,12 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "SanaPAGPipeline": (builder(_SANA, "SanaPAGPipeline", {"pag_scale": 2.0}), THREE),
     "SanaSprintPipeline": (_SPRINT, "none"),
     "SanaSprintImg2ImgPipeline": (
-        builder(_SPRINT, "SanaSprintImg2ImgPipeline", {"image": pictures.scene(32, 32), "strength": 0.99}),
+        builder(_SPRINT, "SanaSprintImg2ImgPipeline", {"image": sample_images.scene(32, 32), "strength": 0.99}),
         "none",
     ),
     "SanaVideoPipeline": (_VIDEO, "one call"),
     "SanaImageToVideoPipeline": (
-        builder(_VIDEO, "SanaImageToVideoPipeline", {"image": pictures.scene(64, 64)}),
+        builder(_VIDEO, "SanaImageToVideoPipeline", {"image": sample_images.scene(64, 64)}),
         "one call",
     ),
     "SanaWMPipeline": (linear_pipelines.sana_world, "one call"),

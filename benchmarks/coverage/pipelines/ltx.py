@@ -10,21 +10,21 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 
-from tests.tiny import conditioned_pipelines, pictures, video_transformer_pipelines
+from tests.tiny import conditioned_pipelines, sample_images, video_transformer_pipelines
 from tests.tiny.image_pipelines import PROMPT
 from tests.tiny.transformer_pipelines import flow_matching
 
 from .entry import Built, Entry, Guidance, builder, changed, derived
 
 _LTX2 = conditioned_pipelines.ltx2
-_REFERENCE = pictures.scene(32, 32)
+_REFERENCE = sample_images.scene(32, 32)
 _KEYFRAMES = {"use_keyframes_abs_pos_embedding": True}
 
 
 def _long() -> Built:
     """Windows of time, each with a prompt of its own and the end of the one before."""
     windows = {"num_frames": 33, "temporal_tile_size": 24, "temporal_overlap": 8, "num_inference_steps": 2}
-    call = windows | {"prompt": f"{PROMPT}|a pine", "cond_image": pictures.scene(64, 64), "guidance_scale": 3.0}
+    call = windows | {"prompt": f"{PROMPT}|a pine", "cond_image": sample_images.scene(64, 64), "guidance_scale": 3.0}
     parts = {"scheduler": flow_matching()}
     name = "LTXI2VLongMultiPromptPipeline"
     return derived(video_transformer_pipelines.ltx, name, call | {"skip_steps_sigma_threshold": None}, **parts)
@@ -42,7 +42,7 @@ def _hdr() -> Built:
 
 
 def _dfr() -> Built:
-    """Keyframes are drawn with the film, as tokens after it."""
+    """Keyframes are drawn with the video, as tokens after it."""
     transformer, call = changed(_LTX2()[0].transformer, **_KEYFRAMES), {"sigmas": [1.0, 0.5], "num_frames": 13}
     return derived(_LTX2, "LTX2DFRPipeline", call, transformer=transformer, scheduler=flow_matching())
 

@@ -1,4 +1,4 @@
-"""Pipelines of short films from UNets of images with layers of motion."""
+"""Pipelines of short videos from UNets of images with layers of motion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, image_pipelines, pictures, video_pipelines
+from tests.tiny import encoders, image_pipelines, sample_images, video_pipelines
 
 from .entry import Built, Entry, derived
 
@@ -38,7 +38,7 @@ def _sparse() -> Built:
         conditioning_embedding_out_channels=(8, 8, 16, 16),
         use_simplified_condition_embedding=False,
     )
-    call = {"conditioning_frames": [pictures.scene()], "controlnet_frame_indices": [1]}
+    call = {"conditioning_frames": [sample_images.scene()], "controlnet_frame_indices": [1]}
     parts: dict[str, Any] = {"motion_adapter": video_pipelines.animatediff()[0].motion_adapter}
     parts |= {"unet": image_pipelines.sd()[0].unet, "controlnet": controlnet}
     return derived(video_pipelines.animatediff, "AnimateDiffSparseControlNetPipeline", call, **parts)
@@ -47,7 +47,7 @@ def _sparse() -> Built:
 def _pia() -> Built:
     """The image is beside the noise, with a mask that says how much each frame is like it."""
     parts = {"motion_adapter": _motion(conv_in_channels=9), "unet": image_pipelines.sd()[0].unet}
-    return derived(video_pipelines.animatediff, "PIAPipeline", {"image": pictures.scene()}, **parts)
+    return derived(video_pipelines.animatediff, "PIAPipeline", {"image": sample_images.scene()}, **parts)
 
 
 def _i2vgen() -> Built:
@@ -62,7 +62,7 @@ def _i2vgen() -> Built:
         attention_head_dim=8,
     )
     parts = {"image_encoder": encoders.clip_vision(), "feature_extractor": encoders.clip_image_processor()}
-    call = {"image": pictures.scene()}
+    call = {"image": sample_images.scene()}
     pipe, arguments = derived(video_pipelines.text_to_video, "I2VGenXLPipeline", call, unet=unet, **parts)
     return pipe, arguments | {"clip_skip": None}  # its default needs text encoders as transformers had them before 5
 

@@ -31,8 +31,8 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """What is wrong, or ended in an error that is no refusal, or is no call that diffusers can do."""
-        bad = [each for each in self.outcomes if each.verdict not in ("exact", "refused")]
-        return [f"{each.plan}: {each.said}" for each in bad]
+        bad = [each for each in self.outcomes if each.status not in ("exact", "refused")]
+        return [f"{each.plan}: {each.message}" for each in bad]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def _column(plan: str) -> str:
 def _cell(outcome: Outcome | None) -> str:
     if outcome is None:
         return NOTHING
-    if outcome.verdict != "exact" or outcome.error is None:
-        return outcome.verdict
+    if outcome.status != "exact" or outcome.error is None:
+        return outcome.status
     return "equal" if outcome.error == 0 else f"1e{math.floor(math.log10(outcome.error)) + 1}"
 
 
@@ -74,10 +74,10 @@ def _note(report: Report) -> str:
     """Each sentence once, with the plans it is for; of guidance that a pipeline has not, nothing need be said."""
     plans: dict[str, list[str]] = {}
     for each in report.outcomes:
-        if each.said and not (report.guidance == "none" and each.plan.startswith("cfg")):
-            plans.setdefault(each.said.splitlines()[0], []).append(each.plan)
-    told = [f"{', '.join(names)}: {said}" for said, names in plans.items()]
-    return "; ".join(told).replace("|", "\\|")
+        if each.message and not (report.guidance == "none" and each.plan.startswith("cfg")):
+            plans.setdefault(each.message.splitlines()[0], []).append(each.plan)
+    reported = [f"{', '.join(names)}: {message}" for message, names in plans.items()]
+    return "; ".join(reported).replace("|", "\\|")
 
 
 def left_out() -> dict[str, str]:
@@ -100,8 +100,8 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
             "*Without exchange* is the smallest error of the same call with the exchange switched off (at least "
             f"{power(SEEN)}). Written by `python -m benchmarks.coverage`.",
             "",
-            f"Exact under `patch=2`: {share_of(_exact(reports, 'patch=2'), len(reports))}. Exact under `cfg`, of "
-            f"those that guide: {share_of(_exact(_guided(reports), 'cfg'), len(_guided(reports)))}.",
+            f"Exact under `patch=2`: {fraction_of(_exact(reports, 'patch=2'), len(reports))}. Exact under `cfg`, of "
+            f"those that guide: {fraction_of(_exact(_guided(reports), 'cfg'), len(_guided(reports)))}.",
             "",
             *table(("", *PLANS), _summary(reports)),
             "",
@@ -115,13 +115,13 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
     )
 
 
-def share_of(part: int, whole: int) -> str:
+def fraction_of(part: int, whole: int) -> str:
     """As "9 of 10 (90 %)"."""
     return f"{part} of {whole} ({math.floor(100 * part / max(1, whole))} %)"
 
 
 def _exact(reports: Sequence[Report], plan: str) -> int:
-    return sum(each.verdict == "exact" for report in reports for each in report.outcomes if _column(each.plan) == plan)
+    return sum(each.status == "exact" for report in reports for each in report.outcomes if _column(each.plan) == plan)
 
 
 def _guided(reports: Sequence[Report]) -> list[Report]:
@@ -129,10 +129,9 @@ def _guided(reports: Sequence[Report]) -> list[Report]:
 
 
 def _summary(reports: Sequence[Report]) -> list[list[str]]:
-    counted = Counter((_column(each.plan), each.verdict) for report in reports for each in report.outcomes)
+    counted = Counter((_column(each.plan), each.status) for report in reports for each in report.outcomes)
     return [
-        [verdict, *(str(counted[plan, verdict]) for plan in PLANS)]
-        for verdict in ("exact", "refused", "wrong", "failed")
+        [status, *(str(counted[plan, status]) for plan in PLANS)] for status in ("exact", "refused", "wrong", "failed")
     ]
 
 

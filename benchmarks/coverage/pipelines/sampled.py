@@ -21,8 +21,8 @@ _CODES = 32
 """How many image tokens there are."""
 
 
-def _to_tensor(picture: Any) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(picture).astype(np.float32) / 255).permute(2, 0, 1)
+def _to_tensor(image: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(image).astype(np.float32) / 255).permute(2, 0, 1)
 
 
 _TRANSFORMS = SimpleNamespace(

@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, pictures, tokenizers
+from tests.tiny import encoders, sample_images, tokenizers
 from tests.tiny.image_pipelines import PROMPT
 
 from .entry import Built, Entry
@@ -43,7 +43,7 @@ def _image() -> Built:
     """Every patch of the image is a token beside those of the scene."""
     encoder = {"image_encoder": encoders.clip_vision(), "image_processor": encoders.clip_image_processor()}
     pipe = diffusers.ShapEImg2ImgPipeline(**_parts(embedding_proj_norm_type="layer"), **encoder)
-    return pipe, {"image": pictures.scene(64, 64)}
+    return pipe, {"image": sample_images.scene(64, 64)}
 
 
 ENTRIES = (

@@ -76,7 +76,7 @@ def longcat_parts(levels: int = 4) -> dict[str, Any]:
         "vae": autoencoders.kl(latent_channels=16, quant_conv=False, scaling_factor=0.36, levels=levels),
         "text_encoder": encoders.qwen(),
         "tokenizer": tokenizers.qwen(),
-        "text_processor": encoders.PictureReader(tokenizers.qwen()),
+        "text_processor": encoders.ImageReader(tokenizers.qwen()),
         "transformer": transformer("LongCatImageTransformer2DModel", in_channels=64),
     }
 
@@ -93,7 +93,7 @@ def _nucleus() -> Built:
         scheduler=flow_matching(use_dynamic_shifting=True),
         vae=autoencoders.qwen(),
         text_encoder=language_encoders.qwen3_vl(),
-        processor=encoders.PictureReader(tokenizers.mistral()),
+        processor=encoders.ImageReader(tokenizers.mistral()),
     )
     return pipe, _CALL | {"return_index": -1}
 
@@ -141,7 +141,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
 }
 
 _ONE_PROMPT = ("PRXPipeline", "PRXPixelPipeline")
-"""Pipelines whose own call fails for two prompts with guidance: they give the denoiser two times for four pictures."""
+"""Pipelines whose own call fails for two prompts with guidance: they give the denoiser two times for four images."""
 
 ENTRIES = tuple(
     Entry(name=name, build=build, guidance=guidance, prompts="" if name in _ONE_PROMPT else "prompt")

@@ -33,7 +33,7 @@ RANKS = 3
 PATIENCE = 120.0
 """Seconds for which other ranks wait until rank 0 has made the plain reference, on a busy machine too."""
 
-Verdict = Literal["exact", "refused", "wrong", "failed", "plain fails"]
+Judgement = Literal["exact", "refused", "wrong", "failed", "plain fails"]
 """The last: diffusers' own pipeline cannot do this call in one process either."""
 
 CONTROLLED = 2
@@ -48,10 +48,10 @@ class Outcome:
     """
 
     plan: str
-    verdict: Verdict
+    status: Judgement
     error: float | None = None
     control: float | None = None
-    said: str = ""
+    message: str = ""
 
 
 def examined(
@@ -124,13 +124,13 @@ class _Trial:
             return None
         want, failure_of_plain = self._wanted()
         if not self._on_all_ranks(not failure_of_plain):
-            return Outcome(plan=text, verdict="plain fails", said=failure_of_plain)
+            return Outcome(plan=text, status="plain fails", message=failure_of_plain)
         try:
             error, control = self._errors(want)
         except PatchparError as refusal:
-            return Outcome(plan=text, verdict="refused", said=f"{type(refusal).__name__}: {refusal}")
+            return Outcome(plan=text, status="refused", message=f"{type(refusal).__name__}: {refusal}")
         except Exception as failure:  # noqa: BLE001 - this is what the table is about
-            return Outcome(plan=text, verdict="failed", said=f"{type(failure).__name__}: {failure}")
+            return Outcome(plan=text, status="failed", message=f"{type(failure).__name__}: {failure}")
         return judged(text, error, control)
 
     def _wanted(self) -> tuple[list[Tensor], str]:
@@ -170,11 +170,11 @@ class _Trial:
 def judged(plan: str, error: float, control: float | None) -> Outcome:
     """Exact if it is within the limit and its control is not."""
     if not error <= LIMIT:
-        return Outcome(plan=plan, verdict="wrong", error=error, control=control, said=f"off by {error:.1e}")
+        return Outcome(plan=plan, status="wrong", error=error, control=control, message=f"off by {error:.1e}")
     if control is not None and not control >= SEEN:
-        said = f"right without exchange as well ({control:.1e})"
-        return Outcome(plan=plan, verdict="wrong", error=error, control=control, said=said)
-    return Outcome(plan=plan, verdict="exact", error=error, control=control)
+        message = f"right without exchange as well ({control:.1e})"
+        return Outcome(plan=plan, status="wrong", error=error, control=control, message=message)
+    return Outcome(plan=plan, status="exact", error=error, control=control)
 
 
 def outcomes_of(of_ranks: Sequence[Sequence[Outcome]], plans: Sequence[str]) -> tuple[Outcome, ...]:
@@ -186,8 +186,8 @@ def outcomes_of(of_ranks: Sequence[Sequence[Outcome]], plans: Sequence[str]) -> 
 def merged(of_ranks: Sequence[Outcome]) -> Outcome:
     """One outcome of those of all ranks: the worst verdict, the largest error, the smallest control that was seen."""
     order = ("plain fails", "failed", "wrong", "refused", "exact")
-    worst = min(of_ranks, key=lambda each: (order.index(each.verdict), not each.said))
-    if worst.verdict in ("refused", "failed", "plain fails"):
+    worst = min(of_ranks, key=lambda each: (order.index(each.status), not each.message))
+    if worst.status in ("refused", "failed", "plain fails"):
         return worst
     error = max(each.error or 0.0 for each in of_ranks)
     control = max((each.control for each in of_ranks if each.control is not None), default=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, image_pipelines, pictures, tokenizers
+from tests.tiny import encoders, image_pipelines, sample_images, tokenizers
 
 from .entry import Built, Entry, changed, derived
 
@@ -43,7 +43,7 @@ def _unclip() -> Built:
 
 def _unclip_image() -> Built:
     parts = {"image_encoder": encoders.clip_vision(), "feature_extractor": encoders.clip_image_processor()}
-    call = {"image": pictures.scene()}
+    call = {"image": sample_images.scene()}
     return derived(image_pipelines.sd, "StableUnCLIPImg2ImgPipeline", call, **_embedded(), **parts)
 
 
@@ -59,7 +59,7 @@ def _latent_upscale() -> Built:
         "unet": changed(image_pipelines.sd()[0].unet, **changes),
         "scheduler": diffusers.EulerDiscreteScheduler(prediction_type="sample"),
     }
-    call = {"image": pictures.scene()}
+    call = {"image": sample_images.scene()}
     return derived(image_pipelines.sd, "StableDiffusionLatentUpscalePipeline", call, **parts)
 
 
@@ -68,7 +68,7 @@ def _marigold(name: str, settings: Mapping[str, Any], targets: int = 1) -> Calla
 
     def build() -> Built:
         unet = changed(image_pipelines.sd()[0].unet, in_channels=4 * (1 + targets), out_channels=4 * targets)
-        call = {"image": pictures.scene(), "processing_resolution": 128, "output_type": "np", "prompt": None}
+        call = {"image": sample_images.scene(), "processing_resolution": 128, "output_type": "np", "prompt": None}
         parts = {"unet": unet, "scheduler": diffusers.DDIMScheduler(clip_sample=False), **settings}
         return derived(image_pipelines.sd, name, call, **parts)
 

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.tiny import autoencoders, encoders, image_pipelines, pictures
+from tests.tiny import autoencoders, encoders, image_pipelines, sample_images
 from tests.tiny.image_pipelines import SIZE
 
 from .entry import CONTROL, IMAGE, MASKED, THREE, Built, Entry, builder, changed, derived
@@ -42,7 +42,7 @@ def beside(unet: Any) -> dict[str, Any]:
 
 
 def _controlnet_xs() -> Built:
-    call = {"image": pictures.scene(), **SIZE}
+    call = {"image": sample_images.scene(), **SIZE}
     parts = beside(image_pipelines.sd()[0].unet)
     return derived(image_pipelines.sd, "StableDiffusionControlNetXSPipeline", call, **parts)
 
@@ -65,14 +65,14 @@ def _depth_vae() -> Any:
 
 def _variation() -> Built:
     parts = {"image_encoder": encoders.clip_vision(), "feature_extractor": encoders.clip_image_processor()}
-    call = {"image": pictures.scene(), "prompt": None, **SIZE}
+    call = {"image": sample_images.scene(), "prompt": None, **SIZE}
     return derived(image_pipelines.sd, "StableDiffusionImageVariationPipeline", call, **parts)
 
 
 def _upscale() -> Built:
     """Four times larger: the latents are as large as the image that is given."""
     unet = unet_of_sd(in_channels=7, num_class_embeds=1000)
-    call = {"image": pictures.scene(16, 24), "noise_level": 20}
+    call = {"image": sample_images.scene(16, 24), "noise_level": 20}
     parts = {"unet": unet, "low_res_scheduler": diffusers.DDPMScheduler()}
     return derived(image_pipelines.sd, "StableDiffusionUpscalePipeline", call, **parts)
 
@@ -88,7 +88,7 @@ def _lcm(name: str, call: dict[str, Any]) -> Callable[[], Built]:
 
 
 TWO_IMAGES: dict[str, Any] = {
-    "image": [pictures.scene(), pictures.scene().transpose(1)],
+    "image": [sample_images.scene(), sample_images.scene().transpose(1)],
     "adapter_conditioning_scale": [0.7, 0.4],
     **SIZE,
 }
@@ -150,7 +150,9 @@ ENTRIES = (
     Entry(
         name="StableDiffusionControlNetPAGPipeline",
         guidance=THREE,
-        build=sd("StableDiffusionControlNetPAGPipeline", _PAG | {"image": pictures.scene()}, controlnet=controlnet),
+        build=sd(
+            "StableDiffusionControlNetPAGPipeline", _PAG | {"image": sample_images.scene()}, controlnet=controlnet
+        ),
     ),
     Entry(
         name="StableDiffusionControlNetPAGInpaintPipeline",

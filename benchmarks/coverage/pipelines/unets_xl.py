@@ -8,7 +8,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import image_pipelines, pictures
+from tests.tiny import image_pipelines, sample_images
 from tests.tiny.image_pipelines import SIZE
 
 from .entry import CONTROL, IMAGE, MASKED, Built, Entry, builder, changed, derived, in_one_call
@@ -56,14 +56,14 @@ def _adapters() -> Any:
 
 
 def _controlnet_xs() -> Built:
-    call = {"image": pictures.scene(), **SIZE}
+    call = {"image": sample_images.scene(), **SIZE}
     parts = beside(image_pipelines.sdxl()[0].unet)
     return derived(image_pipelines.sdxl, "StableDiffusionXLControlNetXSPipeline", call, **parts)
 
 
 def _edit() -> Built:
     unet = changed(image_pipelines.sdxl()[0].unet, in_channels=8)
-    call = {"image": pictures.scene(), "image_guidance_scale": 1.5, **SIZE}
+    call = {"image": sample_images.scene(), "image_guidance_scale": 1.5, **SIZE}
     return derived(image_pipelines.sdxl, "StableDiffusionXLInstructPix2PixPipeline", call, unet=unet)
 
 
@@ -95,7 +95,7 @@ _BUILD: dict[str, Callable[[], Built]] = {
     "StableDiffusionXLPAGImg2ImgPipeline": _xl("StableDiffusionXLPAGImg2ImgPipeline", _PAG | IMAGE),
     "StableDiffusionXLPAGInpaintPipeline": _xl("StableDiffusionXLPAGInpaintPipeline", _PAG | MASKED),
     "StableDiffusionXLControlNetPAGPipeline": _xl(
-        "StableDiffusionXLControlNetPAGPipeline", _PAG | {"image": pictures.scene()}, controlnet=_controlnet
+        "StableDiffusionXLControlNetPAGPipeline", _PAG | {"image": sample_images.scene()}, controlnet=_controlnet
     ),
     "StableDiffusionXLControlNetPAGImg2ImgPipeline": _xl(
         "StableDiffusionXLControlNetPAGImg2ImgPipeline", _PAG | IMAGE | CONTROL, controlnet=_controlnet

@@ -9,7 +9,7 @@ import diffusers
 
 from tests.tiny import (
     image_pipelines,
-    pictures,
+    sample_images,
     transformer_pipelines,
     video_pipelines,
     video_transformer_pipelines,
@@ -19,7 +19,7 @@ from .entry import THREE, Built, Entry, Guidance, builder, changed, derived
 from .unets_sd import controlnet
 from .wan_based import like_wan
 
-_FILM_IMAGE = {"image": pictures.scene(64, 64)}
+_VIDEO_IMAGE = {"image": sample_images.scene(64, 64)}
 
 
 def _with(
@@ -36,7 +36,7 @@ def _with(
 
 def _ti2v() -> Built:
     """Wan 2.2 TI2V 5B: every token has a timestep of its own."""
-    call = _FILM_IMAGE | {"guidance_scale": 4.0}
+    call = _VIDEO_IMAGE | {"guidance_scale": 4.0}
     return derived(
         video_transformer_pipelines.wan, "WanImageToVideoPipeline", call, expand_timesteps=True, transformer_2=None
     )
@@ -44,12 +44,12 @@ def _ti2v() -> Built:
 
 def _ltx_condition() -> Built:
     parts = {"scheduler": transformer_pipelines.flow_matching()}
-    return derived(video_transformer_pipelines.ltx, "LTXConditionPipeline", _FILM_IMAGE, **parts)
+    return derived(video_transformer_pipelines.ltx, "LTXConditionPipeline", _VIDEO_IMAGE, **parts)
 
 
 def _vace() -> Built:
     transformer = like_wan(diffusers.WanVACETransformer3DModel, vace_layers=[0], vace_in_channels=96)
-    call = {"video": pictures.film()}
+    call = {"video": sample_images.video()}
     return derived(video_transformer_pipelines.wan, "WanVACEPipeline", call, transformer=transformer)
 
 
@@ -68,8 +68,8 @@ def _animate(name: str, call: dict[str, Any], *, with_controlnet: bool = False) 
     return build
 
 
-_FRAMES = {"video": pictures.film(3, 128), "strength": 0.99}
-_CONDITIONING = {"conditioning_frames": pictures.film(3, 128)}
+_FRAMES = {"video": sample_images.video(3, 128), "strength": 0.99}
+_CONDITIONING = {"conditioning_frames": sample_images.video(3, 128)}
 _WAN, _LTX, _COG = (
     video_transformer_pipelines.wan,
     video_transformer_pipelines.ltx,
@@ -80,24 +80,26 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "WanPipeline": (_WAN, "a call each"),
     "WanImageToVideoPipeline": (_ti2v, "a call each"),
     "WanVideoToVideoPipeline": (
-        builder(_WAN, "WanVideoToVideoPipeline", {"video": pictures.film(), "strength": 0.99}),
+        builder(_WAN, "WanVideoToVideoPipeline", {"video": sample_images.video(), "strength": 0.99}),
         "a call each",
     ),
     "WanVACEPipeline": (_vace, "a call each"),
     "LTXPipeline": (_LTX, "one call"),
-    "LTXImageToVideoPipeline": (builder(_LTX, "LTXImageToVideoPipeline", _FILM_IMAGE), "one call"),
+    "LTXImageToVideoPipeline": (builder(_LTX, "LTXImageToVideoPipeline", _VIDEO_IMAGE), "one call"),
     "LTXConditionPipeline": (_ltx_condition, "one call"),
     "CogVideoXPipeline": (_COG, "one call"),
     "CogVideoXVideoToVideoPipeline": (
-        builder(_COG, "CogVideoXVideoToVideoPipeline", {"video": pictures.film(), "strength": 0.99}),
+        builder(_COG, "CogVideoXVideoToVideoPipeline", {"video": sample_images.video(), "strength": 0.99}),
         "one call",
     ),
     "CogVideoXImageToVideoPipeline": (
-        _with(_COG, "CogVideoXImageToVideoPipeline", _FILM_IMAGE, "transformer", in_channels=8),
+        _with(_COG, "CogVideoXImageToVideoPipeline", _VIDEO_IMAGE, "transformer", in_channels=8),
         "one call",
     ),
     "CogVideoXFunControlPipeline": (
-        _with(_COG, "CogVideoXFunControlPipeline", {"control_video": pictures.film()}, "transformer", in_channels=8),
+        _with(
+            _COG, "CogVideoXFunControlPipeline", {"control_video": sample_images.video()}, "transformer", in_channels=8
+        ),
         "one call",
     ),
     "HunyuanVideoPipeline": (video_transformer_pipelines.hunyuan_video, "a call each"),

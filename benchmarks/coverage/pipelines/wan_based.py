@@ -7,12 +7,12 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import conditioned_pipelines, encoders, pictures, video_transformer_pipelines
+from tests.tiny import conditioned_pipelines, encoders, sample_images, video_transformer_pipelines
 
 from .entry import Built, Entry, Guidance, changed, derived
 
 _WAN = video_transformer_pipelines.wan
-_IMAGE = {"image": pictures.scene(64, 64)}
+_IMAGE = {"image": sample_images.scene(64, 64)}
 _SIZES = ("patch_size", "num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim")
 _MORE = ("freq_dim", "ffn_dim", "num_layers", "rope_max_seq_len")
 
@@ -33,7 +33,7 @@ def _chrono_edit() -> Built:
 
 def _lucy_edit() -> Built:
     transformer = changed(_WAN()[0].transformer, in_channels=32)
-    return derived(_WAN, "LucyEditPipeline", {"video": pictures.film()}, transformer=transformer)
+    return derived(_WAN, "LucyEditPipeline", {"video": sample_images.video()}, transformer=transformer)
 
 
 def _any_flow() -> Built:
@@ -75,7 +75,7 @@ def _helios(name: str, call: dict[str, Any], **scheduler: Any) -> Callable[[], B
     return build
 
 
-_CONTINUED = {"video": pictures.film(), "num_frames": 17, "overlap_history": 5}
+_CONTINUED = {"video": sample_images.video(), "num_frames": 17, "overlap_history": 5}
 _PYRAMID = {"pyramid_num_inference_steps_list": [1, 1], "height": 64, "width": 64}
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "ChronoEditPipeline": (_chrono_edit, "a call each"),

@@ -1,4 +1,4 @@
-"""Pipelines of Z-Image with a ControlNet that borrows layers of the transformer, and with pictures to refer to."""
+"""Pipelines of Z-Image with a ControlNet that borrows layers of the transformer, and with images to refer to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.tiny import language_encoders, language_pipelines, pictures
+from tests.tiny import language_encoders, language_pipelines, sample_images
 
 from .entry import CONTROL, MASKED, Built, Entry, changed, configuration, derived
 
@@ -30,14 +30,14 @@ def _controlnet(name: str, call: dict[str, Any], channels: int) -> Callable[[], 
 
 
 class _Encoder(diffusers.AutoencoderKL):  # type: ignore[misc]  # diffusers is not typed
-    """Takes pictures in any precision: the pipeline has those that it refers to in bfloat16."""
+    """Takes images in any precision: the pipeline has those that it refers to in bfloat16."""
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         return super().encode(x.to(self.dtype), return_dict)
 
 
 def _omni() -> Built:
-    """Two pictures to refer to."""
+    """Two images to refer to."""
     source = language_pipelines.zimage()[0]
     parts = {
         "transformer": changed(source.transformer, siglip_feat_dim=32),
@@ -45,7 +45,7 @@ def _omni() -> Built:
         "siglip": language_encoders.siglip2(),
         "siglip_processor": language_encoders.siglip2_processor(),
     }
-    call = {"image": [pictures.scene(), pictures.scene(96, 128)]}
+    call = {"image": [sample_images.scene(), sample_images.scene(96, 128)]}
     return derived(language_pipelines.zimage, "ZImageOmniPipeline", call, **parts)
 
 

@@ -40,12 +40,12 @@ def tests(device: str) -> Iterator[Row]:
         code = pytest.main([*options, "tests/gpu"])
         for case in ElementTree.parse(report).iter("testcase"):
             outcome = next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
-            said = case.find(outcome)
+            message = case.find(outcome)
             yield {
                 "test": case.get("name"),
                 "result": "failed" if outcome in ("failure", "error") else outcome,
                 "seconds": float(case.get("time", 0)),
-                "said": "" if said is None else str(said.get("message", ""))[:200],
+                "said": "" if message is None else str(message.get("message", ""))[:200],
             }
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {code}")

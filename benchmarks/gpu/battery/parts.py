@@ -74,10 +74,10 @@ def run_part(part: Part, python: str, device: str, seconds: float, root: Path) -
             finally:
                 _end(process)
         found = [loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-        said = log.read_text(errors="replace")[-LAST_WORDS:]
+        message = log.read_text(errors="replace")[-LAST_WORDS:]
     failed = [row for row in found if row.get("result") == "failed"]
     ok = code == 0 and not failed and bool(found)
-    error = "" if ok else f"{'out of time' if code is None else f'exit code {code}'}\n{said}"
+    error = "" if ok else f"{'out of time' if code is None else f'exit code {code}'}\n{message}"
     return Outcome(part=part.name, ok=ok, seconds=time.monotonic() - began, rows=found, error=error)
 
 

@@ -174,7 +174,7 @@ class _LayerTimes:
 
     def __init__(self, device: str) -> None:
         self._device, self._hooks = device, []
-        self._marks: list[tuple[str, Any, Any]] = []
+        self._events: list[tuple[str, Any, Any]] = []
         self._begun: dict[nn.Module, Any] = {}
 
     def watch(self, network: nn.Module) -> None:
@@ -185,12 +185,12 @@ class _LayerTimes:
                 self._hooks.append(layer.register_forward_hook(self._end))
 
     def _begin(self, layer: nn.Module, _: Any) -> None:
-        self._begun[layer] = self._mark()
+        self._begun[layer] = self._event()
 
     def _end(self, layer: nn.Module, _: Any, __: Any) -> None:
-        self._marks.append((type(layer).__name__, self._begun.pop(layer), self._mark()))
+        self._events.append((type(layer).__name__, self._begun.pop(layer), self._event()))
 
-    def _mark(self) -> Any:
+    def _event(self) -> Any:
         if self._device == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -204,7 +204,7 @@ class _LayerTimes:
         _wait(self._device)
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
-        for kind, begin, end in self._marks:
+        for kind, begin, end in self._events:
             seconds[kind] += end - begin if self._device == "cpu" else begin.elapsed_time(end) / 1e3
             calls[kind] += 1
         return {kind: (seconds[kind], calls[kind]) for kind in calls}

@@ -73,17 +73,17 @@ def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, na
 
 
 def test_what_is_wrong_is_seen() -> None:
-    assert judged("patch=2", 1e-7, 0.2).verdict == "exact"
-    assert judged("patch=2", 2 * LIMIT, 0.2).verdict == "wrong"
-    assert judged("patch=2", 1e-7, 1e-7).verdict == "wrong"
-    assert judged("patch=2", float("nan"), 0.2).verdict == "wrong"
-    exact, refused = Outcome(plan="cfg=2", verdict="exact", error=1e-7), Outcome(plan="cfg=2", verdict="refused")
-    assert merged([exact, refused]).verdict == "refused"
-    assert merged([exact, judged("cfg=2", 0.4, None)]).verdict == "wrong"
+    assert judged("patch=2", 1e-7, 0.2).status == "exact"
+    assert judged("patch=2", 2 * LIMIT, 0.2).status == "wrong"
+    assert judged("patch=2", 1e-7, 1e-7).status == "wrong"
+    assert judged("patch=2", float("nan"), 0.2).status == "wrong"
+    exact, refused = Outcome(plan="cfg=2", status="exact", error=1e-7), Outcome(plan="cfg=2", status="refused")
+    assert merged([exact, refused]).status == "refused"
+    assert merged([exact, judged("cfg=2", 0.4, None)]).status == "wrong"
 
 
 def test_what_is_kept_is_not_tried_again(tmp_path: Path) -> None:
-    outcome = Outcome(plan="patch=2", verdict="exact", error=2e-7, control=0.3)
+    outcome = Outcome(plan="patch=2", status="exact", error=2e-7, control=0.3)
     report = Report(name="SomePipeline", guidance="one call", outcomes=(outcome,))
     kept = KeptReports(tmp_path / "reports")
     assert kept.read("SomePipeline") is None
@@ -93,7 +93,7 @@ def test_what_is_kept_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_the_section_reads_back() -> None:
-    outcome = Outcome(plan="patch=2", verdict="exact", error=2e-7, control=0.3)
+    outcome = Outcome(plan="patch=2", status="exact", error=2e-7, control=0.3)
     report = Report(name="SomePipeline", guidance="one call", outcomes=(outcome,))
     page = replaced("# Coverage\n", section([report], left_out()))
     assert rows_of(page) == [row_of(report)]

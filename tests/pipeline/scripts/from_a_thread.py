@@ -18,11 +18,11 @@ assert not {"torch", "numpy", "diffusers", "transformers"} & set(sys.modules)  #
 
 import torch  # noqa: E402
 
-pictures = []
+images = []
 for pipe in made:
     generator = torch.Generator().manual_seed(3)
     output = pipe("a small red house", None, 128, 128, 2, generator=generator, output_type="latent")
-    pictures.append(output.images)
-assert torch.equal(*pictures)
+    images.append(output.images)
+assert torch.equal(*images)
 sys.stdout.write("drawn\n")
 raise LookupError("the script's own mistake")

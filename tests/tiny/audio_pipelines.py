@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from . import encoders, sound_encoders, tokenizers
+from . import audio_encoders, encoders, tokenizers
 from .image_pipelines import PROMPT, Built
 from .transformer_pipelines import flow_matching
 
@@ -161,7 +161,7 @@ def _spectrogram_parts() -> dict[str, Any]:
         "vae": _spectrogram_vae(),
         "tokenizer": tokenizers.roberta(),
         "scheduler": scheduler,
-        "vocoder": sound_encoders.hifi_gan(16),
+        "vocoder": audio_encoders.hifi_gan(16),
     }
 
 
@@ -185,7 +185,7 @@ def audioldm() -> Built:
         projection_class_embeddings_input_dim=32,
         class_embeddings_concat=True,
     )
-    pipe = diffusers.AudioLDMPipeline(**_spectrogram_parts(), text_encoder=sound_encoders.clap_text(), unet=unet)
+    pipe = diffusers.AudioLDMPipeline(**_spectrogram_parts(), text_encoder=audio_encoders.clap_text(), unet=unet)
     return pipe, {"prompt": PROMPT}
 
 
@@ -194,12 +194,12 @@ def audioldm2() -> Built:
     unet = diffusers.AudioLDM2UNet2DConditionModel(**_MAP, cross_attention_dim=((None, 32, 32),) * 2)
     pipe = diffusers.AudioLDM2Pipeline(
         **_spectrogram_parts(),
-        text_encoder=sound_encoders.clap(),
+        text_encoder=audio_encoders.clap(),
         text_encoder_2=encoders.t5(),
         projection_model=diffusers.AudioLDM2ProjectionModel(
             text_encoder_dim=32, text_encoder_1_dim=32, langauge_model_dim=32
         ),
-        language_model=sound_encoders.gpt2(),
+        language_model=audio_encoders.gpt2(),
         tokenizer_2=tokenizers.t5(),
         feature_extractor=None,
         unet=unet,

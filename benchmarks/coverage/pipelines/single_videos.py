@@ -8,13 +8,13 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.tiny import autoencoders, encoders, pictures, tokenizers, video_transformer_pipelines
+from tests.tiny import autoencoders, encoders, sample_images, tokenizers, video_transformer_pipelines
 from tests.tiny.image_pipelines import PROMPT
 from tests.tiny.transformer_pipelines import flow_matching
 
 from .entry import Built, Entry, Guidance
 
-_FILM: dict[str, Any] = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9}
+_VIDEO: dict[str, Any] = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9}
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 12}
 _FRAMES, _SIDE = 9, 64
 
@@ -80,7 +80,7 @@ def _mochi() -> Built:
         tokenizer=tokenizers.t5(),
         transformer=transformer,
     )
-    return pipe, _FILM | {"num_frames": 13, "max_sequence_length": 32}
+    return pipe, _VIDEO | {"num_frames": 13, "max_sequence_length": 32}
 
 
 def _easy_animate(name: str, call: dict[str, Any], extra_channels: int = 0) -> Callable[[], Built]:
@@ -114,7 +114,7 @@ def _easy_animate(name: str, call: dict[str, Any], extra_channels: int = 0) -> C
             transformer=transformer,
             scheduler=flow_matching(),
         )
-        return pipe, _FILM | {"negative_prompt": "blurred"} | call
+        return pipe, _VIDEO | {"negative_prompt": "blurred"} | call
 
     return build
 
@@ -159,7 +159,7 @@ def _motif(name: str, call: dict[str, Any]) -> Callable[[], Built]:
             guider=diffusers.ClassifierFreeGuidance(guidance_scale=4.0),
             feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),
         )
-        return pipe, _FILM | {"max_sequence_length": 32} | call
+        return pipe, _VIDEO | {"max_sequence_length": 32} | call
 
     return build
 
@@ -173,7 +173,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "EasyAnimateInpaintPipeline": (_easy_animate("EasyAnimateInpaintPipeline", _INPAINTED, 8), "one call"),
     "MotifVideoPipeline": (_motif("MotifVideoPipeline", {}), "a call each"),
     "MotifVideoImage2VideoPipeline": (
-        _motif("MotifVideoImage2VideoPipeline", {"image": pictures.scene(64, 64)}),
+        _motif("MotifVideoImage2VideoPipeline", {"image": sample_images.scene(64, 64)}),
         "a call each",
     ),
 }

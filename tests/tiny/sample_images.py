@@ -1,4 +1,4 @@
-"""Pictures that pipelines take as input: smooth gradients with an edge, drawn by arithmetic."""
+"""Images that pipelines take as input: smooth gradients with an edge, drawn by arithmetic."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def mask(height: int = 128, width: int = 128) -> Any:
     return Image.fromarray((255 * ((y > height // 2) & (x > width // 3))).astype(np.uint8))
 
 
-def film(frames: int = 9, size: int = 64) -> list[Any]:
+def video(frames: int = 9, size: int = 64) -> list[Any]:
     """One image that is turned a little further in every frame."""
     return [scene(size, size).rotate(4 * number) for number in range(frames)]

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from .transformers_entry import BATCH, IMAGE_TEXT, SOUND, Tiny, angles, flow_time, noise, ragged
+from .transformers_entry import AUDIO, BATCH, IMAGE_TEXT, Tiny, angles, flow_time, noise, ragged
 
 _CODEBOOK_STEPS = (9, 14)
 
 
 def _ace(variant: int) -> dict[str, Any]:
     """Two steps of the sound make a token; every other layer sees only the eight tokens around."""
-    length = 2 * SOUND[variant]
+    length = 2 * AUDIO[variant]
     return {
         "hidden_states": noise(BATCH, length, 6),
         "context_latents": noise(BATCH, length, 10),
@@ -25,7 +25,7 @@ def _ace(variant: int) -> dict[str, Any]:
 
 def _stable(variant: int) -> dict[str, Any]:
     """A token for what holds for the whole stands in front."""
-    length = SOUND[variant] - 1
+    length = AUDIO[variant] - 1
     text = IMAGE_TEXT[variant]
     return {
         "hidden_states": noise(BATCH, 8, length),
@@ -38,7 +38,7 @@ def _stable(variant: int) -> dict[str, Any]:
 
 def _stable3(variant: int) -> dict[str, Any]:
     """Five tokens of memory stand in front."""
-    length = SOUND[variant] - 5
+    length = AUDIO[variant] - 5
     text = IMAGE_TEXT[variant]
     return {
         "hidden_states": noise(BATCH, 8, length),
@@ -53,18 +53,18 @@ def _stable3(variant: int) -> dict[str, Any]:
 def _longcat(variant: int) -> dict[str, Any]:
     text = IMAGE_TEXT[variant]
     return {
-        "hidden_states": noise(BATCH, SOUND[variant], 8),
+        "hidden_states": noise(BATCH, AUDIO[variant], 8),
         "encoder_hidden_states": noise(BATCH, text, 32),
         "encoder_attention_mask": ragged(text).bool(),
         "timestep": flow_time(),
-        "attention_mask": torch.ones(BATCH, SOUND[variant], dtype=torch.bool),
-        "latent_cond": noise(BATCH, SOUND[variant], 8, seed=1),
+        "attention_mask": torch.ones(BATCH, AUDIO[variant], dtype=torch.bool),
+        "latent_cond": noise(BATCH, AUDIO[variant], 8, seed=1),
     }
 
 
 def _music(variant: int) -> dict[str, Any]:
     """The condition has a token for each of the sound; the time stands in front as one more."""
-    length = SOUND[variant] - 1
+    length = AUDIO[variant] - 1
     return {
         "hidden_states": noise(BATCH, 8, length),
         "timestep": flow_time(),
@@ -76,13 +76,13 @@ def _depth(variant: int) -> dict[str, Any]:
     return {"inputs_embeds": noise(BATCH, _CODEBOOK_STEPS[variant], 24)}
 
 
-def _film(variant: int) -> dict[str, Any]:
+def _video(variant: int) -> dict[str, Any]:
     """Two encodings, each with its mask."""
     text = IMAGE_TEXT[variant] // 2
     encodings = [(noise(BATCH, text, 24, seed=part), ragged(text).float()) for part in range(2)]
     return {
         "encodings_and_masks": encodings,
-        "decoder_input_tokens": noise(BATCH, SOUND[variant], 6),
+        "decoder_input_tokens": noise(BATCH, AUDIO[variant], 6),
         "decoder_noise_time": flow_time(),
     }
 
@@ -190,7 +190,7 @@ ENTRIES = (
             "d_kv": 8,
             "d_ff": 48,
         },
-        call=_film,
+        call=_video,
         tokens="decoder_input_tokens",
     ),
 )
