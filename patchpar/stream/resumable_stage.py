@@ -34,46 +34,47 @@ class ResumableStage(StageLoop):
     def go_on(self, stage_io: StageIO, first_block: int) -> None:
         """Prepare to run again after ranks have died. `first_block`: the next that comes out. Raises ExchangeError.
 
-        A rank that was started anew, or was interrupted within a step, goes on without its state.
+        A rank that was started anew, or was interrupted within a step, goes on without its state, as do those that share
+        a step, which may be at different layers.
         """
-        place, self._stage_io = self._place, stage_io
+        position, self._stage_io = self._position, stage_io
         needs = None if self._comm is None else StageNeeds(self._comm)
-        is_lost = self._is_new or self._is_half_done or place.is_shared  # who share a step may be at different layers
-        need, next_is_lost = (first_block, False)
-        if needs is not None and place.next is not None:
-            need, next_is_lost = needs.of(place.next)
+        is_lost = self._is_new or self._is_half_done or position.is_shared
+        need, next_is_lost = first_block, False
+        if needs is not None and position.next is not None:
+            need, next_is_lost = needs.of(position.next)
         if is_lost:
             self._next = need
-        if needs is not None and place.leads and place.source is not None:
-            needs.tell(place.source, self._next, is_lost=is_lost)
+        if needs is not None and position.leads and position.source is not None:
+            needs.report(position.source, self._next, is_lost=is_lost)
         if is_lost:
             self._restore(needs)
-        if needs is not None and place.next is not None and next_is_lost and self._next_has_steps:
+        if needs is not None and position.next is not None and next_is_lost and self._next_has_steps:
             before = self._kept.before(need)
             assert before is not None, "a stage keeps all blocks that may be in flight"
-            needs.give(place.next, before.conditions)
+            needs.give(position.next, before.conditions)
         self._reconnect(is_lost=is_lost)
         self._send_again(need, first_block, next_is_lost=next_is_lost)
 
     @property
     def _next_has_steps(self) -> bool:
-        return bool(self._plan.stages[self._place.number + 1].steps)
+        return bool(self._plan.stages[self._position.number + 1].steps)
 
     def _restore(self, needs: StageNeeds | None) -> None:
         """Make new states, with the conditions that the stage before gives, or else those of the next order."""
-        place, model = self._place, self._model
-        steps, given = place.stage.steps, None
+        position, model = self._position, self._model
+        steps, given = position.stage.steps, None
         if needs is not None:
-            given = needs.conditions_of(place.source) if place.source is not None and steps else None
-            for peer in place.peers:
+            given = needs.conditions_of(position.source) if position.source is not None and steps else None
+            for peer in position.peers:
                 needs.give(peer, given)
         self._states = [model.new_state(step) if given is None else model.restored(step, given) for step in steps]
-        self._decoder = model.new_decoder() if place.decodes else None
+        self._decoder = model.new_decoder() if position.decodes else None
         self._kept.begin(self._next, given)
         self._finished.clear()
         self._is_new = self._is_half_done = False
-        if place.leads and steps:
-            lost = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=place.decodes)
+        if position.leads and steps:
+            lost = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=position.decodes)
             self._stage_io.lost(lost)
 
     def _reconnect(self, *, is_lost: bool) -> None:
@@ -115,7 +116,7 @@ class ResumableStage(StageLoop):
             self._lose_again(envelope.block)
         done = super()._work(envelope)
         self._next, self._is_half_done = done.block + 1, False
-        if self._place.next is not None and done.sign is BlockSignal.BLOCK:
+        if self._position.next is not None and done.sign is BlockSignal.BLOCK:
             self._kept.add(done, self._conditions())
         return done
 
@@ -132,11 +133,11 @@ class ResumableStage(StageLoop):
         for lost in self._lost:
             if lost.block != block:
                 continue
-            for number, step in enumerate(self._place.stage.steps):
+            for number, step in enumerate(self._position.stage.steps):
                 if step in range(lost.start, lost.stop):
                     conditions = self._model.conditions(self._states[number])
                     self._states[number] = self._model.restored(step, conditions)
-            if lost.decodes and self._place.decodes:
+            if lost.decodes and self._position.decodes:
                 self._decoder = self._model.new_decoder()
                 if lost.refills:
                     self._model.decode(self._decoder, self._decoded)

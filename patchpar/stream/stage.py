@@ -28,7 +28,7 @@ from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import LostStage
 from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
-from patchpar.stream.stage_place import StagePlace
+from patchpar.stream.stage_position import StagePosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +190,12 @@ class StageLoop(Stage):
         stage_io: StageIO,
         first_block: int = 0,
     ) -> None:
-        self._place = StagePlace.of(plan, rank)
-        _check(model, plan, self._place.stage, comm)
+        self._position = StagePosition.of(plan, rank)
+        _check(model, plan, self._position.stage, comm)
         super().__init__(rank, comm, stage_io)
         self._model, self._plan, self._first_block = model, plan, first_block
-        self._states = [model.new_state(step) for step in self._place.stage.steps]
-        self._decoder = model.new_decoder() if self._place.decodes else None
+        self._states = [model.new_state(step) for step in self._position.stage.steps]
+        self._decoder = model.new_decoder() if self._position.decodes else None
         self._beginning: OrderInlet | None = None
         self._first_sent: Work[Messages] | None = None
         self._is_connected = False
@@ -208,10 +208,10 @@ class StageLoop(Stage):
 
     def _begin(self) -> None:
         """Connect with the other stages, for a stream's first block."""
-        model, place = self._model, self._place
+        model, position = self._model, self._position
         if self._rank == 0:
             self._beginning = OrderInlet(model, self._stage_io, order_patience(self._comm), self._first_block)
-            if model.adapts_sink and not place.makes_first:
+            if model.adapts_sink and not position.makes_first:
                 leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
                 back = connected(self._comm).receive("first", "stream", leader, model.payload())
                 self._beginning.expect_first(back)
@@ -219,18 +219,18 @@ class StageLoop(Stage):
 
     def _connect(self) -> None:
         """Receive from the stage before and send to the next, and to the other ranks of this one."""
-        place, specs, self._is_connected = self._place, self._model.payload(), True
+        position, specs, self._is_connected = self._position, self._model.payload(), True
         if self._beginning is not None:
             self._in = self._beginning
         else:
-            assert place.source is not None, "all ranks but the first have one"
-            self._in = Upstream(connected(self._comm), place.source, specs, ahead=place.leads)
-        self._peers = Downstream(connected(self._comm), place.peers, specs) if place.peers else None
-        self._out = None if place.next is None else Downstream(connected(self._comm), [place.next], specs)
+            assert position.source is not None, "all ranks but the first have one"
+            self._in = Upstream(connected(self._comm), position.source, specs, ahead=position.leads)
+        self._peers = Downstream(connected(self._comm), position.peers, specs) if position.peers else None
+        self._out = None if position.next is None else Downstream(connected(self._comm), [position.next], specs)
 
     def _handle(self, envelope: BlockEnvelope) -> None:
         """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
-        if self._place.leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
+        if self._position.leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
             envelope = replace(envelope, sign=BlockSignal.VOID)
         if self._peers is not None:
             self._peers.send(envelope)
@@ -247,9 +247,9 @@ class StageLoop(Stage):
                 for change in envelope.changes:
                     self._model.apply(state, change)
                 payload = self._model.step(state, envelope.block, payload)
-        if self._place.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
+        if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
-        if self._place.decodes and is_wanted:
+        if self._position.decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
             self._put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
         return replace(envelope, payload=payload)

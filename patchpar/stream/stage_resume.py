@@ -1,4 +1,4 @@
-"""How stages go on after a rank has died: what each keeps of its blocks, and what they tell one another.
+"""How stages go on after a rank has died: what each keeps of its blocks, and what they send one another.
 
     need          stage k+1 -> k     the next block that it takes, and whether its state is lost
     conditions    stage k -> k+1     if that is so: prompt, sink and so on, as they were after the block before
@@ -63,8 +63,8 @@ class StageNeeds:
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._device = comm, comm.transport.device
 
-    def tell(self, peer: int, block: int, *, is_lost: bool) -> None:
-        """Tell the stage before on rank `peer` which block is needed next."""
+    def report(self, peer: int, block: int, *, is_lost: bool) -> None:
+        """Report to the stage before on rank `peer` which block is needed next."""
         self._send(peer, torch.tensor([block, is_lost]))
 
     def of(self, peer: int) -> tuple[int, bool]:

@@ -44,9 +44,7 @@ class StreamFlags:
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the assignment of steps to ranks.")] = False
-    costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
-        None
-    )
+    costs: Annotated[str | None, typer.Option(help="With --dry-run, seconds: step=0.265,decode=0.15.")] = None
     restarts: Annotated[int | None, typer.Option(help="Of dead workers within a minute; default: 3.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False

@@ -6,7 +6,7 @@ from patchpar.stream.plan import StageSteps, StreamPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlace:
+class StagePosition:
     """A rank's part in a plan. `source`, `next`: ranks that it gets blocks from, and sends them on to; None if none.
 
     `peers`: ranks that the first rank of a shared stage, which `leads`, forwards them to.
@@ -21,8 +21,8 @@ class StagePlace:
     makes_first: bool
 
     @classmethod
-    def of(cls, plan: StreamPlan, rank: int) -> "StagePlace":
-        """Return the place of `rank` in `plan`. Raises PlanError."""
+    def of(cls, plan: StreamPlan, rank: int) -> "StagePosition":
+        """Return the position of `rank` in `plan`. Raises PlanError."""
         stages, number = plan.stages, plan.stage_of(rank)
         stage = stages[number]
         leader, *peers = stage.ranks
