@@ -34,8 +34,8 @@ class ResumableStage(StageLoop):
     def go_on(self, stage_io: StageIO, first_block: int) -> None:
         """Prepare to run again after ranks have died. `first_block`: the next that comes out. Raises ExchangeError.
 
-        A rank that was started anew, or was interrupted within a step, goes on without its state, as do those that share
-        a step, which may be at different layers.
+        A rank that was started anew, or was interrupted within a step, goes on without its state; so do ranks that
+        share a step, which may be at different layers.
         """
         position, self._stage_io = self._position, stage_io
         needs = None if self._comm is None else StageNeeds(self._comm)
