@@ -38,6 +38,9 @@ class CausalModel(Protocol):
     def begin(self, block: int, inputs: Payload) -> Payload:
         """Return the payload with which step 0 of a block starts: noise, and `inputs` such as the block's audio."""
 
+    def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
+        """Return the payload of `begin` started from frames [F, height, width, 3] in uint8. Called in order."""
+
     def apply(self, state: Any, change: Change) -> None:
         """Change a condition in the state of one step, from its next block on. Raises PlanError."""
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
 from patchpar.stream.events import Reference
-from patchpar.stream.lost_states import LostStates
 from patchpar.stream.messages import (
     BeginBlock,
     BlockReady,
@@ -32,6 +31,7 @@ from patchpar.stream.messages import (
 )
 from patchpar.stream.rank_driver import RankDriver, Restarts
 from patchpar.stream.stage import StageStats
+from patchpar.stream.video_source import VideoSource
 
 Run = Callable[..., list[Any]]
 
@@ -66,17 +66,13 @@ class AudioSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBlock:
-    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch.
-
-    `lost`: states that were lost before it.
-    """
+    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch."""
 
     produced: ProducedBlock
     begun: BeginBlock
     samples: Tensor | None
     run: StreamRun
     epoch: int
-    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,14 +116,15 @@ class StreamDriver(RankDriver):
         limits: StreamLimits,
         track: AudioSource | None,
         deliver: Callable[[OutputBlock], object],
+        video: VideoSource | None = None,
     ) -> None:
         self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
         super().__init__(self._current.ranks, limits.credit)
         self._run, self._later, self._limits, self._track, self._deliver = run, deque(later), limits, track, deliver
+        self._video = video
         self._updates: dict[int, list[Update]] = {}
         self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
         self._resume_state = ResumeState()
-        self._lost = LostStates()
         self._settled = None if self._current.settles is None else self._current.first_block + self._current.settles
         self._ready: int | None = None
         self._next = 0
@@ -186,26 +183,16 @@ class StreamDriver(RankDriver):
                 self._resume_state.note(event, begun)
                 if self.status == "degraded":
                     self.status = "paused" if self._is_paused else "running"
-                self._deliver(
-                    OutputBlock(
-                        produced=event,
-                        begun=begun,
-                        samples=samples,
-                        run=self._current,
-                        epoch=self._resume_state.epoch,
-                        lost=self._lost.pop(event.block),
-                    )
-                )
+                epoch = self._resume_state.epoch
+                self._deliver(OutputBlock(produced=event, begun=begun, samples=samples, run=self._current, epoch=epoch))
             self.changed.notify_all()
 
     def _note_lost(self, lost: LostStage) -> None:
-        """A stage goes on without its state; the first one gets its conditions again with its next order."""
-        self._lost.add(lost)
-        if lost.start == 0 and lost.stop > 0:
-            known = self._resume_state.updates
-            for block in range(self._resume_state.next_out, lost.block):
-                known = with_updates(known, self._sent[block][0].updates)
-            self._say_again(lost.block, tuple(known.values()))
+        """The first stage goes on without its state: it gets the conditions again with its next order."""
+        known = self._resume_state.updates
+        for block in range(self._resume_state.next_out, lost.block):
+            known = with_updates(known, self._sent[block][0].updates)
+        self._say_again(lost.block, tuple(known.values()))
 
     def _say_again(self, block: int, again: tuple[Update, ...]) -> None:
         """Put updates before those of a block."""
@@ -235,7 +222,8 @@ class StreamDriver(RankDriver):
         tokens, samples = (None, None) if self._track is None else self._track.take(block)
         self._next = block + 1
         updates = tuple(self._updates.pop(block, ()))
-        return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates), samples
+        frames = None if self._video is None else self._video.take(block)
+        return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates, frames=frames), samples
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""
@@ -259,7 +247,7 @@ class StreamDriver(RankDriver):
             return True
         if self._later and block == self._later[0].first_block:
             return True
-        return self._track is not None and self._track.is_over(block)
+        return any(source is not None and source.is_over(block) for source in (self._track, self._video))
 
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""
@@ -274,7 +262,6 @@ class StreamDriver(RankDriver):
             self._current = replace(run, continues=True, adapt_sink=False)  # it has been adapted
             return self._current
         self._say_again(state.next_out, tuple(state.updates.values()))
-        self._lost = LostStates()
         self._settled = None if run.settles is None else state.next_out + run.settles
         self._current = replace(run, continues=False, adapt_sink=run.adapt_sink and not state.has_sink)
         return self._current

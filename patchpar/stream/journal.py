@@ -117,8 +117,8 @@ class StreamJournal:
             self._epoch = output.epoch
             if not output.run.continues:
                 line["adapt_sink"] = output.run.adapt_sink
-        if output.lost:
-            line["lost"] = [[lost.start, lost.stop, lost.decodes, lost.refills] for lost in output.lost]
+        if output.produced.lost:
+            line["lost"] = [[lost.start, lost.stop, lost.decodes, lost.refills] for lost in output.produced.lost]
         if output.begun.updates:
             line["updates"] = [as_words(update) for update in output.begun.updates]
         if output.begun.inputs:

@@ -63,7 +63,8 @@ class RankStageIO:
         if not isinstance(message, BeginBlock):
             return StageOrder(sign=BlockSignal.REST)
         inputs = tuple(to_device(x, self._device) for x in message.inputs)
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, message.updates)))
+        changes = tuple(map(self._resolve, message.updates))
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=changes, frames=message.frames)
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
@@ -75,7 +76,9 @@ class RankStageIO:
         is_first = finished.block == self._run.first_block and self._run.adapt_sink
         sink: Tensor | None = to_host(finished.latents[0][:, :, :1]) if is_first else None
         seconds = (time.time_ns() - finished.born) / 1e9
-        self._context.emit(ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink))
+        self._context.emit(
+            ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink, lost=finished.lost)
+        )
 
 
 class RankRunner:

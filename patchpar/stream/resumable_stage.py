@@ -30,6 +30,7 @@ class ResumableStage(StageLoop):
         self._lost, self._next = run.lost, run.first_block
         self._kept, self._finished = KeptBlocks(run.keep), deque[FinishedBlock](maxlen=run.keep)
         self._decoded: Payload = ()
+        self._loss: LostStage | None = None  # to be reported with the next block
 
     def go_on(self, stage_io: StageIO, first_block: int) -> None:
         """Prepare to run again after ranks have died. `first_block`: the next that comes out. Raises ExchangeError.
@@ -73,9 +74,11 @@ class ResumableStage(StageLoop):
         self._kept.begin(self._next, given)
         self._finished.clear()
         self._is_new = self._is_half_done = False
-        if position.leads and steps:
-            lost = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=position.decodes)
-            self._stage_io.lost(lost)
+        if position.leads:
+            decodes = position.decodes
+            self._loss = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=decodes)
+            if self._rank == 0:
+                self._stage_io.lost(self._loss)
 
     def _reconnect(self, *, is_lost: bool) -> None:
         self._first_sent = None
@@ -97,9 +100,7 @@ class ResumableStage(StageLoop):
             before = self._kept.before(need)
             refill = None if before is None else before.envelope
             if refill is not None:
-                self._out.send(replace(refill, sign=BlockSignal.REFILL, changes=()))
-            steps, refills = self._plan.steps, refill is not None
-            self._stage_io.lost(LostStage(block=need, start=steps, stop=steps, decodes=True, refills=refills))
+                self._out.send(replace(refill, sign=BlockSignal.REFILL, changes=(), lost=()))
         for envelope in self._kept.since(need):
             self._out.send(envelope)
 
@@ -107,8 +108,12 @@ class ResumableStage(StageLoop):
         if envelope.sign is BlockSignal.REFILL:
             self._model.decode(self._decoder, envelope.payload)
             self._decoded = envelope.payload
-        else:
-            super()._handle(envelope)
+            assert self._loss is not None, "only a decoder that was lost is refilled"
+            self._loss = replace(self._loss, refills=True)
+            return
+        if envelope.sign is BlockSignal.BLOCK and self._loss is not None:
+            envelope, self._loss = replace(envelope, lost=(*envelope.lost, self._loss)), None
+        super()._handle(envelope)
 
     def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
         self._is_half_done = True

@@ -33,21 +33,26 @@ from patchpar.stream.stage_position import StagePosition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream."""
+    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream.
+
+    `frames`: see BeginBlock.
+    """
 
     sign: BlockSignal
     inputs: Payload = ()
     changes: tuple[Change, ...] = ()
+    frames: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedBlock:
-    """Frames [frames, height, width, 3] in uint8 of one block, and its latents. `born`: see BlockEnvelope."""
+    """Frames [frames, height, width, 3] in uint8 of one block, and its latents. `born`, `lost`: see BlockEnvelope."""
 
     block: int
     frames: Tensor
     latents: Payload
     born: int
+    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +60,8 @@ class StageIO:
     """Callbacks of a stage. `order` is called on the first stage, `put` on the stage that decodes.
 
     `order(block, patience)`: waits up to `patience` seconds for the next order; after that the order is to rest.
-    `is_cancelled`: if True, further blocks are passed on without being computed. `lost`: called when a stage goes on
-    without its state.
+    `is_cancelled`: if True, further blocks are passed on without being computed. `lost`: called when the first
+    stage goes on without its state, before it takes an order.
     """
 
     order: Callable[[int, float], StageOrder]
@@ -162,6 +167,8 @@ class OrderInlet:
         self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         self._block += 1
         payload = self._model.begin(block, order.inputs)
+        if order.frames is not None:
+            payload = self._model.noised(block, payload, order.frames)
         return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
@@ -251,7 +258,8 @@ class StageLoop(Stage):
             self._send_first(payload)
         if self._position.decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
-            self._put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
+            block, born, lost = envelope.block, envelope.born, envelope.lost
+            self._put(FinishedBlock(block=block, frames=frames, latents=payload, born=born, lost=lost))
         return replace(envelope, payload=payload)
 
     def _put(self, finished: FinishedBlock) -> None:

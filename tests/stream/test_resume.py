@@ -13,7 +13,6 @@ import torch
 
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
-from patchpar.stream.lost_states import LostStates
 from patchpar.stream.messages import LostStage
 from patchpar.stream.recording import StreamRecording
 from patchpar.stream.session import StreamSession
@@ -64,7 +63,7 @@ def test_only_the_dead_rank_is_started_anew(face_folder: Path, one: StreamingPip
     assert {len(chunk.frames) for chunk in chunks[1:]} == {4}
     assert chunks[-1].epoch == 3
     recording = StreamRecording.read(tmp_path / "a.jsonl")
-    assert kinds(recording) == [(1, 2, False, False), (0, 1, False, False), (0, 0, True, True)]
+    assert kinds(recording) == [(1, 2, False, False), (0, 1, False, False), (2, 2, True, True)]
     assert replayed(one, recording) == []
     losses = [block.block for block in recording.blocks if block.lost]
     nothing = replace(recording, blocks=tuple(replace(block, lost=()) for block in recording.blocks))
@@ -89,14 +88,3 @@ def test_many_kills_of_random_ranks(face_folder: Path, one: StreamingPipeline, t
     assert [chunk.block for chunk in chunks] == list(range(len(chunks)))
     assert chunks[-1].epoch == kills
     assert replayed(one, StreamRecording.read(tmp_path / "a.jsonl")) == []
-
-
-def test_a_later_loss_replaces_those_that_are_computed_again() -> None:
-    lost = LostStates()
-    lost.add(LostStage(block=7, start=1, stop=3))
-    lost.add(LostStage(block=7, start=3, stop=3, decodes=True, refills=True))
-    lost.add(LostStage(block=5, start=2, stop=3))
-    assert lost.pop(5) == (LostStage(block=5, start=2, stop=3),)
-    assert lost.pop(6) == ()
-    decoder = LostStage(block=7, start=0, stop=0, decodes=True, refills=True)
-    assert lost.pop(7) == (decoder, LostStage(block=7, start=1, stop=2))

@@ -218,8 +218,10 @@ class FrameOutputs:
         `rate`: samples per second of the audio; None for no audio.
         """
         live = _live(request, fps, rate, stack) if request.is_live else ()
-        videos = () if request.output is None else (stack.enter_context(video_at(request.output, fps, rate)),)
-        return cls(live=live, videos=videos)
+        if request.output is None:
+            return cls(live=live, videos=())
+        video = stack.enter_context(video_at(request.output, fps, rate, is_endless=request.is_endless))
+        return cls(live=live, videos=(video,))
 
     @property
     def all(self) -> list[FrameOutput]:

@@ -35,7 +35,7 @@ def stream_video(request: StreamFlags) -> None:
     with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
         report = _run(request, folder, given, stack, ranks)
     report.write(request.json)
-    report.finish(is_endless=request.audio is None and request.seconds is None)
+    report.finish(is_endless=request.is_endless)
 
 
 def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
@@ -70,6 +70,8 @@ def _run(
         delivery = replace(delivery, restarts=request.restarts)
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
+    if request.input is not None:
+        arguments |= {"video": request.input, "strength": request.strength}
     session = pipe.stream(request.prompt, **arguments)
     ending = show_all(parts_of(session, session), session, screens.all, meter, print_line, fps)
     written = [path for path in (request.output, request.record) if path is not None]

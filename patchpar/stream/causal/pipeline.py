@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
+from patchpar.stream.video_source import Video, VideoSource, frames_from
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 BF16 = "bfloat16"
@@ -86,7 +88,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         """Audio samples per second that the model takes; None if it takes no audio."""
         return None if self._facts.audio is None else int(self._facts.audio.rate)
 
-    def stream(
+    def stream(  # noqa: PLR0913 - each is a setting of its own, by name
         self,
         prompt: str = "",
         *,
@@ -94,24 +96,44 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         audio: Audio = None,
         seed: int = 0,
         seconds: float | None = None,
+        video: Video | None = None,
+        strength: float | None = None,
         delivery: StreamDelivery | None = None,
     ) -> StreamSession:
         """Begin a stream. Only one stream runs at a time; use it in a `with` block.
 
         `reference`: an image whose appearance the stream keeps: a file, PIL, or [height, width, 3] in uint8. `audio`: a
         file, or (samples [N] or [channels, N], rate), for a stream of its length; "live" for `push_audio`; None for
-        silence. `seconds`: length; None for no end, except that of the audio. Raises PlanError.
+        silence. `seconds`: length; None for no end, except that of audio and video. `video`: a file, or images, whose
+        latents the stream starts from, at noise level `strength`, 0 to 1; by default that of the model. Raises
+        PlanError.
         """
         workers = self._free_ranks()
-        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
         delivery = delivery or StreamDelivery()
+        self._check_video(video is not None, strength, delivery)
+        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
+        run = replace(run, strength=strength)
         form = self._format_at(delivery.fps or self.config.fps)
+        frames = None if video is None else self._video(video, form)
         limits = self._limits(form, delivery, seconds)
         source, updates = self._track(audio, delivery.keep_alive), self._updates(prompt, reference)
         record = delivery.record
         journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
-        self._session = StreamSession(workers.run, (run,), limits, form, delivery, source)
+        self._session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
         return self._session.begin(*updates, journal=journal)
+
+    def _check_video(self, has_video: bool, strength: float | None, delivery: StreamDelivery) -> None:
+        level = self.config.schedule.begun_at(strength).sigmas[0]
+        if has_video and level == 1:
+            raise PlanError("video= at noise level 1, where nothing of it is left: pass strength=, such as 0.7")
+        if not has_video and (strength is not None or level < 1):
+            raise PlanError(f"this stream starts at noise level {level:g}: pass video=, which it starts from")
+        if has_video and delivery.record is not None:
+            raise PlanError("record=: a recording does not hold the frames of a video; leave it out")
+
+    def _video(self, video: Video, form: StreamFormat) -> VideoSource:
+        frames = frames_from(video, form.fps, form.height, form.width)
+        return VideoSource(frames, lambda block: form.first_frame(block + 1) - form.first_frame(block))
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Generate a recorded stream again, bit-equal, also on another number of ranks.

@@ -110,7 +110,8 @@ class StreamRunner(StageRunner):
             adapt_sink=run.adapt_sink,
         )
         low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
-        return HISTORIES[self._config.blocks.history](network, self._config.schedule, self._decoder, options, low_noise)
+        schedule = self._config.schedule.begun_at(run.strength)
+        return HISTORIES[self._config.blocks.history](network, schedule, self._decoder, options, low_noise)
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:

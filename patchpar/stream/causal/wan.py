@@ -15,9 +15,10 @@ from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
-from patchpar.shard.host_memory import to_device, to_host
+from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.stream.causal.conditions import PromptBlend, StepConditions
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
@@ -41,21 +42,6 @@ class WanStreamOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class PromptBlend:
-    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed."""
-
-    start: Tensor
-    end: Tensor
-    over: int
-    done: int = 0
-
-    def advance(self) -> Tensor:
-        """Return the embeddings of the next block, [1, T, D]."""
-        self.done += 1
-        return torch.lerp(self.start, self.end, self.done / self.over)
-
-
-@dataclass(slots=True, kw_only=True)
 class StepState:
     """State of one denoising step. `recent`: number and payload of the last blocks, to recompute the window.
 
@@ -70,28 +56,6 @@ class StepState:
     video: Tensor | None = None
     audio_scale: float = 1.0
     recent: deque[tuple[int, Payload]] = field(default_factory=deque)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepConditions:
-    """What changes have made of a StepState."""
-
-    text: Tensor
-    sink: Tensor | None
-    blending: PromptBlend | None
-    video: Tensor | None
-    audio_scale: float
-
-    def on_host(self) -> "StepConditions":
-        """Return the same with tensors in host memory."""
-        blend = self.blending
-        return replace(
-            self,
-            text=to_host(self.text),
-            sink=None if self.sink is None else to_host(self.sink),
-            blending=None if blend is None else replace(blend, start=to_host(blend.start), end=to_host(blend.end)),
-            video=None if self.video is None else to_host(self.video),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +79,7 @@ class WanStream(CausalModel):
     ) -> None:
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
         self._low_noise = low_noise
+        self._encoder: WanEncoder | None = None
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
         channels = transformer.config.out_channels
@@ -181,6 +146,16 @@ class WanStream(CausalModel):
         """See CausalModel. `inputs`: the block's audio tokens, if the transformer takes audio."""
         noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
         return self._own(noise), *(to_device(x, self._device) for x in inputs)
+
+    @torch.no_grad()
+    def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
+        """See CausalModel. Latents of the frames at the noise level of the first step (StreamDiffusionV2)."""
+        assert self._decoder is not None, "the first stage has the autoencoder"
+        if self._encoder is None:
+            self._encoder = WanEncoder(self._decoder)
+        images = to_device(frames, self._device).float().permute(0, 3, 1, 2) / 127.5 - 1
+        latents = self._own(self._encoder.encode(images, self._latents.shape[2]))
+        return self._schedule.noised(latents, payload[0]), *payload[1:]
 
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
