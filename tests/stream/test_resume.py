@@ -77,7 +77,7 @@ def test_only_the_dead_rank_is_started_anew(face_folder: Path, one: StreamingPip
 
 @pytest.mark.breadth
 def test_many_kills_of_random_ranks(face_folder: Path, one: StreamingPipeline, tmp_path: Path) -> None:
-    chance, kills = random.Random(1), 8
+    chance, kills = random.Random(1), 6
     delivery = StreamDelivery(lead=1, restarts=1000, record=tmp_path / "a.jsonl")
     blocks = 12 * kills
     with (
