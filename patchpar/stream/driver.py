@@ -97,9 +97,8 @@ def with_updates(known: Mapping[str, Update], updates: Iterable[Update]) -> dict
     found = dict(known)
     for update in updates:
         is_reference = isinstance(update, (ReferenceUpdate, Reference))
-        is_prompt = isinstance(update, PromptUpdate)
         kind = "reference" if is_reference else getattr(update, "name", "prompt")
-        found[kind] = replace(update, transition="switch", over=0) if is_prompt else update
+        found[kind] = replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
     return found
 
 

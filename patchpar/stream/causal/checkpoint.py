@@ -49,8 +49,9 @@ def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -
     spared = needs.spared() | dict.fromkeys((HIGH_NOISE, LOW_NOISE))
     pipe = load_pipeline(str(folder), options | spared, kind=WanPipeline)
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
-    for part in parts.values() if lora is not None else ():
-        merge_lora(part, lora)
+    if lora is not None:
+        for part in parts.values():
+            merge_lora(part, lora)
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # not used by streams
     return pipe

@@ -108,7 +108,7 @@ class WanEncoder:
             latents.clear()  # in the middle of a video, the first image is for the features only
         elif is_new:
             images = images[:, :, 1:]
-        latents += [self._encoded(chunk) for chunk in images.split(per_latent, 2) if chunk.shape[2]]
+        latents += [self._encoded(chunk) for chunk in torch.split(images, per_latent, 2) if chunk.shape[2]]
         return self._decoder.normalized(torch.cat(latents, 2))
 
     def _encoded(self, images_BCFHW: Tensor) -> Tensor:
