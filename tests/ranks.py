@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Transport, connect
+from patchpar.comm.transport import Transport, alone, connect
 from patchpar.launch.executor import RankContext
 from patchpar.plan.mesh import Mesh
 
@@ -69,6 +69,12 @@ class Ranks:
             return _resolve(function)(this, *args)
         finally:
             transport.close()
+
+    def alone(self, function: str, args: tuple[Any, ...]) -> Any:
+        """Call "module:function" on this rank, which exchanges nothing: other ranks may do something else."""
+        transport = alone(self._context)
+        this = PoolRank(rank=self._context.rank, world=1, context=self._context, transport=transport)
+        return _resolve(function)(this, *args)
 
 
 def form_group(context: RankContext, path: str) -> None:

@@ -25,7 +25,6 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.messages import EndStream, ImageRequest
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
@@ -92,17 +91,16 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
 
 def images_on_rank(this: Any, count: int, seconds: float) -> list[float]:
     """When images came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
-    from patchpar.stream.images.stage import ImageStage  # with diffusers, which sleeping stages can do without
-    from tests.tiny import image_pipelines
+    from tests.tiny import image_pipelines  # with diffusers, which sleeping stages can do without
 
     pipe, arguments = image_pipelines.sd_img2img()
     pipe.set_progress_bar_config(disable=True)
     pipe.unet.conv_in.register_forward_pre_hook(lambda *_: time.sleep(seconds))  # only where it is computed
     arguments |= {"num_inference_steps": IMAGE_STEPS, "strength": 1.0, "output_type": "latent"}
-    orders = iter([ImageRequest(number=n, arguments=arguments, seed=n) for n in range(count)])
     out: list[float] = []
-    stage = ImageStage(pipe, this.rank, this.world, Communicator(this.transport), lambda where: None)
-    stage.run(lambda patience: next(orders, EndStream()), lambda number, result: out.append(time.time()))
+    for _ in range(this.rank, count, this.world):
+        pipe(**arguments)
+        out.append(time.time())
     return out
 
 

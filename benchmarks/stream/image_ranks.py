@@ -1,4 +1,4 @@
-"""What one rank does in benchmarks.stream.images: its steps of images that follow one another, timed."""
+"""What one rank does in benchmarks.stream.images: whole images, in turn with the other ranks, timed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from patchpar.comm.collectives import Communicator
 from patchpar.stream.images.runner import ImageRunner
-from patchpar.stream.images.stage import ImageStage
-from patchpar.stream.messages import EndStream, ImageRequest
+from patchpar.stream.messages import ImageRequest
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 WARM = 2
-"""Images of a stream that do not count: the first is generated whole on every rank, the second fills the stages. As
-many at its end, where the stages empty."""
+"""Images at the beginning and at the end of a stream that do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +76,13 @@ class Bench(ImageRunner):
 
     def stream(self, case: Case, ranks: int) -> list[Ended]:
         """Generate on the first `ranks` ranks, others rest; what ended here."""
-        context = self._context
-        if context.rank >= ranks:
+        rank = self._context.rank
+        if rank >= ranks:
             return []
         torch.set_num_threads(1)
-        comm = None if ranks == 1 else Communicator(self._transport, context.beat)
-        orders = iter([ImageRequest(number=n, arguments=case.arguments(), seed=n) for n in range(case.images)])
         ended = list[Ended]()
-
-        def put(number: int, result: Any) -> None:
-            ended.append(Ended(number=number, moment=time.time(), image=np.asarray(result.images[0])))
-
-        stage = ImageStage(self._pipe, context.rank, ranks, comm, context.beat)
-        stage.run(lambda patience: next(orders, EndStream()), put)
+        for number in range(rank, case.images, ranks):
+            image = self._generated(ImageRequest(number=number, arguments=case.arguments(), seed=number))
+            ended.append(Ended(number=number, moment=time.time(), image=np.asarray(image)))
+            self._context.beat("image")
         return ended

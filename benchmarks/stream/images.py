@@ -2,8 +2,7 @@
 
     python -m benchmarks.stream.images --write docs/figures/stream-images.md
 
-Each rank generates half of the denoising steps of every image. What is not the denoiser (text encoder, scheduler) is
-repeated on every rank, and they take turns at decoding. Images of both ways are compared bit for bit.
+Ranks generate whole images in turn. Images of both ways are compared bit for bit.
 """
 
 from __future__ import annotations

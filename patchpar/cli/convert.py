@@ -14,6 +14,8 @@ from patchpar.cli.flags import Debug, Json
 if TYPE_CHECKING:
     from patchpar.stream.convert import ConvertedModel
 
+FOR_FIFO = "it is not block-causal: use patchpar video, or FifoStreamingPipeline"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertFlags:
@@ -22,7 +24,8 @@ class ConvertFlags:
     checkpoint: Annotated[Path, typer.Argument(help="Weights of the transformer: .safetensors or .pt.")]
     to: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")]
     base: Annotated[str | None, typer.Option(help="WanPipeline of the other parts; default: the family's.")] = None
-    family: Annotated[str | None, typer.Option(help="self-forcing or causvid; default: found from the file.")] = None
+    family: Annotated[str | None, typer.Option(help="Whose checkpoint it is; default: found from the file.")] = None
+    lora: Annotated[str | None, typer.Option(help="A LoRA to merge: PATH, or PATH:SCALE.")] = None
     json: Json = False
     debug: Debug = False
 
@@ -37,7 +40,10 @@ def convert(request: ConvertFlags) -> None:
             return
         entry = f" ({found.entry})" if found.entry else ""
         typer.echo(f"{found.family}{entry}: {found.num_weights / 1e6:.1f} million weights, other parts of {found.base}")
-        typer.echo(f"saved {found.folder}: patchpar stream PROMPT --model {found.folder} --output video.mp4")
+        if found.num_merged:
+            typer.echo(f"merged {request.lora} into {found.num_merged} layers")
+        use = f"patchpar stream PROMPT --model {found.folder} --output video.mp4"
+        typer.echo(f"saved {found.folder}: {use if found.config is not None else FOR_FIFO}")
 
 
 def _converted(request: ConvertFlags) -> ConvertedModel:
@@ -46,7 +52,9 @@ def _converted(request: ConvertFlags) -> ConvertedModel:
     silence_libraries()
     from patchpar.stream.convert import convert_checkpoint
 
-    return convert_checkpoint(request.checkpoint, request.to, base=request.base, family=request.family)
+    return convert_checkpoint(
+        request.checkpoint, request.to, base=request.base, family=request.family, lora=request.lora
+    )
 
 
 def _as_dict(found: ConvertedModel) -> dict[str, Any]:
@@ -56,4 +64,5 @@ def _as_dict(found: ConvertedModel) -> dict[str, Any]:
         "entry": found.entry,
         "base": str(found.base),
         "num_weights": found.num_weights,
+        "num_merged": found.num_merged,
     }

@@ -53,6 +53,25 @@ def removed_after_error(path: Path | None) -> Iterator[None]:
         raise
 
 
+class GrowingFile:
+    """A file that grows under a temporary name, until `appear` gives it its own: what is in it can be used by then."""
+
+    def __init__(self, path: Path) -> None:
+        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+        os.close(handle)
+        self._path, self.temporary = path, Path(name)
+
+    def appear(self) -> None:
+        """Rename it. Idempotent."""
+        if self.temporary.exists():
+            self.temporary.chmod(0o666 & ~_umask())
+            self.temporary.replace(self._path)
+
+    def close(self) -> None:
+        """Remove it if it has not appeared."""
+        self.temporary.unlink(missing_ok=True)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

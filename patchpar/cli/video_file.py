@@ -1,14 +1,17 @@
-"""Video files, which exist only if they are complete: frames of a pipeline's output, or of a stream with its audio."""
+"""Video files: frames of a pipeline's output, or of a stream with its audio.
+
+They exist only if they are complete, except those of streams without an end, which can be played at any time.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.cli.output_files import check_can_write, save, written_whole
+from patchpar.cli.output_files import GrowingFile, check_can_write, save, written_whole
 from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.web.video_file import FORMATS, GOOD
 
@@ -16,6 +19,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+AT_ONCE = {"libx264": {"tune": "zerolatency", "g": "50"}, "libvpx-vp9": {"deadline": "realtime", "lag-in-frames": "0"}}
+"""For streams without an end: the encoder holds no frames back."""
+FRAGMENTS = {
+    "mp4": {"movflags": "empty_moov+default_base_moof", "frag_duration": "500000", "flush_packets": "1"},
+    "matroska": {"cluster_time_limit": "500", "flush_packets": "1"},
+    "webm": {"cluster_time_limit": "500", "flush_packets": "1"},
+}
+"""FFmpeg's options, in micro- and milliseconds, for a file that can be played as far as it has been written."""
 
 
 def check_video(path: Path) -> None:
@@ -59,10 +71,13 @@ def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
 
 
 class StreamVideoFile:
-    """One video file, with the size of the first frames. `rate`: samples per second of its audio; None for no audio."""
+    """One video file, with the size of the first frames. `rate`: samples per second of its audio; None for no audio.
 
-    def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
-        self._path, self._suffix, self._fps, self._rate = path, suffix, fps, rate
+    `grows`: it is written in fragments, and appears with the first.
+    """
+
+    def __init__(self, path: Path, suffix: str, fps: float, rate: int | None, grows: GrowingFile | None = None) -> None:
+        self._path, self._suffix, self._fps, self._rate, self._grows = path, suffix, fps, rate, grows
         self._writer: Any = None
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
@@ -70,6 +85,8 @@ class StreamVideoFile:
         if self._writer is None:
             self._writer = self._opened(*frames_FHWC.shape[1:3])
         self._writer.add(frames_FHWC, pts, audio_N)
+        if self._grows is not None:
+            self._grows.appear()
 
     def close(self) -> None:
         """Finish the file. Raises PatchparError if there was no frame."""
@@ -89,17 +106,25 @@ class StreamVideoFile:
             container=container,
             video=codec,
             audio=audio,
-            options=GOOD[codec],
+            options=GOOD[codec] if self._grows is None else GOOD[codec] | AT_ONCE[codec],
+            muxing={} if self._grows is None else FRAGMENTS[container],
         )
         return VideoWriter(str(self._path), form)
 
 
 @contextmanager
-def video_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
+def video_at(path: Path, fps: float, rate: int | None, *, is_endless: bool = False) -> Iterator[StreamVideoFile]:
     """Write a video that is moved to `path` when the `with` block ends without an error.
 
-    `rate`: samples per second of its audio; None for no audio.
+    `rate`: samples per second of its audio; None for no audio. `is_endless`: it is there from its first frames on, and
+    can be played also if this process is killed.
     """
+    if is_endless:
+        with closing(GrowingFile(path)) as growing:
+            endless = StreamVideoFile(growing.temporary, path.suffix.lower(), fps, rate, growing)
+            yield endless
+            endless.close()
+        return
     with written_whole(path) as beside:
         video = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
         yield video

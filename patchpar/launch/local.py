@@ -14,7 +14,6 @@ from typing import Any, Literal
 from patchpar.errors import LaunchError, WorkerError
 from patchpar.launch.executor import Callbacks, EngineCall, Executor, check_deadline
 from patchpar.launch.fork_guard import check_owner
-from patchpar.launch.handshake import needs_group
 from patchpar.launch.messages import EncodedMessage, encode_call
 from patchpar.launch.pool import WorkerPool
 from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
@@ -34,7 +33,8 @@ class LocalExecutor(Executor):
     forked from a template process that has imported these modules), "spawn" (each is a new Python process), or "auto".
     `one_by_one`: a worker that is lost is replaced alone, and the others stay, with all they hold: for engines whose
     constructor exchanges nothing, and whose calls with `replay` do so only if they say `divides`. Otherwise all workers
-    are started anew. Raises LaunchError.
+    are started anew. `has_group`: False for engines that never use torch's default group, which then is not formed.
+    Raises LaunchError.
     """
 
     kind: Literal["local"] = "local"
@@ -49,6 +49,7 @@ class LocalExecutor(Executor):
         preload: Sequence[str] = (),
         start_method: str = AUTO,
         one_by_one: bool = False,
+        has_group: bool = True,
     ) -> None:
         if sys.platform == "win32":
             raise LaunchError("worker processes need Linux or macOS; on Windows use one device")
@@ -65,6 +66,7 @@ class LocalExecutor(Executor):
                 preload=tuple(preload),
                 start_method=self.start_method.name,
                 one_by_one=one_by_one,
+                has_group=has_group,
             )
         )
         self._failed_starts: list[str] = []
@@ -74,7 +76,7 @@ class LocalExecutor(Executor):
     @property
     def has_groups(self) -> bool:
         """See Executor."""
-        return needs_group(self.devices)
+        return self._pool.spec.needs_group
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from patchpar.errors import LaunchError
 from patchpar.launch.channel import EMPTY, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.executor import Callbacks
 from patchpar.launch.fork_guard import change_in_children, no_fork
-from patchpar.launch.handshake import GroupStore, needs_group, versions
+from patchpar.launch.handshake import GroupStore, versions
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
@@ -38,7 +38,7 @@ class WorkerPool:
     def __init__(self, spec: WorkerPoolSpec) -> None:
         self.spec = spec
         self._workers: dict[int, WorkerProcess] = {}
-        self._is_single = spec.one_by_one and not needs_group(spec.devices)
+        self._is_single = spec.one_by_one and not spec.needs_group
         self._all = frozenset(range(len(spec.devices)))
         self._ready: set[int] = set()
         self._outdated: set[int] = set()  # are not used any more, since others of them have been lost
@@ -85,7 +85,7 @@ class WorkerPool:
 
     def _new_store(self) -> GroupStore | None:
         """Return where workers meet that are started together, if they have a default group."""
-        if not needs_group(self.spec.devices):
+        if not self.spec.needs_group:
             return None
         self._close_stores()
         self._stores.append(GroupStore())

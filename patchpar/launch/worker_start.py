@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from patchpar.launch.devices import available_cores
 from patchpar.launch.executor import longest_wait
-from patchpar.launch.handshake import PACKAGE_ROOT, GroupStore, WorkerConfig, threads_per_rank, worker_environment
+from patchpar.launch.handshake import (
+    PACKAGE_ROOT,
+    GroupStore,
+    WorkerConfig,
+    needs_group,
+    threads_per_rank,
+    worker_environment,
+)
 from patchpar.launch.messages import encode
 from patchpar.launch.process import WorkerProcess, WorkerStart
 from patchpar.launch.start_method import StartMethodName
@@ -20,7 +27,8 @@ class WorkerPoolSpec:
     """Settings of a pool. Times in seconds.
 
     `one_by_one`: a worker that is lost can be started without the others, since neither the engine's constructor nor
-    the calls that are repeated exchange anything, except those that divide a state.
+    the calls that are repeated exchange anything, except those that divide a state. `has_group`: whether ranks with a
+    GPU each meet in torch's default group.
     """
 
     devices: tuple[str, ...]
@@ -30,6 +38,12 @@ class WorkerPoolSpec:
     start_method: StartMethodName
     preload: tuple[str, ...]
     one_by_one: bool = False
+    has_group: bool = True
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the ranks meet in torch's default group."""
+        return self.has_group and needs_group(self.devices)
 
 
 def started(

@@ -38,8 +38,20 @@ class CausalModel(Protocol):
     def begin(self, block: int, inputs: Payload) -> Payload:
         """Return the payload with which step 0 of a block starts: noise, and `inputs` such as the block's audio."""
 
+    def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
+        """Return the payload of `begin` started from frames [F, height, width, 3] in uint8. Called in order."""
+
     def apply(self, state: Any, change: Change) -> None:
         """Change a condition in the state of one step, from its next block on. Raises PlanError."""
+
+    def conditions(self, state: Any) -> Any:
+        """Return what changes have made of a state, such as prompt and sink, which later blocks do not change.
+
+        Its method `on_host` returns the same in host memory, picklable.
+        """
+
+    def restored(self, step: int, conditions: Any) -> Any:
+        """Return a state of denoising step `step` with these conditions, and without earlier blocks."""
 
     def step(self, state: Any, block: int, payload: Payload) -> Payload:
         """Run one denoising step of one block. Changes `state` and nothing else."""

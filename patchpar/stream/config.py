@@ -67,8 +67,8 @@ class StreamConfig:
 
     @property
     def pipeline_steps(self) -> int:
-        """Steps of a block that can run on different ranks: with a clean history a block is one step."""
-        return 1 if self.blocks.history == "clean" else self.steps
+        """Steps of a block that can run on different ranks: one, where all steps read finished blocks."""
+        return self.steps if self.blocks.is_pipelined else 1
 
     @classmethod
     def load(cls, folder: Path) -> "StreamConfig":

@@ -3,13 +3,13 @@
     BlockReady(b) from the first rank --> audio of b here? credit? not paused? --> BeginBlock(b) with the updates at b
 
 A resumed stream continues at the first block that has not been delivered, in a new epoch, with the same seed, block
-numbers, audio, conditions and sink; the content of the window is lost.
+numbers, audio, conditions and sink. Stages whose ranks live go on as they are, and the others with an empty window; in
+the first blocks of a stream all begin anew.
 """
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,25 +22,25 @@ from patchpar.stream.messages import (
     BlockReady,
     CancelStream,
     EndStream,
+    LostStage,
     ProducedBlock,
     PromptUpdate,
     ReferenceUpdate,
     StreamRun,
     Update,
 )
-from patchpar.stream.rank_driver import RankDriver
+from patchpar.stream.rank_driver import RankDriver, Restarts
 from patchpar.stream.stage import StageStats
+from patchpar.stream.video_source import VideoSource
 
 Run = Callable[..., list[Any]]
-RENEWED = 60.0
-"""Seconds after which a restart is forgotten: what happens once an hour should not end a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
     """`credit`: blocks begun and not taken. `blocks`: length, None for no end.
 
-    `restarts`: how often within RENEWED seconds the stream is resumed after a worker has died.
+    `restarts`: how often within a minute the stream is resumed after a worker has died.
     """
 
     credit: int
@@ -87,15 +87,19 @@ class ResumeState:
     def note(self, produced: ProducedBlock, begun: BeginBlock) -> None:
         """Record a delivered block. Its updates hold until others of their kind replace them."""
         self.next_out = produced.block + 1
-        for update in begun.updates:
-            kind = (
-                "reference" if isinstance(update, (ReferenceUpdate, Reference)) else getattr(update, "name", "prompt")
-            )
-            self.updates[kind] = (
-                replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
-            )
+        self.updates = with_updates(self.updates, begun.updates)
         if produced.sink is not None:
             self.updates["reference"], self.has_sink = Reference(latents=produced.sink), True
+
+
+def with_updates(known: Mapping[str, Update], updates: Iterable[Update]) -> dict[str, Update]:
+    """Return the conditions after `updates`, by kind; a prompt is there at once."""
+    found = dict(known)
+    for update in updates:
+        is_reference = isinstance(update, (ReferenceUpdate, Reference))
+        kind = "reference" if is_reference else getattr(update, "name", "prompt")
+        found[kind] = replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
+    return found
 
 
 class StreamDriver(RankDriver):
@@ -111,17 +115,20 @@ class StreamDriver(RankDriver):
         limits: StreamLimits,
         track: AudioSource | None,
         deliver: Callable[[OutputBlock], object],
+        video: VideoSource | None = None,
     ) -> None:
-        self._current, *later = runs
+        self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
         super().__init__(self._current.ranks, limits.credit)
         self._run, self._later, self._limits, self._track, self._deliver = run, deque(later), limits, track, deliver
+        self._video = video
         self._updates: dict[int, list[Update]] = {}
         self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
         self._resume_state = ResumeState()
+        self._settled = None if self._current.settles is None else self._current.first_block + self._current.settles
         self._ready: int | None = None
         self._next = 0
         self._timer: threading.Timer | None = None
-        self._restarts: deque[float] = deque()  # when, within the last RENEWED seconds
+        self._restarts = Restarts(limits.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
     def update(self, update: Update, at: int | None) -> int:
@@ -165,7 +172,9 @@ class StreamDriver(RankDriver):
 
     def _on_event(self, rank: int, event: Any) -> None:
         with self.changed:
-            if isinstance(event, BlockReady):
+            if isinstance(event, LostStage):
+                self._note_lost(event)
+            elif isinstance(event, BlockReady):
                 self._ready = event.block
                 self._order()
             elif isinstance(event, ProducedBlock) and self.status != "cancelled":
@@ -176,6 +185,21 @@ class StreamDriver(RankDriver):
                 epoch = self._resume_state.epoch
                 self._deliver(OutputBlock(produced=event, begun=begun, samples=samples, run=self._current, epoch=epoch))
             self.changed.notify_all()
+
+    def _note_lost(self, lost: LostStage) -> None:
+        """The first stage goes on without its state: it gets the conditions again with its next order."""
+        known = self._resume_state.updates
+        for block in range(self._resume_state.next_out, lost.block):
+            known = with_updates(known, self._sent[block][0].updates)
+        self._say_again(lost.block, tuple(known.values()))
+
+    def _say_again(self, block: int, again: tuple[Update, ...]) -> None:
+        """Put updates before those of a block."""
+        if block in self._sent:
+            begin, samples = self._sent[block]
+            self._sent[block] = (replace(begin, updates=(*again, *begin.updates)), samples)
+        else:
+            self._updates.setdefault(block, [])[:0] = again
 
     def _order(self) -> None:
         """Send the next order to the first rank, if it has requested one and an order is possible."""
@@ -197,7 +221,8 @@ class StreamDriver(RankDriver):
         tokens, samples = (None, None) if self._track is None else self._track.take(block)
         self._next = block + 1
         updates = tuple(self._updates.pop(block, ()))
-        return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates), samples
+        frames = None if self._video is None else self._video.take(block)
+        return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates, frames=frames), samples
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""
@@ -221,32 +246,21 @@ class StreamDriver(RankDriver):
             return True
         if self._later and block == self._later[0].first_block:
             return True
-        return self._track is not None and self._track.is_over(block)
+        return any(source is not None and source.is_over(block) for source in (self._track, self._video))
 
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""
         state = self._resume_state
-        if self.status == "cancelled" or not isinstance(error, WorkerError) or not self._may_restart():
+        if self.status == "cancelled" or not isinstance(error, WorkerError) or not self._restarts.take():
             self._end(error)
             return None
         state.epoch += 1
         self.status = "degraded"
-        again = tuple(state.updates.values())
-        if state.next_out in self._sent:
-            begin, samples = self._sent[state.next_out]
-            self._sent[state.next_out] = (replace(begin, updates=(*again, *begin.updates)), samples)
-        else:
-            self._updates.setdefault(state.next_out, [])[:0] = again
-        adapts = self._current.adapt_sink and not state.has_sink
-        self._current = replace(self._current, first_block=state.next_out, adapt_sink=adapts)
+        run = replace(self._current, first_block=state.next_out)
+        if self._settled is not None and state.next_out > self._settled:
+            self._current = replace(run, continues=True, adapt_sink=False)  # it has been adapted
+            return self._current
+        self._say_again(state.next_out, tuple(state.updates.values()))
+        self._settled = None if run.settles is None else state.next_out + run.settles
+        self._current = replace(run, continues=False, adapt_sink=run.adapt_sink and not state.has_sink)
         return self._current
-
-    def _may_restart(self) -> bool:
-        """Take one of the restarts that are left; False if there is none."""
-        now = time.monotonic()
-        while self._restarts and self._restarts[0] < now - RENEWED:
-            self._restarts.popleft()
-        if len(self._restarts) >= self._limits.restarts:
-            return False
-        self._restarts.append(now)
-        return True

@@ -6,7 +6,7 @@ which they arrive.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -74,11 +74,11 @@ class Parameter:
 Change = Prompt | Reference | Parameter
 
 
-def pack(changes: tuple[Change, ...]) -> Tensor:
-    """Serialize changes to bytes [N] in uint8, for one message."""
+def pack(changes: tuple[Any, ...]) -> Tensor:
+    """Serialize changes, and other plain objects, to bytes [N] in uint8, for one message."""
     return torch.frombuffer(bytearray(messages.pack(messages.encode(changes))), dtype=torch.uint8)
 
 
-def unpack(data: Tensor) -> tuple[Change, ...]:
-    """Restore the changes of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
+def unpack(data: Tensor) -> tuple[Any, ...]:
+    """Restore the objects of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
     return messages.unpack(to_host(data).numpy().tobytes())

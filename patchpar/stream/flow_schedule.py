@@ -38,6 +38,14 @@ class FlowSchedule:
         even = [1 - step / steps for step in range(steps + 1)]
         return cls(sigmas=tuple(shift * s / (1 + (shift - 1) * s) for s in even), sampler=sampler)
 
+    def begun_at(self, level: float | None) -> "FlowSchedule":
+        """Return as many steps from noise level `level` on, scaled; the same for None. Raises PlanError."""
+        if level is None:
+            return self
+        if not 0 < level <= 1:
+            raise PlanError(f"strength={level}: it must be above 0, and at most 1")
+        return FlowSchedule(sigmas=tuple(s * level / self.sigmas[0] for s in self.sigmas), sampler=self.sampler)
+
     @property
     def steps(self) -> int:
         """Denoising steps."""
@@ -50,6 +58,11 @@ class FlowSchedule:
     def steps_above(self, level: float) -> range:
         """Return the steps that begin at noise level `level`, 0 to 1, or above."""
         return range(sum(sigma >= level for sigma in self.sigmas[:-1]))
+
+    def noised(self, clean: Tensor, noise: Tensor) -> Tensor:
+        """Return `clean` at the noise level of the first step, of any shape, computed in float32."""
+        sigma = self.sigmas[0]
+        return ((1 - sigma) * clean.float() + sigma * noise.float()).to(clean.dtype)
 
     def needs_noise(self, step: int) -> bool:
         """Whether new noise is added at the end of `step`."""

@@ -6,9 +6,10 @@
 Of the options of from_pretrained it stores the dtype and the variant only, and `replay` reads no others: a journal
 contains no token and no local path of an option. Only its owner can read the file.
 
-A block line has the inputs of the block (conditions that hold from it on, audio tokens, audio samples in 16 bits) and a
-hash of its frames. Audio takes about 30 kB a second, silence almost nothing. Beyond `limit` bytes the recording ends
-with one warning. A truncated file is valid up to its last whole line.
+A block line has the inputs of the block (conditions that hold from it on, audio tokens, audio samples in 16 bits),
+states that were lost with a dead worker before it, and a hash of its frames. Audio takes about 30 kB a second, silence
+almost nothing. Beyond `limit` bytes the recording ends with one warning. A truncated file is valid up to its last whole
+line.
 """
 
 import base64
@@ -113,7 +114,11 @@ class StreamJournal:
     def _line(self, output: OutputBlock, frames: Tensor) -> dict[str, Any]:
         line: dict[str, Any] = {"block": output.produced.block, "epoch": output.epoch, "frames": digest(frames)}
         if output.epoch != self._epoch:
-            self._epoch, line["adapt_sink"] = output.epoch, output.run.adapt_sink
+            self._epoch = output.epoch
+            if not output.run.continues:
+                line["adapt_sink"] = output.run.adapt_sink
+        if output.produced.lost:
+            line["lost"] = [[lost.start, lost.stop, lost.decodes, lost.refills] for lost in output.produced.lost]
         if output.begun.updates:
             line["updates"] = [as_words(update) for update in output.begun.updates]
         if output.begun.inputs:

@@ -1,6 +1,6 @@
 """Messages between a session and its ranks while a stream runs.
 
-first rank --- BlockReady(block) -----> session        request for the next order
+first rank --- BlockReady(block) -----> session        request for the next order; LostStage before it, if it is new
 session ------ BeginBlock, EndStream -> first rank     when there is audio and credit, and the stream is not paused
 session ------ CancelStream ----------> every rank     further blocks are not computed
 last rank ---- ProducedBlock ---------> session
@@ -46,10 +46,14 @@ class BlockReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginBlock:
-    """Begin the block that was announced. `inputs`: audio tokens [1, F, n, C], if the model takes audio."""
+    """Begin the block that was announced. `inputs`: audio tokens [1, F, n, C], if the model takes audio.
+
+    `frames`: [frames, height, width, 3] in uint8 of a video to start from, or None.
+    """
 
     inputs: tuple[Tensor, ...]
     updates: tuple[Update, ...]
+    frames: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +67,42 @@ class CancelStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostStage:
+    """The state of steps `start` to `stop` was lost with a rank, and is empty before block `block`.
+
+    `decodes`: also that of the decoder; with `refills` it decodes the block before once more.
+    """
+
+    block: int
+    start: int
+    stop: int
+    decodes: bool = False
+    refills: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProducedBlock:
     """Frames [frames, height, width, 3] in uint8 of one block. `seconds`: since its first step began.
 
-    `sink`: latents [1, C, 1, H, W] of the first frame, with the first block of a stream only.
+    `sink`: latents [1, C, 1, H, W] of the first frame, with the first block of a stream only. `lost`: states that were
+    lost before it.
     """
 
     block: int
     frames: Tensor
     seconds: float
     sink: Tensor | None
+    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRun:
-    """One run on `ranks` ranks, with latents of `rows` x `columns`, from block `first_block` on (above 0: resumed)."""
+    """One run on `ranks` ranks, with latents of `rows` x `columns`, from block `first_block` on (above 0: resumed).
+
+    `keep`: blocks that each stage keeps, to go on when another one has died. `continues`: a run after such a death, in
+    which stages keep their state. `settles`: blocks after which a stream can go on so; None if it cannot. `lost`: what
+    was lost in a run that is repeated. `strength`: the first noise level, 0 to 1, if it is not that of the model.
+    """
 
     ranks: int
     seed: int
@@ -85,6 +110,11 @@ class StreamRun:
     columns: int
     first_block: int
     adapt_sink: bool
+    keep: int = 0
+    continues: bool = False
+    settles: int | None = None
+    lost: tuple[LostStage, ...] = ()
+    strength: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

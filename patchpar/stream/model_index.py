@@ -58,6 +58,7 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
     seen = seen if seen > 0 else window
     shift = number("shift", scheduler.get("shift", 5.0), 0.01, 100)
     known = FAMILIES["self-forcing"].stream
+    assert known is not None, "the family is block-causal"
     return {
         **known,
         "sigmas": FlowSchedule.shifted(4, shift=shift).sigmas,

@@ -1,6 +1,7 @@
 """`RankDriver`: sends orders to the ranks of one stream from its own thread, as far as there is credit for outputs."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -10,6 +11,8 @@ from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole
 
 Output = Literal["block", "drop_oldest", "skip_to_live"]
+RENEWED = 60.0
+"""Seconds after which a restart is forgotten: what happens once an hour should not end a stream."""
 T = TypeVar("T")
 Status = Literal["running", "paused", "degraded", "finished", "cancelled", "failed"]
 
@@ -63,6 +66,24 @@ class OutputQueue(Generic[T]):
             self._ready.popleft()
             self.dropped += 1
             self._lost()
+
+
+class Restarts:
+    """At most `count` restarts within RENEWED seconds."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._taken: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Take one of the restarts that are left; False if there is none."""
+        now = time.monotonic()
+        while self._taken and self._taken[0] < now - RENEWED:
+            self._taken.popleft()
+        if len(self._taken) >= self._count:
+            return False
+        self._taken.append(now)
+        return True
 
 
 class RankDriver:

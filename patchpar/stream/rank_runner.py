@@ -1,7 +1,7 @@
 """Base classes of the runners of all streams: a rank's device, its transport, and its part of a plan."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Transport, connect, watched
+from patchpar.comm.transport import Transport, connect, extend, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.shard.host_memory import to_device, to_host
@@ -28,8 +28,8 @@ from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder, StageStats
 from patchpar.stream.stage_link import BlockSignal
 
-REST_SECONDS = 5.0
-"""Seconds between heartbeats of a first rank that waits for orders."""
+REST_SECONDS = 1.0
+"""Seconds between messages of a first rank that waits for orders; it then notices that another rank has died."""
 THROUGH = "shared_memory"
 """Ranks are workers of one host. Not NCCL, which orders all messages of a rank: a receive that is posted in advance
 would block the sends after it."""
@@ -46,7 +46,7 @@ class RankStageIO:
 
     def as_stage_io(self) -> StageIO:
         """Return the callbacks for the stage."""
-        return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled)
+        return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled, lost=self._context.emit)
 
     def _order(self, block: int, patience: float) -> StageOrder:
         """Announce block `block` on the first rank and wait for the session's order."""
@@ -63,7 +63,8 @@ class RankStageIO:
         if not isinstance(message, BeginBlock):
             return StageOrder(sign=BlockSignal.REST)
         inputs = tuple(to_device(x, self._device) for x in message.inputs)
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, message.updates)))
+        changes = tuple(map(self._resolve, message.updates))
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=changes, frames=message.frames)
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
@@ -75,7 +76,9 @@ class RankStageIO:
         is_first = finished.block == self._run.first_block and self._run.adapt_sink
         sink: Tensor | None = to_host(finished.latents[0][:, :, :1]) if is_first else None
         seconds = (time.time_ns() - finished.born) / 1e9
-        self._context.emit(ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink))
+        self._context.emit(
+            ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink, lost=finished.lost)
+        )
 
 
 class RankRunner:
@@ -89,16 +92,16 @@ class RankRunner:
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that log
             silence_libraries()
 
-    def _connect(self) -> Transport | None:
-        """The transport to the other ranks, made once; None on a single rank."""
+    def _unconnected(self) -> Transport | None:
+        """The transport to the other ranks, made once, without an exchange; None on a single rank."""
         if self._context.world_size > 1 and self._transport is None:
-            with self._context.waiting:
-                self._transport = connect(self._context, through=THROUGH)
+            self._transport = connect(self._context, through=THROUGH, ranks=())
         return self._transport
 
-    def _watched(self) -> Transport | None:
-        """The transport with the deadline of the current call."""
-        return None if self._transport is None else watched(self._transport, self._context)
+    def _reach(self, ranks: Collection[int]) -> None:
+        """Connect with those of `ranks` to which there is no connection yet, or none any more. Collective of them."""
+        if self._transport is not None:
+            extend(watched(self._transport, self._context), self._context, ranks)
 
 
 class StageRunner(RankRunner):
@@ -112,11 +115,12 @@ class StageRunner(RankRunner):
     ) -> ModelFacts | IdleRank | None:
         """Load the parts that this rank's stage needs from a pipeline's folder. Only rank 0 returns facts.
 
+        Nothing is exchanged, so that a rank that has been started anew can do it alone.
         `config`: StreamConfig or FifoConfig. `options`: of diffusers' from_pretrained. Raises UnsupportedModel,
         PlanError.
         """
         self._config, self._plan = config, plan
-        transport = self._connect()
+        transport = self._unconnected()
         if transport is not None and self._comm is None:
             self._comm = Communicator(transport, self._context.beat, self._context.seal)
         rank = self._context.rank
@@ -129,7 +133,7 @@ class StageRunner(RankRunner):
         """Run this rank's stage until the stream ends. Raises ExchangeError if another rank is late or has died."""
         if self._context.rank >= self._plan.ranks:
             return IdleRank()
-        self._watched()
+        self._reach(range(self._plan.ranks))
         return self._run_stage(run)
 
     def _to_device(self, *networks: Any) -> None:

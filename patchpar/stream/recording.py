@@ -10,12 +10,12 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import object_of
-from patchpar.stream.config import LIMITS, MOST_FPS, StreamConfig
+from patchpar.stream.config import LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.driver import AudioSource
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
 from patchpar.stream.json_fields import flag, number, text, whole
-from patchpar.stream.messages import ReferenceUpdate, StreamRun, Update
+from patchpar.stream.messages import LostStage, ReferenceUpdate, StreamRun, Update
 
 LONGEST_PATH = 2**12
 VERSION = re.compile(r"[\w.+-]{1,64}")
@@ -23,7 +23,10 @@ VERSION = re.compile(r"[\w.+-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """One block line. `adapt_sink`: with the first block of an epoch. `heard`: audio tokens. `audio`: samples [N]."""
+    """One block line. `heard`: audio tokens. `audio`: samples [N]. `lost`: states that are lost before it.
+
+    `adapt_sink`: with the first block of an epoch in which all begins anew.
+    """
 
     block: int
     epoch: int
@@ -32,6 +35,7 @@ class RecordedBlock:
     updates: tuple[Update, ...] = ()
     heard: tuple[Tensor, ...] = ()
     audio: Tensor | None = None
+    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,10 @@ class StreamRecording:
         return cls(origin=origin, blocks=blocks)
 
     def runs(self, ranks: int) -> tuple[StreamRun, ...]:
-        """Return one run for each epoch."""
+        """Return one run for each epoch in which all begins anew."""
         rows, columns = self.origin.size
+        starts = [block.block for block in self.blocks if block.adapt_sink is not None]
+        ends = dict(zip(starts, [*starts[1:], len(self.blocks)], strict=True))
         return tuple(
             StreamRun(
                 ranks=ranks,
@@ -65,6 +71,7 @@ class StreamRecording:
                 columns=columns,
                 first_block=block.block,
                 adapt_sink=block.adapt_sink,
+                lost=tuple(lost for each in self.blocks[block.block : ends[block.block]] for lost in each.lost),
             )
             for block in self.blocks
             if block.adapt_sink is not None
@@ -215,4 +222,15 @@ def _checked_block(facts: Mapping[str, Any]) -> dict[str, Any]:
         "updates": tuple(as_update(words) for words in facts.get("updates", ())),
         "heard": tuple(unpacked(x) for x in facts.get("heard", ())),
         "audio": unpacked(facts["audio"]) if "audio" in facts else None,
+        "lost": tuple(_lost(facts["block"], *each) for each in facts.get("lost", ())),
     }
+
+
+def _lost(block: int, start: Any, stop: Any, decodes: Any, refills: Any) -> LostStage:
+    return LostStage(
+        block=block,
+        start=whole("start", start, 0, MOST_STEPS),
+        stop=whole("stop", stop, 0, MOST_STEPS),
+        decodes=flag("decodes", decodes),
+        refills=flag("refills", refills),
+    )

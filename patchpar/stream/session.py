@@ -27,6 +27,7 @@ from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, U
 from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
+from patchpar.stream.video_source import VideoSource
 
 NOTED_SECONDS = 0.5
 """A chunk that is so late is worth a line in the log, once for each outage."""
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
     """One stream: a context manager and an iterator, plain and async. Controls return when they take effect."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of its own
         self,
         run: Run,
         runs: Sequence[StreamRun],
@@ -44,8 +45,9 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         form: StreamFormat,
         delivery: StreamDelivery,
         source: AudioSource | None,
+        video: VideoSource | None = None,
     ) -> None:
-        super().__init__(StreamDriver(run, runs, limits, source, self._deliver), delivery.output, delivery.lead)
+        super().__init__(StreamDriver(run, runs, limits, source, self._deliver, video), delivery.output, delivery.lead)
         self._format, self._delivery, self._source = form, delivery, source
         self._patience = delivery.hold
         self._journal: StreamJournal | None = None

@@ -25,27 +25,34 @@ from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import LostStage
 from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
+from patchpar.stream.stage_position import StagePosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream."""
+    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream.
+
+    `frames`: see BeginBlock.
+    """
 
     sign: BlockSignal
     inputs: Payload = ()
     changes: tuple[Change, ...] = ()
+    frames: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedBlock:
-    """Frames [frames, height, width, 3] in uint8 of one block, and its latents. `born`: see BlockEnvelope."""
+    """Frames [frames, height, width, 3] in uint8 of one block, and its latents. `born`, `lost`: see BlockEnvelope."""
 
     block: int
     frames: Tensor
     latents: Payload
     born: int
+    lost: tuple[LostStage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +60,14 @@ class StageIO:
     """Callbacks of a stage. `order` is called on the first stage, `put` on the stage that decodes.
 
     `order(block, patience)`: waits up to `patience` seconds for the next order; after that the order is to rest.
-    `is_cancelled`: if True, further blocks are passed on without being computed.
+    `is_cancelled`: if True, further blocks are passed on without being computed. `lost`: called when the first
+    stage goes on without its state, before it takes an order.
     """
 
     order: Callable[[int, float], StageOrder]
     put: Callable[[FinishedBlock], object]
     is_cancelled: Callable[[], bool]
+    lost: Callable[[LostStage], object] = lambda lost: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +127,24 @@ def order_patience(comm: Communicator | None) -> float:
 
 
 class OrderInlet:
-    """The inlet of the first stage: makes a block per order, for which it waits `patience` seconds."""
+    """The inlet of the first stage: makes a block per order, for which it waits `patience` seconds.
 
-    def __init__(self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int) -> None:
+    `has_settled`: the adaptive sink is there already.
+    """
+
+    def __init__(
+        self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int, *, has_settled: bool = False
+    ) -> None:
         self._model, self._stage_io, self._patience = model, stage_io, patience
         self._block = self._first_block = first_block
+        self._has_settled = has_settled
         self._back: Work[Messages] | None = None
         self._first: Payload | None = None
         self._has_reference = False
+
+    def go_on(self, stage_io: StageIO) -> None:
+        """Take orders from `stage_io` from now on."""
+        self._stage_io = stage_io
 
     def expect_first(self, back: Work[Messages]) -> None:
         """Set the receive of the first finished block, where another stage finishes it."""
@@ -148,11 +167,14 @@ class OrderInlet:
         self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         self._block += 1
         payload = self._model.begin(block, order.inputs)
+        if order.frames is not None:
+            payload = self._model.noised(block, payload, order.frames)
         return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
         """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
-        if block != self._first_block + self._model.steps or not self._model.adapts_sink:
+        is_due = block == self._first_block + self._model.steps and not self._has_settled
+        if not is_due or not self._model.adapts_sink:
             return ()
         first = self._fetch_first()
         return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
@@ -175,35 +197,47 @@ class StageLoop(Stage):
         stage_io: StageIO,
         first_block: int = 0,
     ) -> None:
-        stages = plan.stages
-        number = plan.stage_of(rank)
-        _check(model, plan, stages[number], comm)
+        self._position = StagePosition.of(plan, rank)
+        _check(model, plan, self._position.stage, comm)
         super().__init__(rank, comm, stage_io)
-        stage, specs = stages[number], model.payload()
-        leader, *peers = stage.ranks
-        leads = rank == leader
-        self._model, self._first_block = model, first_block
-        self._makes_first = leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1
-        self._states = [model.new_state(step) for step in stage.steps]
-        self._decodes = leads and stage.decodes
-        self._decoder = model.new_decoder() if self._decodes else None
+        self._model, self._plan, self._first_block = model, plan, first_block
+        self._states = [model.new_state(step) for step in self._position.stage.steps]
+        self._decoder = model.new_decoder() if self._position.decodes else None
         self._beginning: OrderInlet | None = None
-        self._peers = Downstream(connected(comm), peers, specs) if leads and peers else None
-        if rank == 0:
-            self._beginning = OrderInlet(model, stage_io, order_patience(comm), first_block)
-            if model.adapts_sink and not self._makes_first:
-                back = connected(comm).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
-                self._beginning.expect_first(back)
-        before = stages[number - 1].ranks[0] if leads else leader
-        self._in = self._beginning or Upstream(connected(comm), before, specs, ahead=leads)
-        has_next = leads and number + 1 < len(stages)
-        self._out = Downstream(connected(comm), [stages[number + 1].ranks[0]], specs) if has_next else None
-        self._leads = leads
         self._first_sent: Work[Messages] | None = None
+        self._is_connected = False
+
+    def run(self) -> StageStats:
+        """See Stage."""
+        if not self._is_connected:
+            self._begin()
+        return super().run()
+
+    def _begin(self) -> None:
+        """Connect with the other stages, for a stream's first block."""
+        model, position = self._model, self._position
+        if self._rank == 0:
+            self._beginning = OrderInlet(model, self._stage_io, order_patience(self._comm), self._first_block)
+            if model.adapts_sink and not position.makes_first:
+                leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
+                back = connected(self._comm).receive("first", "stream", leader, model.payload())
+                self._beginning.expect_first(back)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Receive from the stage before and send to the next, and to the other ranks of this one."""
+        position, specs, self._is_connected = self._position, self._model.payload(), True
+        if self._beginning is not None:
+            self._in = self._beginning
+        else:
+            assert position.source is not None, "all ranks but the first have one"
+            self._in = Upstream(connected(self._comm), position.source, specs, ahead=position.leads)
+        self._peers = Downstream(connected(self._comm), position.peers, specs) if position.peers else None
+        self._out = None if position.next is None else Downstream(connected(self._comm), [position.next], specs)
 
     def _handle(self, envelope: BlockEnvelope) -> None:
         """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
-        if self._leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
+        if self._position.leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
             envelope = replace(envelope, sign=BlockSignal.VOID)
         if self._peers is not None:
             self._peers.send(envelope)
@@ -220,12 +254,16 @@ class StageLoop(Stage):
                 for change in envelope.changes:
                     self._model.apply(state, change)
                 payload = self._model.step(state, envelope.block, payload)
-        if self._makes_first and envelope.block == self._first_block and self._model.adapts_sink:
+        if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
-        if self._decodes and is_wanted:
+        if self._position.decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
-            self._stage_io.put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
+            block, born, lost = envelope.block, envelope.born, envelope.lost
+            self._put(FinishedBlock(block=block, frames=frames, latents=payload, born=born, lost=lost))
         return replace(envelope, payload=payload)
+
+    def _put(self, finished: FinishedBlock) -> None:
+        self._stage_io.put(finished)
 
     def _send_first(self, payload: Payload) -> None:
         if self._beginning is not None:

@@ -1,6 +1,6 @@
 """Messages from one stage to the next: one per block, with the receive posted before the send.
 
-    message    header (sign, block, born, bytes of changes) and payload; changes, if any, follow in a second message
+    message    header (sign, block, born, bytes of changes) and payload; changes and losses follow in a second message
 
 While a stream rests, empty messages show that the sender is alive, so that the deadline of every receive stays short.
 """
@@ -18,6 +18,7 @@ from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, pack, unpack
+from patchpar.stream.messages import LostStage
 
 HEADER = TensorSpec((4,), torch.int64)
 HELD = 2
@@ -37,25 +38,32 @@ def connected(comm: Communicator | None) -> Communicator:
 
 
 class BlockSignal(enum.IntEnum):
-    """Kind of a message or an order. VOID: a block of a cancelled stream, which is not computed."""
+    """Kind of a message or an order. VOID: a block of a cancelled stream, which is not computed.
 
-    BLOCK, REST, END, VOID = range(4)
+    REFILL: a block that a decoder that has been restarted decodes once more, for the features that the next one needs.
+    """
+
+    BLOCK, REST, END, VOID, REFILL = range(5)
 
     @property
     def is_block(self) -> bool:
         """Whether the message carries a block."""
-        return self in (BlockSignal.BLOCK, BlockSignal.VOID)
+        return self in (BlockSignal.BLOCK, BlockSignal.VOID, BlockSignal.REFILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEnvelope:
-    """A block in flight. `born`: start of its first step, in ns of time.time_ns. `changes`: they hold from it on."""
+    """A block in flight. `born`: start of its first step, in ns of time.time_ns. `changes`: they hold from it on.
+
+    `lost`: states that were lost before it.
+    """
 
     sign: BlockSignal
     block: int = -1
     born: int = 0
     changes: tuple[Change, ...] = ()
     payload: Payload = ()
+    lost: tuple[LostStage, ...] = ()
 
 
 class OutgoingMessages:
@@ -86,7 +94,8 @@ class Downstream:
 
     def send(self, envelope: BlockEnvelope) -> None:
         """Start a send; waits only if the receiver is more than HELD messages late. Raises ExchangeError."""
-        packed = pack(envelope.changes) if envelope.changes else torch.empty(0, dtype=torch.uint8)
+        further = (*envelope.changes, *envelope.lost)
+        packed = pack(further) if further else torch.empty(0, dtype=torch.uint8)
         device = self._comm.transport.device
         header = to_device(torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()]), device)
         self._start("block", (header, *(envelope.payload or self._nothing)))
@@ -118,16 +127,17 @@ class Upstream:
         """Return the next message. Raises ExchangeError after the deadline."""
         header, *payload = (self._next or self._expect()).wait_for(0)
         sign, block, born, num_bytes = to_host(header).tolist()
-        changes: tuple[Change, ...] = ()
+        further: tuple[Change | LostStage, ...] = ()
         if num_bytes:
             spec = TensorSpec((num_bytes,), torch.uint8)
-            changes = unpack(self._comm.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
+            further = unpack(self._comm.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
         if sign != BlockSignal.END and self._ahead:
             self._next = self._expect()
         return BlockEnvelope(
             sign=BlockSignal(sign),
             block=block,
             born=born,
-            changes=changes,
+            changes=tuple(change for change in further if not isinstance(change, LostStage)),
             payload=tuple(payload) if BlockSignal(sign).is_block else (),
+            lost=tuple(lost for lost in further if isinstance(lost, LostStage)),
         )

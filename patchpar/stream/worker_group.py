@@ -56,7 +56,9 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
     """
     executor: Ranks = InlineExecutor(names[0], engine, deadline=deadline)
     if len(names) > 1:
-        executor = LocalExecutor(names, engine, deadline=deadline, preload=[engine.partition(":")[0]])
+        executor = LocalExecutor(
+            names, engine, deadline=deadline, preload=[engine.partition(":")[0]], one_by_one=True, has_group=False
+        )
     try:
         return executor, executor.call("load", *asked, replay=True, expected=LOAD_SECONDS)[0]
     except BaseException:
@@ -232,8 +234,8 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, V], Generic[C, V]):
         credit = queued + self.plan.depth + delivery.lead
         return StreamLimits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
 
-    def _stream_run(self, seed: int, *, adapt_sink: bool) -> StreamRun:
-        """Raises PlanError for a seed that torch does not take."""
+    def _stream_run(self, seed: int, *, adapt_sink: bool, settles: int | None = None) -> StreamRun:
+        """See StreamRun. Raises PlanError for a seed that torch does not take."""
         if not 0 <= seed < 2**64:
             raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
         return StreamRun(
@@ -243,4 +245,5 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, V], Generic[C, V]):
             columns=self.config.width // self._facts.spatial,
             first_block=0,
             adapt_sink=adapt_sink,
+            settles=settles,
         )

@@ -385,3 +385,47 @@ def test_an_error_before_the_first_frame_leaves_no_video(tmp_path: Path) -> None
 )
 def test_what_streams_where_no_model_is_named(words: dict[str, Any], model: str) -> None:
     assert StreamFlags(**words).weights == model
+
+
+KILLED = """
+import sys, time, torch
+from pathlib import Path
+from patchpar.cli.video_file import video_at
+with video_at(Path(sys.argv[1]), 20, 16000, is_endless=sys.argv[2] == "endless") as video:
+    for block in range(1000):
+        video.show(torch.full((4, 64, 64, 3), block % 200, dtype=torch.uint8), block / 5, torch.zeros(3200))
+        print(block, flush=True)
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("suffix", first_of(["mp4", "mkv", "webm"], "mp4"))
+def test_a_video_without_end_can_be_played_after_the_process_is_killed(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    blocks = killed_after(40, path, "endless")
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    images, times, samples = decoded(path)
+    assert 4 * blocks - 20 <= len(images) <= 4 * blocks + 8, "all but the last second"
+    assert times == sorted(times)
+    assert len(samples) / 48000 > blocks / 5 - 1.5
+    assert abs(int(images[40].mean()) - 10) <= 3
+
+
+def test_a_video_of_a_known_length_is_whole_or_is_not_there(tmp_path: Path) -> None:
+    """The control: what a killed process leaves of it is under another name, and cannot be played."""
+    killed_after(40, tmp_path / "a.mp4", "whole")
+    (left,) = tmp_path.iterdir()
+    assert left.name != "a.mp4"
+    with pytest.raises(Exception, match="Invalid data"):
+        decoded(left)
+
+
+def killed_after(blocks: int, path: Path, kind: str) -> int:
+    """Write a video in another process and kill it; returns how many blocks it had written at least."""
+    words = [sys.executable, "-c", KILLED, str(path), kind]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < blocks:
+            pass
+        process.kill()
+        return 1 + max([blocks, *map(int, process.stdout.read().split())])

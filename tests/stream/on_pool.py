@@ -26,8 +26,11 @@ class PoolExecutor:
     def __init__(self, ranks: RankPool, key: str, engine: str) -> None:
         self._pool, self._key, self._engine = ranks._pool, key, engine
 
-    def call(self, method: str, *args: Any, on_event: Any = None, on_start: Any = None) -> list[Any]:
+    def call(self, method: str, *args: Any, on_event: Any = None, on_start: Any = None, ranks: Any = None) -> list[Any]:
         arguments = (self._key, self._engine, method, args)
+        if ranks is not None:
+            where = "tests.stream.on_pool:on_rank"
+            return self._pool.call("alone", where, arguments, ranks=ranks, on_event=on_event, on_start=on_start)
         return self._pool.call(
             "run", "tests.stream.on_pool:on_rank", POOL_SIZE, "auto", arguments, on_event=on_event, on_start=on_start
         )

@@ -192,7 +192,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(base: Path, weights: Weight
         ("a.txt", {}, r"\.txt is no checkpoint"),
         ("a.pt", {}, "cannot be read as a checkpoint"),
         ("plain.safetensors", {}, "pass --family, one of self-forcing, causvid"),
-        ("plain.safetensors", {"family": "krea"}, "family 'krea' is not known: use one of self-forcing, causvid"),
+        ("plain.safetensors", {"family": "sora"}, "family 'sora' is not known: use one of self-forcing, causvid"),
         ("list.pt", {}, "holds a list, but a checkpoint is a dictionary"),
         ("other.pt", {"family": "causvid"}, "has no weights of a transformer by name, but critic, step"),
     ],

@@ -1,33 +1,30 @@
-"""A stream of images: the very images of the plain pipeline, its denoising steps spread over ranks."""
+"""Images of a stream go whole to ranks in turn: the very images of the plain pipeline, whatever their steps."""
 
 from __future__ import annotations
 
-import copy
+import os
 import queue
-from operator import itemgetter
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKL, DiffusionPipeline
 
-from patchpar.comm.collectives import Communicator
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.images.stage import ImageStage, calls_of, finisher_of
-from patchpar.stream.images.step_rotation import shared_steps
-from patchpar.stream.messages import EndStream, ImageRequest
-from tests.breadth import first_of
-from tests.tiny import image_pipelines, transformer_pipelines
-from tests.unit.threads import on_threads
+from patchpar.errors import WorkerDied
+from patchpar.stream.images.driver import ImageStreamOptions
+from patchpar.stream.images.pipeline import ImageStreamingPipeline
+from patchpar.stream.images.runner import ImageRunner
+from patchpar.stream.images.session import ImageSession
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
+from tests.tiny import image_pipelines
 
-IMAGES = 5
-"""The first is drawn whole on every rank, and the ranks take turns at ending those that follow."""
-
-
-def orders(arguments: dict[str, Any]) -> list[ImageRequest]:
-    """Every image has a seed and a text of its own."""
-    return [
-        ImageRequest(number=n, arguments=arguments | {"prompt": f"picture {n}"}, seed=10 + n) for n in range(IMAGES)
-    ]
+OPTIONS = {"safety_checker": None, "feature_extractor": None}
 
 
 def quiet(pipe: Any) -> Any:
@@ -39,124 +36,129 @@ def quiet(pipe: Any) -> Any:
     return pipe
 
 
-def plain(pipe: Any, order: ImageRequest) -> Any:
-    return pipe(**order.arguments, generator=torch.Generator().manual_seed(order.seed)).images
-
-
-def on_rank(transport: Any, pipes: list[Any], todo: list[ImageRequest]) -> tuple[list[Any], int]:
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for order in [*todo, EndStream()]:
-        waiting.put(order)
-    found: list[Any] = []
-    stage = ImageStage(pipes[transport.rank], transport.rank, len(pipes), Communicator(transport), str)
-    generated = stage.run(lambda patience: waiting.get(), lambda number, result: found.append((number, result.images)))
-    return found, generated
-
-
 def same(one: Any, other: Any) -> bool:
     return bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
 
 
-BUILT = {
-    "sd img2img": image_pipelines.sd_img2img,
-    "sd controlnet": image_pipelines.sd_controlnet,
-    "flux": transformer_pipelines.flux,
-}
-RUNS = [("sd img2img", 3), ("sd controlnet", 2), ("flux", 1), ("flux", 4)]
+class Dying:
+    """Ranks that need some time for an image. `dies`: (rank, which of its requests it dies at)."""
+
+    def __init__(self, dies: set[tuple[int, int]]) -> None:
+        self.dies = dies
+        self.made: list[tuple[int, int]] = []  # (rank, image)
+        self.begun: Counter[int] = Counter()
+        self.asked: Counter[int] = Counter()
+
+    def run(self, rank: int, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+        self.begun[rank] += 1
+        heard: queue.Queue[Any] = queue.Queue()
+        on_start(lambda _, word: heard.put(word))
+        while isinstance(word := heard.get(timeout=10), ImageRequest):
+            time.sleep(0.02)
+            self.asked[rank] += 1
+            if (rank, self.asked[rank]) in self.dies:
+                raise WorkerDied(f"rank {rank} was killed", rank=rank)
+            self.made.append((rank, word.number))
+            on_event(rank, GeneratedImage(number=word.number, image=word.number))
+        assert isinstance(word, EndStream)
+        return []
 
 
-@pytest.mark.parametrize(("name", "ranks"), first_of(RUNS, ("sd img2img", 3)))
-def test_images_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None:
-    oracle, arguments = BUILT[name]()
-    quiet(oracle)
-    arguments |= {"num_inference_steps": 4, "output_type": "latent"}
-    if "strength" in arguments:
-        arguments["strength"] = 1.0
-    todo = orders(arguments)
-    copies = [copy.deepcopy(oracle) for _ in range(ranks)]
-    found = on_threads(ranks, on_rank, copies, todo, deadline=60.0)
-    assert not [error for error in found if isinstance(error, Exception)], found
-    assert [generated for _, generated in found] == [IMAGES] * ranks
-    ended = [[number for number, _ in results] for results, _ in found]
-    assert ended == [
-        [n for n in range(IMAGES) if (finisher_of(n, ranks, 4) if n else ranks - 1) == rank] for rank in range(ranks)
+def streamed(ranks: Dying, count: int = 3, images: int = 9, **options: Any) -> list[int]:
+    chosen = ImageStreamOptions(ranks=count, seed=1, **options)
+    with ImageSession(ranks.run, chosen, {}) as stream:
+        return [result.image for result in stream.map([{}] * images)]
+
+
+def test_a_killed_rank_is_started_anew_and_no_image_is_lost() -> None:
+    ranks = Dying({(1, 1), (0, 2)})
+    assert streamed(ranks) == list(range(9))
+    assert ranks.begun == {0: 2, 1: 2, 2: 1}
+    assert sorted(image for _, image in ranks.made) == list(range(9)), "each once"
+
+
+def test_a_rank_that_dies_again_and_again_is_left_out() -> None:
+    ranks = Dying({(1, 1), (1, 2)})
+    assert streamed(ranks) == list(range(9))
+    assert ranks.begun[1] == 2
+    assert {rank for rank, _ in ranks.made} == {0, 2}
+
+
+def test_without_any_rank_the_stream_fails() -> None:
+    ranks = Dying({(rank, 1 + number) for number in range(9) for rank in range(3)})
+    with pytest.raises(WorkerDied, match="was killed"):
+        streamed(ranks)
+    with pytest.raises(WorkerDied, match="was killed"):
+        streamed(Dying({(0, 1)}), restarts=0)
+
+
+def test_a_slow_rank_gets_fewer_images() -> None:
+    """Two at a time at most wait for it, and the others go on."""
+    ranks, slow = Dying(set()), threading.Event()
+    run = ranks.run
+
+    def run_slowly(rank: int, on_event: Any, on_start: Any) -> list[Any]:
+        def event(who: int, word: Any) -> None:
+            if rank == 0:
+                slow.wait(0.3)
+            on_event(who, word)
+
+        return run(rank, event, on_start)
+
+    ranks.run = run_slowly  # type: ignore[method-assign]
+    assert streamed(ranks, count=2, images=12, lead=9) == list(range(12))
+    counts = Counter(rank for rank, _ in ranks.made)
+    assert counts[0] < counts[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("img2img")
+    image_pipelines.sd_img2img()[0].save_pretrained(path)
+    return path
+
+
+def test_a_worker_is_killed_and_images_of_any_number_of_steps_come_out(folder: Path) -> None:
+    """One step too; with the bits of the plain pipeline, and the other worker is the same process."""
+    _, arguments = image_pipelines.sd_img2img()
+    requests = [{"image": arguments["image"], "num_inference_steps": 1 + n % 3, "prompt": f"{n}"} for n in range(8)]
+    plain = {"strength": 1.0, "output_type": "np", "guidance_scale": 1.0}
+    with ImageStreamingPipeline.from_pretrained(folder, devices="cpu:2", deadline=30, **OPTIONS) as pipe:
+        ranks: Any = pipe._ranks
+        with pipe.stream(seed=5, **plain) as stream:
+            results = stream.map(requests)
+            found = [next(results) for _ in range(3)]
+            before = ranks.pids
+            os.kill(before[1], signal.SIGKILL)
+            found += list(results)
+            assert ranks.pids[0] == before[0]
+            assert ranks.pids[1] != before[1]
+    assert [result.number for result in found] == list(range(8))
+    oracle = quiet(DiffusionPipeline.from_pretrained(folder, **OPTIONS))
+    for result, request in zip(found, requests, strict=True):
+        wanted = oracle(**request, **plain, generator=torch.Generator().manual_seed(5)).images[0]
+        assert same(result.image, wanted), result.number
+    assert not same(found[0].image, found[1].image)
+
+
+def test_an_image_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its VAE and its text encoder run as often as in the plain pipeline: 1 and 1, without guidance."""
+    pipe, arguments = image_pipelines.sd_img2img()
+    calls: Counter[str] = Counter()
+    encode = AutoencoderKL.encode
+    monkeypatch.setattr(AutoencoderKL, "encode", lambda *a, **k: (calls.update(["vae"]), encode(*a, **k))[1])
+    pipe.text_encoder.register_forward_pre_hook(lambda *_: calls.update(["text"]))
+    words: list[Any] = [
+        ImageRequest(number=n, arguments={**arguments, "guidance_scale": 1.0}, seed=n) for n in range(4)
     ]
-    results = sorted((pair for results, _ in found for pair in results), key=itemgetter(0))
-    assert all(same(image, plain(oracle, order)) for (_, image), order in zip(results, todo, strict=True))
-    assert not same(results[1][1], results[2][1])
 
+    class Context:
+        rank, world_size, device, deadline = 0, 1, "cpu", 30.0
+        beat = staticmethod(lambda where: None)
+        emit = staticmethod(lambda event: calls.update(["image"]))
+        receive = staticmethod(lambda timeout: words.pop(0) if words else EndStream())
 
-def test_each_rank_computes_its_own_calls_only() -> None:
-    pipe, arguments = image_pipelines.sd()
-    arguments |= {"num_inference_steps": 4, "output_type": "latent"}
-    computed: list[int] = []
-    handle = quiet(pipe).unet.register_forward_pre_hook(lambda *_: computed.append(1))
-    pipe.unet.conv_in.register_forward_hook(lambda *_: computed.append(2))
-    with shared_steps(pipe, str) as recorded:
-        whole = recorded.record(lambda: plain(pipe, orders(arguments)[0]))
-        assert (recorded.calls, computed.count(2)) == (4, 4)
-        computed.clear()
-        assert recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2), [], ends=False) is None
-        first = recorded.made
-        assert computed.count(2) == 2
-        computed.clear()
-        again = recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=True)
-        assert computed.count(2) == 2
-        wrong = recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), [-x for x in first], ends=True)
-        assert recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=False) is None
-        given = [*first, *recorded.made]
-        computed.clear()
-        elsewhere = recorded.run(lambda: plain(pipe, orders(arguments)[0]), range(4, 4), given, ends=True)
-        assert computed.count(2) == 0
-    handle.remove()
-    assert same(again, whole)
-    assert same(elsewhere, whole)
-    assert not same(wrong, whole), "what is given is used"
-    assert not hasattr(pipe.unet, "_diffusers_hook")
-
-
-def test_calls_are_shared_evenly_and_each_once() -> None:
-    for calls in range(1, 9):
-        for ranks in range(1, calls + 1):
-            parts = [calls_of(rank, ranks, calls) for rank in range(ranks)]
-            assert [call for recorded in parts for call in recorded] == list(range(calls))
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    with pytest.raises(PlanError, match="at most 4 ranks"):
-        calls_of(0, 5, 4)
-
-
-def test_those_with_the_fewest_calls_take_turns_at_the_end() -> None:
-    def enders(ranks: int, calls: int) -> list[int]:
-        return [finisher_of(image, ranks, calls) for image in range(6)]
-
-    assert enders(1, 4) == [0] * 6
-    assert enders(2, 4) == [1, 0, 1, 0, 1, 0]
-    assert enders(2, 5) == [0] * 6
-    assert enders(3, 4) == [1, 0, 1, 0, 1, 0]
-    assert enders(4, 4) == [3, 2, 1, 0, 3, 2]
-
-
-@pytest.mark.parametrize("own", [range(2), range(2, 4), range(4, 4)])
-@pytest.mark.parametrize("steps", first_of([1, 3, 5], 3))
-def test_another_number_of_steps_is_refused(own: range, steps: int) -> None:
-    pipe, arguments = image_pipelines.sd()
-    quiet(pipe)
-
-    def run(count: int) -> Any:
-        return pipe(**arguments | {"num_inference_steps": count, "output_type": "latent"})
-
-    with shared_steps(pipe, str) as recorded:
-        recorded.record(lambda: run(4))
-        recorded.run(lambda: run(4), range(own.start), [], ends=False) if own.start else None
-        given = recorded.made if own.start else []
-        if own.start or steps < 2:
-            with pytest.raises(PlanError, match="the first one 4"):
-                recorded.run(lambda: run(steps), own, given, ends=own.stop == 4)
-
-
-def test_what_has_no_steps_is_refused() -> None:
-    class Nothing:
-        components: dict[str, Any] = {}  # noqa: RUF012
-
-    with pytest.raises(UnsupportedModel, match="has no unet, transformer"), shared_steps(Nothing(), str):
-        pass
+    runner = ImageRunner(Context())  # type: ignore[arg-type]
+    runner._pipe = quiet(pipe)
+    assert runner.run() == 4
+    assert calls == {"vae": 4, "text": 4, "image": 4}

@@ -144,7 +144,7 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
         before = list(stream)
     recording = StreamRecording.read(path)
     first, second = recording.runs(2)
-    assert (first, second) == tuple(ranks.runs)
+    assert (first, second) == tuple(replace(run, keep=0) for run in ranks.runs)
     again = Ranks()
     replayed = session(again, blocks=7, credit=1, courses=(first, second))
     with replayed.begin(changes=recording.updates()) as stream:

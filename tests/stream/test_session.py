@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied
-from patchpar.stream import driver as driver_module
+from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
 from patchpar.stream.audio.keep_alive import MARGIN, KeepAlive
 from patchpar.stream.audio.track import AudioTrack
@@ -285,7 +286,8 @@ def test_a_dead_worker_begins_a_new_epoch() -> None:
     assert [(chunk.block, chunk.epoch, len(chunk.frames)) for chunk in chunks] == [
         (1, 0, 4), (2, 0, 4), (3, 0, 4), (4, 1, 4), (5, 1, 4), (6, 1, 4),
     ]  # fmt: skip
-    assert ranks.runs[1] == StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
+    again = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
+    assert ranks.runs[1] == replace(again, keep=ranks.runs[0].keep)
     prompt, displayed, param = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
     assert prompt == PromptUpdate(text="second")
     assert isinstance(displayed, Reference)

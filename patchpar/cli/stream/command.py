@@ -12,7 +12,7 @@ def stream(request: StreamFlags) -> None:
             from patchpar.cli.stream.forecast import forecast
 
             forecast(request)
-        elif request.input is not None:
+        elif not request.is_video:
             from patchpar.cli.stream.images import stream_images
 
             stream_images(request)

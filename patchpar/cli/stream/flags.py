@@ -12,8 +12,8 @@ from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.stream.web.server import check_port
 
-OF_VIDEO = ("audio", "reference", "seconds", "record", "restarts")
-OF_IMAGES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
+OF_VIDEO = ("audio", "reference", "seconds", "record", "restarts", "lora")
+OF_IMAGES = ("steps", "guidance_scale", "negative_prompt", "height", "width")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class StreamFlags:
     audio: Annotated[Path | None, typer.Option(help="Audio that the video follows; it sets the length.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
-    input: Annotated[Path | None, typer.Option(help="Frames to generate anew: image folder or video.")] = None
+    input: Annotated[Path | None, typer.Option(help="Video, or image folder, to generate anew.")] = None
     seed: Annotated[int, typer.Option(help="The same seed gives the same video.")] = 0
     fps: Annotated[float | None, typer.Option(help="Frames per second; default: the input's.")] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
@@ -34,18 +34,17 @@ class StreamFlags:
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
     host: Annotated[str | None, typer.Option(help="Address of these pages; default: this machine's.")] = None
     record: Annotated[Path | None, typer.Option(help="Record the stream for `patchpar replay`.")] = None
-    steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
+    steps: Annotated[int | None, typer.Option(help="With --input and an image model: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="With --input; default: the pipeline's own.")] = None
     negative_prompt: Annotated[str | None, typer.Option(help="With --input: what not to show.")] = None
     height: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
     width: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
+    lora: Annotated[str | None, typer.Option(help="A LoRA for the model: PATH, or PATH:SCALE.")] = None
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the assignment of steps to ranks.")] = False
-    costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
-        None
-    )
+    costs: Annotated[str | None, typer.Option(help="With --dry-run, seconds: step=0.265,decode=0.15.")] = None
     restarts: Annotated[int | None, typer.Option(help="Of dead workers within a minute; default: 3.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
@@ -68,9 +67,16 @@ class StreamFlags:
 
     def _check_kind(self) -> None:
         takes_frames = self.input is not None
-        for name in OF_VIDEO if takes_frames else OF_IMAGES:
+        others = (*OF_IMAGES, *([] if takes_frames else ["strength"])) if self.is_video else OF_VIDEO
+        for name in others:
             if getattr(self, name) is not None:
-                raise PlanError(f"--{name.replace('_', '-')} is {'not ' * takes_frames}for streams with --input")
+                kind = "not for" if takes_frames and not self.is_video else "for"
+                of = " of images" if takes_frames and self.is_video else ""
+                raise PlanError(f"--{name.replace('_', '-')} is {kind} streams{of} with --input")
+        if self.input is not None and self.is_video and not self.input.is_file():
+            raise PlanError(f"--input {self.input}: {self.model} generates video, and there is no such file")
+        if self.input is not None and self.is_video and self.record is not None:
+            raise PlanError("--record does not hold the frames of --input: leave one of them out")
         if self.dry_run and takes_frames:
             raise PlanError("--dry-run forecasts streams of a video model: leave out --input")
         if self.costs is not None and not self.dry_run:
@@ -94,6 +100,16 @@ class StreamFlags:
         return self.model or (FACE if self.input is None else "embedded")
 
     @property
+    def is_video(self) -> bool:
+        """Whether a block-causal model generates the stream: its folder says how, in stream.json."""
+        return self.input is None or (self.model is not None and is_block_causal(self.model))
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether only a signal ends the stream."""
+        return self.input is None and self.audio is None and self.seconds is None
+
+    @property
     def is_live(self) -> bool:
         """Whether there is a live page, with frames at their timestamps."""
         return self.mjpeg is not None or self.ws is not None
@@ -101,3 +117,8 @@ class StreamFlags:
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained`."""
         return given(devices=self.devices, torch_dtype=self.dtype, variant=self.variant, deadline=self.deadline)
+
+
+def is_block_causal(model: str) -> bool:
+    """Whether a model is known to generate video block by block, without loading anything."""
+    return model == FACE or (Path(model).expanduser() / "stream.json").is_file()

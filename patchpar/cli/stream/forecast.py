@@ -73,9 +73,11 @@ def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[
 
 
 def _of_stages(costs: dict[str, float], config: StreamConfig) -> dict[str, float]:
-    """The costs of the plan's steps: with a clean history one is all denoising steps of a block and a last pass."""
-    passes = config.steps + 1 if config.blocks.history == "clean" else 1
-    return {**costs, "step": costs["step"] * passes}
+    """The costs of the plan's steps: where all read finished blocks, one is all steps of a block and further passes."""
+    if config.blocks.is_pipelined:
+        return costs
+    decoded = costs["decode"] if config.blocks.history == "recompute" else 0.0  # for the window of the next block
+    return {**costs, "step": costs["step"] * (config.steps + config.blocks.extra_passes) + decoded}
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -237,7 +237,10 @@ class FrameOutputs:
         output = self.request.output
         if output is None:
             return self
-        return replace(self, videos=(stack.enter_context(video_at(output, self.fps, self.rate)),))
+        return replace(
+            self,
+            videos=(stack.enter_context(video_at(output, self.fps, self.rate, is_endless=self.request.is_endless)),),
+        )
 
     @property
     def all(self) -> list[FrameOutput]:

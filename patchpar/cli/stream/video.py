@@ -37,7 +37,7 @@ def stream_video(request: StreamFlags) -> None:
     with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # videos close before ranks
         report = _run(request, folder, given, stack, ranks)
     report.write(request.json)
-    report.finish(is_endless=request.audio is None and request.seconds is None)
+    report.finish(is_endless=request.is_endless)
 
 
 def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
@@ -63,7 +63,9 @@ def _run(
     fps = request.fps or folder.config.fps
     screens = FrameOutputs.pages(request, fps, folder.rate, stack)
     print_line = screens.status_line(stack.enter_context(living_line("starting")))
-    pipe = ranks.load(lambda: StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
+    pipe = ranks.load(
+        lambda: StreamingPipeline.from_pretrained(request.weights, lora=request.lora, **request.for_loading())
+    )
     screens = screens.with_file(stack)
     pace: Pacing = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
@@ -71,6 +73,8 @@ def _run(
         delivery = replace(delivery, restarts=request.restarts)
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
+    if request.input is not None:
+        arguments |= {"video": request.input, "strength": request.strength}
     session = pipe.stream(request.prompt, **arguments)
     with removed_after_error(request.record):  # without a block there is nothing to replay
         ending = show_all(parts_of(session, session), session, screens.all, meter, print_line, fps)

@@ -91,6 +91,7 @@ class CausalWan:
             sink_tokens=tokens,
             heads=self._heads,
             head_width=config.attention_head_dim,
+            sinks=self.options.sinks,
         )
         return KVWindow(size, self.transformer.device, self.transformer.dtype)
 

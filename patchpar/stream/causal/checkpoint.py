@@ -18,8 +18,12 @@ from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.loading import dtype_of, load_pipeline, with_dtype
+from patchpar.stream.causal.lora import LORA, LoraFile, merge_lora
 from patchpar.stream.causal.original_names import are_original, as_diffusers
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
+
+ALIGNMENT = 64
+"""Bytes: torch's own allocations on CPUs begin at multiples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,15 @@ class RequiredWeights:
 def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
     """Load a WanPipeline on the CPU, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
     _refuse_others(folder)
-    options = with_dtype({name: value for name, value in options.items() if value is not None})
+    options = {name: value for name, value in options.items() if value is not None}
+    lora = LoraFile.of(options.pop(LORA)) if LORA in options else None
+    options = with_dtype(options)
     spared = needs.spared() | dict.fromkeys((HIGH_NOISE, LOW_NOISE))
     pipe = load_pipeline(str(folder), options | spared, kind=WanPipeline)
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
+    if lora is not None:
+        for part in parts.values():
+            merge_lora(part, lora)
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # not used by streams
     return pipe
@@ -54,7 +63,7 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
         raise PlanError(f"{folder} has no {part}/config.json: give the folder of a WanPipeline")
     if (original := _original_weights(folder / part)) is not None:
         weights = _cast(as_diffusers(original), dtype_of(options) or torch.float32)
-        return transformer_of(folder, part, weights).eval()
+        return _aligned(transformer_of(folder, part, weights))
     loaded, info = WanTransformer3DModel.from_pretrained(
         str(folder), subfolder=part, use_safetensors=True, output_loading_info=True, **options
     )
@@ -64,7 +73,7 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
                 f"{folder / part} does not match its config.json: {what.replace('_', ' ')} {_first(info[what])}. "
                 "Give weights in the naming of diffusers' WanTransformer3DModel, or of Wan's own code"
             )
-    return loaded.eval()
+    return _aligned(loaded)
 
 
 def transformer_of(folder: Path, part: str, weights: Mapping[str, Tensor]) -> WanTransformer3DModel:
@@ -97,6 +106,14 @@ def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
     """Cast weights of any shapes as diffusers' from_pretrained does, which keeps some modules in float32."""
     kept = set(WanTransformer3DModel._keep_in_fp32_modules or ())
     return {name: x.to(torch.float32 if kept.intersection(name.split(".")) else dtype) for name, x in weights.items()}
+
+
+def _aligned(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
+    """Copy weights that begin at an odd byte of a mapped file, where kernels may round otherwise."""
+    for weight in transformer.parameters():
+        if weight.data_ptr() % ALIGNMENT:
+            weight.data = weight.data.clone()
+    return transformer.eval()
 
 
 def _original_weights(folder: Path) -> dict[str, Tensor] | None:

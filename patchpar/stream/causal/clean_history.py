@@ -36,8 +36,8 @@ class CleanHistoryStream(WanStream):
     ) -> None:
         if low_noise is not None:
             raise UnsupportedModel(
-                "history='clean' keeps one window of keys and values, but this model has two transformers: use "
-                "history='noisy'"
+                "history='clean' and 'recompute' keep one window of keys and values, but this model has two "
+                "transformers: use history='noisy'"
             )
         super().__init__(network, schedule, decoder, options)
 
@@ -50,16 +50,20 @@ class CleanHistoryStream(WanStream):
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
         """Denoise a block, and store the keys and values of the result."""
         self._blend(state)
-        latents, *audio = payload
         state.memory.advance()
-        for step in range(self._schedule.steps):
-            timestep = self._schedule.timestep(step)
-            velocity = self._predicted(state, block, (latents, *audio), timestep, advances=False)
-            latents = self._schedule.advance(step, latents, velocity, self._noise(block, step))
-        finished = (latents, *audio)
+        finished = self._denoised(state, block, payload, position=block)
         self._predicted(state, block, finished, CLEAN, advances=False)
         state.recent.append((block, finished))
         return finished
+
+    def _denoised(self, state: StepState, block: int, payload: Payload, *, position: int) -> Payload:
+        """The payload of a block after all denoising steps. `position`: of the block in time, in blocks."""
+        latents, *audio = payload
+        for step in range(self._schedule.steps):
+            timestep = self._schedule.timestep(step)
+            velocity = self._predicted(state, position, (latents, *audio), timestep, advances=False)
+            latents = self._schedule.advance(step, latents, velocity, self._noise(block, step))
+        return latents, *audio
 
     def _recompute(self, state: StepState, block: int, payload: Payload) -> None:
         self._predicted(state, block, payload, CLEAN)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor
 
 from patchpar.shard.host_memory import to_host
@@ -67,8 +67,56 @@ class WanDecoder:
         """
         image = image_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
         grey = image.new_zeros(*image.shape[:2], 4 * chunks, *image.shape[3:])
-        latents = self._vae.encode(torch.cat([image, grey], 2)).latent_dist.mode()
-        return (latents - self._mean.to(latents)) * self._inverse_std.to(latents)
+        return self.normalized(self._vae.encode(torch.cat([image, grey], 2)).latent_dist.mode())
+
+    @property
+    def vae(self) -> AutoencoderKLWan:
+        """The autoencoder."""
+        return self._vae
+
+    def normalized(self, latents_BCFHW: Tensor) -> Tensor:
+        """Return the autoencoder's latents [B, C, F, H, W] as transformers take them."""
+        return (latents_BCFHW - self._mean.to(latents_BCFHW)) * self._inverse_std.to(latents_BCFHW)
+
+
+@dataclass(slots=True)
+class EncoderState:
+    """State of an encoder: the last features at each convolution, empty before the first frame."""
+
+    features: list[Any] = field(default_factory=list)
+
+
+class WanEncoder:
+    """Encode with `AutoencoderKLWan` block by block, to the latents of the whole video encoded at once."""
+
+    def __init__(self, decoder: WanDecoder) -> None:
+        self._decoder, self._vae = decoder, decoder.vae
+        self._state = EncoderState()
+
+    def encode(self, images_FCHW: Tensor, count: int) -> Tensor:
+        """Encode the next images [F, 3, height, width] between -1 and 1 to `count` latent frames [1, C, count, H, W].
+
+        One image gives the first latent frame of a video, `per_latent` images each further one.
+        """
+        per_latent, vae = self._decoder.per_latent, self._vae
+        images = images_FCHW.transpose(0, 1)[None].to(vae.device, vae.dtype)
+        is_new, latents = not self._state.features, list[Tensor]()
+        self._state.features = self._state.features or [None] * vae._cached_conv_counts["encoder"]
+        if is_new:
+            latents.append(self._encoded(images[:, :, :1]))
+        if is_new and images.shape[2] == count * per_latent:
+            latents.clear()  # in the middle of a video, the first image is for the features only
+        elif is_new:
+            images = images[:, :, 1:]
+        latents += [self._encoded(chunk) for chunk in torch.split(images, per_latent, 2) if chunk.shape[2]]
+        return self._decoder.normalized(torch.cat(latents, 2))
+
+    def _encoded(self, images_BCFHW: Tensor) -> Tensor:
+        vae = self._vae
+        if vae.config.patch_size is not None:
+            images_BCFHW = patchify(images_BCFHW, patch_size=vae.config.patch_size)
+        moments: Tensor = vae.quant_conv(vae.encoder(images_BCFHW, feat_cache=self._state.features, feat_idx=[0]))
+        return moments.chunk(2, dim=1)[0]
 
 
 def as_pixels(images_FCHW: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 """KV cache of one denoising step: keys and values of the last blocks in a ring buffer, and of a sink frame.
 
-    buffer of a layer:   [ sink frame | slot 0 | slot 1 | ... | slot w-1 ]      block i is in slot i mod w
+    buffer of a layer:   [ sink frame | slot 0 | slot 1 | ... | slot w-1 ]
+
+The first k blocks stay in slots 0 to k-1, as sinks (LongLive, arXiv:2509.22622, section 3.3); block i from k on is in
+slot k + (i - k) mod (w - k).
 
 Attention does not depend on the order of keys, so nothing is moved. All memory is allocated at the start.
 """
@@ -15,7 +18,7 @@ from patchpar.stream.causal.rope import Rotary, rotate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSize:
-    """`window` blocks of `block_tokens` tokens, the current one included, and a sink of `sink_tokens`."""
+    """`window` blocks of `block_tokens` tokens, the current one and `sinks` included, and a sink of `sink_tokens`."""
 
     layers: int
     window: int
@@ -23,6 +26,7 @@ class WindowSize:
     sink_tokens: int
     heads: int
     head_width: int
+    sinks: int = 0
 
 
 class KVWindow:
@@ -49,18 +53,24 @@ class KVWindow:
 
     @property
     def ages(self) -> list[int]:
-        """How many blocks ago each visible slot was written, in slot order; 0 is the current block."""
-        newest = self._blocks - 1
-        return [(newest - slot) % self.size.window for slot in range(self.visible_blocks)]
+        """How many blocks before the current one, 0, each visible slot is in the window, in slot order.
+
+        Sinks move up to the oldest of the other blocks, as if none had left the window between them.
+        """
+        newest, size = self._blocks - 1, self.size
+        sinks = [min(newest, size.window - 1) - slot for slot in range(min(size.sinks, self._blocks))]
+        others = range(size.sinks, self.visible_blocks)
+        return sinks + [(newest - slot) % (size.window - size.sinks) for slot in others]
 
     @property
     def has_sink(self) -> bool:
         """Whether a sink frame has been stored."""
         return self._has_sink
 
-    def forget(self) -> None:
-        """Drop all blocks. The sink stays."""
-        self._blocks = 0
+    def forget(self, *, keep_sinks: bool = False) -> int:
+        """Drop all blocks, or all but the sinks; returns how many were dropped. The sink frame stays."""
+        before, self._blocks = self._blocks, min(self._blocks, self.size.sinks) if keep_sinks else 0
+        return before - self._blocks
 
     def advance(self) -> None:
         """Begin a new block, which takes the oldest slot."""
@@ -69,7 +79,9 @@ class KVWindow:
     def put(self, layer: int, keys_BLhd: Tensor, values_BLhd: Tensor) -> None:
         """Write the current block's keys and values of one layer, [1, block_tokens, heads, head_width]."""
         size = self.size
-        start = size.sink_tokens + (self._blocks - 1) % size.window * size.block_tokens
+        newest = self._blocks - 1
+        slot = newest if newest < size.sinks else size.sinks + (newest - size.sinks) % (size.window - size.sinks)
+        start = size.sink_tokens + slot * size.block_tokens
         self._keys[layer][:, start : start + size.block_tokens] = keys_BLhd
         self._values[layer][:, start : start + size.block_tokens] = values_BLhd
 

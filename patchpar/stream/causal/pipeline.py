@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
 from patchpar.stream.audio.audio_file import read_audio
 from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import AudioSource, StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.model_index import low_noise_below
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
+from patchpar.stream.video_source import Video, VideoSource, frames_from
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 BF16 = "bfloat16"
@@ -48,27 +52,31 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         devices: object = "auto",
         plan: StreamPlan | None = None,
         config: StreamConfig | None = None,
+        lora: str | Path | None = None,
         deadline: float = 60.0,
         **options: Any,
     ) -> "StreamingPipeline":
         """Load a WanPipeline of a block-causal model: a folder, or a name of the hub, which is downloaded.
 
         `devices`: see ParallelPipeline. `plan`: steps by rank; even by default. `config`: replaces the folder's
-        stream.json. `deadline`: seconds that a rank may wait for another. Other options are those of diffusers'
-        from_pretrained; the dtype is bfloat16 by default on accelerators. Raises PlanError, UnsupportedModel,
-        LaunchError.
+        stream.json. `lora`: a file that is merged into the transformer, or `PATH:SCALE`. `deadline`: seconds that a
+        rank may wait for another. Other options are those of diffusers' from_pretrained; the dtype is bfloat16 by
+        default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
         """
+        merged = {} if lora is None else {LORA: str(LoraFile.of(lora))}
         known = StreamFolder.read(
             folder, config=config, options={name: _plain(value) for name, value in options.items()}
         )
         config = known.config
+        if merged and low_noise_below(Path(known.path)) is not None:
+            raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
         found = resolve_devices(devices)
         plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
         _check(plan, config, found)
         loading = ModelLoading(
             folder=known.path,
             config=config,
-            options=with_default_dtype(known.options, found.names),
+            options=with_default_dtype(known.options, found.names) | merged,
             devices=found.names,
             deadline=deadline,
         )
@@ -80,7 +88,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         """Audio samples per second that the model takes; None if it takes no audio."""
         return None if self._facts.audio is None else int(self._facts.audio.rate)
 
-    def stream(
+    def stream(  # noqa: PLR0913 - each is a setting of its own, by name
         self,
         prompt: str = "",
         *,
@@ -88,24 +96,44 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         audio: Audio = None,
         seed: int = 0,
         seconds: float | None = None,
+        video: Video | None = None,
+        strength: float | None = None,
         delivery: StreamDelivery | None = None,
     ) -> StreamSession:
         """Begin a stream. Only one stream runs at a time; use it in a `with` block.
 
         `reference`: an image whose appearance the stream keeps: a file, PIL, or [height, width, 3] in uint8. `audio`: a
         file, or (samples [N] or [channels, N], rate), for a stream of its length; "live" for `push_audio`; None for
-        silence. `seconds`: length; None for no end, except that of the audio. Raises PlanError.
+        silence. `seconds`: length; None for no end, except that of audio and video. `video`: a file, or images, whose
+        latents the stream starts from, at noise level `strength`, 0 to 1; by default that of the model. Raises
+        PlanError.
         """
         workers = self._free_ranks()
-        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink)
         delivery = delivery or StreamDelivery()
+        self._check_video(video is not None, strength, delivery)
+        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
+        run = replace(run, strength=strength)
         form = self._format_at(delivery.fps or self.config.fps)
+        frames = None if video is None else self._video(video, form)
         limits = self._limits(form, delivery, seconds)
         source, updates = self._track(audio, delivery.keep_alive), self._updates(prompt, reference)
         record = delivery.record
         journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
-        self._session = StreamSession(workers.run, (run,), limits, form, delivery, source)
+        self._session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
         return self._session.begin(*updates, journal=journal)
+
+    def _check_video(self, has_video: bool, strength: float | None, delivery: StreamDelivery) -> None:
+        level = self.config.schedule.begun_at(strength).sigmas[0]
+        if has_video and level == 1:
+            raise PlanError("video= at noise level 1, where nothing of it is left: pass strength=, such as 0.7")
+        if not has_video and (strength is not None or level < 1):
+            raise PlanError(f"this stream starts at noise level {level:g}: pass video=, which it starts from")
+        if has_video and delivery.record is not None:
+            raise PlanError("record=: a recording does not hold the frames of a video; leave it out")
+
+    def _video(self, video: Video, form: StreamFormat) -> VideoSource:
+        frames = frames_from(video, form.fps, form.height, form.width)
+        return VideoSource(frames, lambda block: form.first_frame(block + 1) - form.first_frame(block))
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Generate a recorded stream again, bit-equal, also on another number of ranks.
@@ -204,8 +232,9 @@ def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
 
 
 def _steps_of(config: StreamConfig) -> str:
-    if config.blocks.history == "clean":
-        return "a block of this model is one step, since each attends to the finished one before it (history='clean')"
+    history = config.blocks.history
+    if not config.blocks.is_pipelined:
+        return f"a block of this model is one step, since each attends to the finished one before it ({history=})"
     return f"the model has {config.steps}"
 
 

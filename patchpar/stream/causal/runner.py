@@ -14,6 +14,7 @@ from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
+from patchpar.stream.causal.recomputed_history import RecomputedHistoryStream
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
 from patchpar.stream.events import Change, Prompt, Reference
@@ -21,8 +22,15 @@ from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, 
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
-from patchpar.stream.stage import StageLoop, StageStats
+from patchpar.stream.resumable_stage import ResumableStage
+from patchpar.stream.stage import StageStats
 
+HISTORIES: Mapping[str, type[WanStream]] = {
+    "noisy": WanStream,
+    "clean": CleanHistoryStream,
+    "recompute": RecomputedHistoryStream,
+}
+"""The classes of streams by their history, see CausalOptions."""
 TRAINING_CHUNKS = 20
 """Chunks of 4 grey images after a reference: image-to-video models were trained on videos of 81 images."""
 
@@ -30,12 +38,17 @@ TRAINING_CHUNKS = 20
 class StreamRunner(StageRunner):
     """One rank of a block-causal stream."""
 
+    _stage: ResumableStage | None = None
+
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         config, plan, rank = self._config, self._plan, self._context.rank
         boundary = low_noise_below(folder)
         self._high_noise = config.schedule.steps_above(-1.0 if boundary is None else boundary)
+        decodes_for_itself = config.blocks.history == "recompute"
         needs = RequiredWeights(
-            text=rank == 0, vae=rank in (0, plan.decoder), transformers=_parts(stage.steps, self._high_noise)
+            text=rank == 0,
+            vae=decodes_for_itself or rank in (0, plan.decoder),
+            transformers=_parts(stage.steps, self._high_noise),
         )
         self._pipe = pipe = load_wan(folder, needs, options)
         loaded = [getattr(pipe, part) for part in needs.transformers]
@@ -73,8 +86,14 @@ class StreamRunner(StageRunner):
         if self._starts_from_image:  # the sink stays the reference
             run = replace(run, adapt_sink=False)
         stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
-        rank = self._context.rank
-        return StageLoop(self._model(run), self._plan, rank, self._comm, stage_io, run.first_block).run()
+        if not run.continues:
+            self._stage = None  # frees its memory before the next one is made
+        if self._stage is None:
+            rank, comm = self._context.rank, self._comm
+            self._stage = ResumableStage(self._model(run), self._plan, rank, comm, stage_io, run)
+        if run.continues:
+            self._stage.go_on(stage_io, run.first_block)
+        return self._stage.run()
 
     @property
     def _starts_from_image(self) -> bool:
@@ -91,8 +110,8 @@ class StreamRunner(StageRunner):
             adapt_sink=run.adapt_sink,
         )
         low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
-        kind = CleanHistoryStream if self._config.blocks.history == "clean" else WanStream
-        return kind(network, self._config.schedule, self._decoder, options, low_noise)
+        schedule = self._config.schedule.begun_at(run.strength)
+        return HISTORIES[self._config.blocks.history](network, schedule, self._decoder, options, low_noise)
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:

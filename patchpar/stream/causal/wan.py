@@ -8,7 +8,7 @@ Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.stream.causal.conditions import PromptBlend, StepConditions
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
@@ -38,21 +39,6 @@ class WanStreamOptions:
     text: Tensor
     sink: Tensor | None = None
     adapt_sink: bool = True
-
-
-@dataclass(slots=True, kw_only=True)
-class PromptBlend:
-    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed."""
-
-    start: Tensor
-    end: Tensor
-    over: int
-    done: int = 0
-
-    def advance(self) -> Tensor:
-        """Return the embeddings of the next block, [1, T, D]."""
-        self.done += 1
-        return torch.lerp(self.start, self.end, self.done / self.over)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +79,7 @@ class WanStream(CausalModel):
     ) -> None:
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
         self._low_noise = low_noise
+        self._encoder: WanEncoder | None = None
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
         channels = transformer.config.out_channels
@@ -128,6 +115,28 @@ class WanStream(CausalModel):
         self._fill_sink(state)
         return state
 
+    def conditions(self, state: StepState) -> StepConditions:
+        """See CausalModel. A state gets new tensors with each change, so that these stay as they are."""
+        return StepConditions(
+            text=state.text,
+            sink=state.sink,
+            blending=None if state.blending is None else replace(state.blending),
+            video=state.video,
+            audio_scale=state.audio_scale,
+        )
+
+    @torch.no_grad()
+    def restored(self, step: int, conditions: StepConditions) -> StepState:
+        """See CausalModel."""
+        state, blend = self.new_state(step), conditions.blending
+        state.text, state.audio_scale = self._own(conditions.text), conditions.audio_scale
+        state.sink = None if conditions.sink is None else self._own(conditions.sink)
+        state.video = None if conditions.video is None else self._own(conditions.video)
+        if blend is not None:
+            state.blending = replace(blend, start=self._own(blend.start), end=self._own(blend.end))
+        self._fill_sink(state)
+        return state
+
     def _of(self, step: int) -> CausalWan:
         """The transformer of a step."""
         low = self._low_noise
@@ -137,6 +146,16 @@ class WanStream(CausalModel):
         """See CausalModel. `inputs`: the block's audio tokens, if the transformer takes audio."""
         noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
         return self._own(noise), *(to_device(x, self._device) for x in inputs)
+
+    @torch.no_grad()
+    def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
+        """See CausalModel. Latents of the frames at the noise level of the first step (StreamDiffusionV2)."""
+        assert self._decoder is not None, "the first stage has the autoencoder"
+        if self._encoder is None:
+            self._encoder = WanEncoder(self._decoder)
+        images = to_device(frames, self._device).float().permute(0, 3, 1, 2) / 127.5 - 1
+        latents = self._own(self._encoder.encode(images, self._latents.shape[2]))
+        return self._schedule.noised(latents, payload[0]), *payload[1:]
 
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
@@ -162,11 +181,11 @@ class WanStream(CausalModel):
         state.text, state.blending = text, None
         if change.transition == "switch":
             return
-        state.memory.forget()
+        dropped = state.memory.forget(keep_sinks=change.transition == "recache")
         self._fill_sink(state)
         if change.transition == "cut":
             state.recent.clear()
-        for block, payload in state.recent:
+        for block, payload in list(state.recent)[max(0, len(state.recent) - dropped) :]:
             self._recompute(state, block, payload)
 
     def _set(self, state: StepState, change: Parameter) -> None:

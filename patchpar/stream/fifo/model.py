@@ -12,8 +12,8 @@ from torch import Tensor
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
+from patchpar.stream.causal.conditions import PromptBlend
 from patchpar.stream.causal.decoder import as_pixels
-from patchpar.stream.causal.wan import PromptBlend
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
 from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, first_queue, generate_first_video

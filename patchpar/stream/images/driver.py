@@ -1,22 +1,34 @@
-"""`ImageDriver`: sends requests to the ranks of an image stream, and delivers images in the order of their pushes.
+"""`ImageDriver`: sends each request to one rank of an image stream, and delivers images in the order of their pushes.
 
-push ---> [ waiting requests ] ---> every rank, as soon as there is credit
-deliver  <--- [ reordering ] <--- ranks, which finish images in turn
+push ---> [ waiting requests ] ---> the rank with the least to do, as soon as there is credit
+deliver  <--- [ reordering ] <--- ranks
+
+Ranks know nothing of one another: each runs in a call of its own. If one dies, its requests go to others, or to it when
+it has been started anew; an image depends on its request only.
 """
 
+import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
-from patchpar.errors import PlanError
+from patchpar.errors import LaunchError, PlanError, WorkerError
+from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole, make_plain
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
-from patchpar.stream.rank_driver import Output, RankDriver, check_output
+from patchpar.stream.rank_driver import Output, RankDriver, Restarts, check_output
 
 Intake = Literal["all", "latest"]
 PUSH_SECONDS = 60.0
+QUEUED = 2
+"""Requests at a rank: one that it works on, and the next."""
+PATIENCE = 2
+"""Deaths of a rank without an image between them, after which it is left out."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +46,8 @@ class ImageStreamOptions:
 
     `intake`: with "all" a push waits for room, with "latest" a newer frame replaces one that waits. `output`: for a
     slow consumer, "block" waits; "drop_oldest" and "skip_to_live" drop images. `lead`: images that may be ready beyond
-    one in flight on each rank. `seed`: of every image.
+    one in flight on each rank. `seed`: of every image. `restarts`: how often within a minute a rank that has died is
+    started anew.
     """
 
     ranks: int
@@ -42,12 +55,15 @@ class ImageStreamOptions:
     intake: Intake = "all"
     output: Output = "block"
     lead: int = 2
+    restarts: int = 3
 
     def __post_init__(self) -> None:
         make_plain(self)
         check_output(self.output)
         if not is_whole(self.lead):
             raise PlanError(f"lead={self.lead!r}: it must be a whole number of at least 1")
+        if not is_whole(self.restarts, 0):
+            raise PlanError(f"restarts={self.restarts!r}: it must be a whole number of at least 0")
         if self.intake not in get_args(Intake):
             raise PlanError(f"intake={self.intake!r}: use one of {', '.join(get_args(Intake))}")
         if not is_whole(self.seed, 0, 2**63 - 1):
@@ -55,7 +71,7 @@ class ImageStreamOptions:
 
 
 class ImageDriver(RankDriver):
-    """See RankDriver. `run(on_event=, on_start=)` runs the ranks. `deliver`: called with each image, under the lock."""
+    """See RankDriver. `run(rank, on_event=, on_start=)` runs a rank. `deliver`: called with each image, in the lock."""
 
     def __init__(
         self, run: Callable[..., Any], options: ImageStreamOptions, deliver: Callable[[ImageResult], object]
@@ -66,6 +82,13 @@ class ImageDriver(RankDriver):
         self._pushed: dict[int, float] = {}
         self._due: deque[int] = deque()  # requested numbers, in the order of delivery
         self._generated: dict[int, Any] = {}  # images that wait for an earlier one
+        self._sends: dict[int, Callable[[Any], None]] = {}  # of the ranks that take requests
+        self._todo: dict[int, dict[int, ImageRequest]] = {rank: {} for rank in range(options.ranks)}
+        self._left_over: deque[ImageRequest] = deque()  # of ranks that have died
+        self._deaths: dict[int, int] = dict.fromkeys(range(options.ranks), 0)  # since their last image
+        self._restarts = Restarts(options.restarts)
+        self._failure: Exception | None = None
+        self._latest = -1  # rank of the last request
         self.number = self.replaced = 0  # number: of the next push
 
     @property
@@ -101,17 +124,69 @@ class ImageDriver(RankDriver):
             )
 
     def _drive(self) -> None:
-        error: Exception | None = None
-        try:
-            self._run(on_event=self._on_event, on_start=self._on_start)
-        except Exception as raised:  # noqa: BLE001  the consumer gets it
-            error = raised
+        ranks = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in self._todo]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
         with self.changed:
-            self._end(error)
+            self._end(self._failure)
+
+    def _serve(self, rank: int) -> None:
+        """Run one rank, in a thread of its own, until the stream ends or the rank is given up."""
+        goes_on = True
+        while goes_on:
+            error: Exception | None = None
+            try:
+                self._run(rank, on_event=self._on_event, on_start=partial(self._on_rank, rank))
+            except Exception as raised:  # noqa: BLE001  the consumer gets it
+                error = raised
+            with self.changed:
+                self._sends.pop(rank, None)
+                goes_on = error is not None and self._goes_on(rank, error)
+                self._order()
+                self.changed.notify_all()
+
+    def _goes_on(self, rank: int, error: Exception) -> bool:
+        """Give the requests of a rank that has ended back; return whether it is started anew."""
+        if self.status == "cancelled" or self._failure is not None:
+            return False
+        self._left_over.extendleft(reversed(self._todo.pop(rank).values()))
+        self._deaths[rank] += 1
+        is_given_up = self._deaths[rank] >= PATIENCE or not isinstance(error, WorkerError)
+        if isinstance(error, (WorkerError, LaunchError)) and is_given_up and self._todo:
+            log.warning(
+                "rank %d of this stream has failed; it continues with %d ranks: %s", rank, len(self._todo), error
+            )
+            return False
+        if is_given_up or not self._restarts.take():
+            self._fail(error)
+            return False
+        self._todo[rank], self.status = {}, "degraded"
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._waiting.clear()
+        self._left_over.clear()
+        self._end_ranks()
+
+    def _on_rank(self, rank: int, send: SendToRank) -> None:
+        """A rank runs and can receive messages."""
+        with self.changed:
+            self._sends[rank] = partial(send, rank)
+            if self.status == "cancelled" or self._failure is not None:
+                self._end_ranks()
+            else:
+                self._order()
 
     def _on_event(self, rank: int, event: Any) -> None:
         with self.changed:
             if isinstance(event, GeneratedImage) and self.status != "cancelled":
+                self._todo[rank].pop(event.number)
+                self._deaths[rank] = 0
+                if self.status == "degraded":
+                    self.status = "paused" if self._is_paused else "running"
                 self._generated[event.number] = event.image
                 while self._due and self._due[0] in self._generated:
                     self._release(self._due.popleft())
@@ -127,17 +202,35 @@ class ImageDriver(RankDriver):
 
     def _order(self) -> None:
         """Request images as far as there is credit, and end the ranks when there are no more."""
+        while self._left_over and (rank := self._free_rank()) is not None:
+            self._request(rank, self._left_over.popleft())
         may_begin = not self._is_paused or self._is_stopping
-        while may_begin and self._send is not None and self._waiting and self._take_credit():
+        while may_begin and self._waiting and (rank := self._free_rank()) is not None and self._take_credit():
             number, arguments = self._waiting.popleft()
             self._due.append(number)
-            self._send_to_all(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
+            self._request(rank, ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
             self.changed.notify_all()
-        if self._is_stopping and not self._waiting and self._send is not None:
-            self._send_to_all(EndStream())
-            self._send = None
+        has_work = self._waiting or self._left_over or any(self._todo.values())
+        if self._is_stopping and not has_work:
+            self._end_ranks()
+
+    def _free_rank(self) -> int | None:
+        """The rank with the fewest requests, in turn; None if all have enough."""
+        count = self._num_ranks
+        ranks = sorted(self._sends, key=lambda rank: (len(self._todo[rank]), (rank - self._latest - 1) % count))
+        return ranks[0] if ranks and len(self._todo[ranks[0]]) < QUEUED else None
+
+    def _request(self, rank: int, request: ImageRequest) -> None:
+        self._todo[rank][request.number], self._latest = request, rank
+        self._sends[rank](request)
+
+    def _end_ranks(self) -> None:
+        while self._sends:
+            _, send = self._sends.popitem()
+            send(EndStream())
 
     def _order_cancel(self) -> None:
         self._is_stopping = True
         self._waiting.clear()
-        self._order()
+        self._left_over.clear()
+        self._end_ranks()

@@ -1,6 +1,5 @@
-"""`ImageStreamingPipeline`: any image pipeline of diffusers as a stream of images, its steps on several ranks."""
+"""`ImageStreamingPipeline`: any image pipeline of diffusers as a stream of images, on several ranks in turn."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +33,35 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
         """Load the same pipeline on every device. Other options are those of diffusers' from_pretrained.
 
         `takes_image`: if the model's own pipeline is text-to-image, use the image-to-image pipeline of its family.
-        `deadline`: seconds that a rank may wait for another. Raises PlanError, LaunchError.
+        `deadline`: seconds that a rank may make no progress. Raises PlanError, LaunchError.
         """
         path, options, _ = resolve_model(model, options)
         names = resolve_devices(devices).names
         return cls(*start_ranks(names, ENGINE, deadline, (path, options, takes_image)))
 
     def stream(
-        self, *, seed: int = 0, intake: Intake = "all", output: Output = "block", lead: int = 2, **arguments: Any
+        self,
+        *,
+        seed: int = 0,
+        intake: Intake = "all",
+        output: Output = "block",
+        lead: int = 2,
+        restarts: int = 3,
+        **arguments: Any,
     ) -> ImageSession:
         """Begin a stream of images with these pipeline arguments, such as `prompt` and `num_inference_steps`.
 
         Each `push(image=...)`, or entry of `map`, gives one image, equal to `pipe(image=..., **arguments)` with a CPU
-        generator of `seed`. `intake`, `output`, `lead`: see ImageStreamOptions. All images must take as many denoiser
-        calls as the first. Raises PlanError.
+        generator of `seed`. Images are independent of one another, also in their sizes and numbers of steps. `intake`,
+        `output`, `lead`, `restarts`: see ImageStreamOptions. Raises PlanError.
         """
         executor = self._free_ranks()
-        options = ImageStreamOptions(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)
-        self._session = ImageSession(partial(executor.call, "run"), options, arguments)
+        options = ImageStreamOptions(
+            ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead, restarts=restarts
+        )
+        self._session = ImageSession(
+            lambda rank, **calls: executor.call("run", ranks=(rank,), **calls), options, arguments
+        )
         return self._session
 
     def __repr__(self) -> str:

@@ -1,22 +1,27 @@
-"""Runner of an image stream on one rank: loads the whole pipeline, and computes its steps of each image."""
+"""Runner of an image stream on one rank: loads the whole pipeline, and generates the images that come to this rank."""
 
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from patchpar.comm.collectives import Communicator
+import torch
+from torch import nn
+
+from patchpar.models.info import denoisers_of
 from patchpar.models.loading import for_task, load_pipeline, with_dtype
-from patchpar.stream.images.stage import ImageStage
+from patchpar.shard.hooks import HookSet
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from patchpar.stream.rank_runner import RankRunner
 
+REST_SECONDS = 5.0
+"""Seconds between heartbeats of a rank that waits for requests."""
+
 
 class ImageRunner(RankRunner):
-    """One rank of an image stream."""
+    """One rank of an image stream. Ranks exchange nothing."""
 
     def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
         """Load with diffusers, from safetensors only; returns the name of the pipeline's class. Raises PlanError."""
-        self._connect()
         pipe = load_pipeline(model, with_dtype(options))
         is_of_text = takes_image and "image" not in signature(pipe.__call__).parameters
         self._pipe = for_task(pipe, "image-to-image" if is_of_text else None).to(self._device)
@@ -25,15 +30,23 @@ class ImageRunner(RankRunner):
 
     def run(self) -> int:
         """Generate images until the session sends EndStream; returns how many. Raises the errors of the pipeline."""
-        context, transport = self._context, self._watched()
-        comm = None if transport is None else Communicator(transport, context.beat, context.seal)
-        stage = ImageStage(self._pipe, context.rank, context.world_size, comm, context.beat)
-        return stage.run(self._take, self._put)
+        context, generated = self._context, 0
+        with HookSet() as hooks:
+            for denoiser in denoisers_of(self._pipe).values():
+                hooks.before(denoiser, self._beat)
+            while True:
+                message = context.receive(min(REST_SECONDS, context.deadline / 4))
+                context.beat("stream")
+                if isinstance(message, EndStream):
+                    return generated
+                if isinstance(message, ImageRequest):
+                    context.emit(GeneratedImage(number=message.number, image=self._generated(message)))
+                    generated += 1
 
-    def _take(self, patience: float) -> ImageRequest | EndStream | None:
-        message = self._context.receive(min(patience, self._context.deadline / 4))
-        self._context.beat("stream")
-        return message if isinstance(message, ImageRequest | EndStream) else None
+    def _generated(self, request: ImageRequest) -> Any:
+        generator = torch.Generator().manual_seed(request.seed)
+        return self._pipe(**request.arguments, generator=generator).images[0]
 
-    def _put(self, number: int, result: Any) -> None:
-        self._context.emit(GeneratedImage(number=number, image=result.images[0]))
+    def _beat(self, module: nn.Module, args: Any) -> None:
+        """A heartbeat with each call of a denoiser."""
+        self._context.beat("denoiser")

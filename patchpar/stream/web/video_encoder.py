@@ -27,8 +27,8 @@ TOLERANCE = 0.005
 class VideoFormat:
     """How a video is encoded; sizes in pixels. `rate`: samples per second of its audio or None. Raises PlanError.
 
-    `container`, `video`, `audio`: FFmpeg's names. `options`: those of the video encoder. `is_live`: no timestamp is
-    below 0, and blocks begin with a key frame, at most one per KEY_SECONDS.
+    `container`, `video`, `audio`: FFmpeg's names. `options`: those of the video encoder. `muxing`: of the container.
+    `is_live`: no timestamp is below 0, and blocks begin with a key frame, at most one per KEY_SECONDS.
     """
 
     fps: float
@@ -40,6 +40,7 @@ class VideoFormat:
     audio: str = "aac"
     options: dict[str, str] = field(default_factory=dict)
     is_live: bool = False
+    muxing: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.height % 2 or self.width % 2:
@@ -52,7 +53,7 @@ class VideoWriter:
     def __init__(self, target: str | IO[bytes], form: VideoFormat) -> None:
         import av
 
-        self._container: Any = av.open(target, "w", format=form.container)
+        self._container: Any = av.open(target, "w", format=form.container, options=form.muxing)
         self._encoder = VideoEncoder(self._container, form)
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:

@@ -1,0 +1,45 @@
+"""What changes make of the state of a denoising step: prompt, sink and so on."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from patchpar.shard.host_memory import to_host
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptBlend:
+    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed."""
+
+    start: Tensor
+    end: Tensor
+    over: int
+    done: int = 0
+
+    def advance(self) -> Tensor:
+        """Return the embeddings of the next block, [1, T, D]."""
+        self.done += 1
+        return torch.lerp(self.start, self.end, self.done / self.over)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConditions:
+    """What changes have made of a StepState."""
+
+    text: Tensor
+    sink: Tensor | None
+    blending: PromptBlend | None
+    video: Tensor | None
+    audio_scale: float
+
+    def on_host(self) -> "StepConditions":
+        """Return the same with tensors in host memory."""
+        blend = self.blending
+        return replace(
+            self,
+            text=to_host(self.text),
+            sink=None if self.sink is None else to_host(self.sink),
+            blending=None if blend is None else replace(blend, start=to_host(blend.start), end=to_host(blend.end)),
+            video=None if self.video is None else to_host(self.video),
+        )

@@ -1,0 +1,166 @@
+"""A LoRA merged into the weights of a transformer: W + scale * alpha / rank * B A (arXiv:2106.09685, section 4.1).
+
+    PEFT          base_model.model.blocks.0.self_attn.q.lora_A.weight     alpha in adapter_config.json
+    diffusers     transformer.blocks.0.attn1.to_q.lora_A.weight           alpha in the metadata of the file
+    others        diffusion_model.blocks.0.self_attn.q.lora_down.weight   alpha in the file
+
+Modules have the names of diffusers or of Wan's own code. Where alpha is in none of these places it is the rank.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.plan.json_files import object_of, read_object
+from patchpar.stream.causal.original_names import diffusers_modules
+from patchpar.stream.json_fields import number
+from patchpar.stream.weight_files import entry_of, read_entries, tensors_of
+
+LORA = "lora"
+"""The option with a LoRA to merge, `PATH:SCALE`, beside those of diffusers' from_pretrained."""
+ENTRIES = ("generator_lora", "state_dict")
+"""Names under which a checkpoint has a LoRA; the first is LongLive's."""
+FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(\.default)?\.weight")
+ALPHA = re.compile(r"(.+)\.alpha")
+DOWN = ("lora_A", "lora_down", "lora.down")
+CONFIG = "adapter_config.json"
+METADATA = "lora_adapter_metadata"
+LARGEST_ALPHA = 2.0**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraFile:
+    """A LoRA to merge with the factor `scale`."""
+
+    path: Path
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, text: str | Path) -> "LoraFile":
+        """Parse `PATH` or `PATH:SCALE`. Raises PlanError for a file that is not there, or a scale that is no number."""
+        name, colon, factor = str(text).rpartition(":")
+        if not colon or Path(text).expanduser().is_file():
+            name, factor = str(text), "1"
+        path = Path(name).expanduser().absolute()
+        try:
+            scale = float(factor)
+        except ValueError:
+            scale = math.nan
+        if not math.isfinite(scale):
+            raise PlanError(f"lora={str(text)!r}: {factor!r} is no scale; write PATH or PATH:0.5")
+        if not path.is_file():
+            raise PlanError(f"lora={str(text)!r}: {path} is no file; write PATH or PATH:0.5")
+        return cls(path=path, scale=scale)
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.scale:g}"
+
+
+@dataclass(slots=True, kw_only=True)
+class LoraFactors:
+    """The matrices of one module: `down` [rank, in], `up` [out, rank], and alpha."""
+
+    down: Tensor | None = None
+    up: Tensor | None = None
+    alpha: float | None = None
+    names: list[str] = field(default_factory=list)
+
+    def delta(self, scale: float, alpha: float | None) -> Tensor:
+        """Return scale * alpha / rank * up down in float32, [out, in]. `alpha`: that of the file, None for the rank."""
+        assert self.down is not None, "a LoRA that was read is whole"
+        assert self.up is not None, "a LoRA that was read is whole"
+        rank = self.down.shape[0]
+        alpha = self.alpha if self.alpha is not None else alpha
+        return (scale * (rank if alpha is None else alpha) / rank) * (self.up.float() @ self.down.float())
+
+
+@torch.no_grad()
+def merge_lora(transformer: nn.Module, lora: LoraFile) -> int:
+    """Add a LoRA to the weights of `transformer`, which keep their dtypes; returns the number of changed layers.
+
+    Raises UnsupportedModel, with nothing changed, for weights that do not fit; PlanError for a file that cannot be
+    read.
+    """
+    entries = read_entries(lora.path)
+    weights = tensors_of(lora.path, entries, entry_of(entries, ENTRIES))
+    factors = _by_module(lora.path, weights)
+    renamed = diffusers_modules(factors)
+    layers = dict(transformer.named_modules())
+    for module, found in factors.items():
+        _check(lora.path, found, layers.get(renamed[module]))
+    alpha = _alpha_of(lora.path)
+    for module, found in factors.items():
+        weight: Any = layers[renamed[module]].weight
+        weight.copy_(weight.float() + found.delta(lora.scale, alpha).to(weight.device))
+    return len(factors)
+
+
+def _by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, LoraFactors]:
+    found: dict[str, LoraFactors] = {}
+    unknown = list[str]()
+    for name, x in weights.items():
+        if match := FACTOR.fullmatch(name):
+            factors = found.setdefault(match[1], LoraFactors())
+            if match[2] in DOWN:
+                factors.down = x
+            else:
+                factors.up = x
+            factors.names.append(name)
+        elif (match := ALPHA.fullmatch(name)) and x.numel() == 1:
+            found.setdefault(match[1], LoraFactors()).alpha = float(x)
+        else:
+            unknown.append(name)
+    halves = [module for module, factors in found.items() if factors.down is None or factors.up is None]
+    if unknown or halves or not found:
+        what = f"what is no LoRA: {_first(unknown)}" if unknown else f"half a LoRA: {_first(halves)}"
+        raise UnsupportedModel(
+            f"{file} has {what if unknown or halves else 'no LoRA'}: give matrices lora_A and lora_B (or lora_down and "
+            "lora_up) of linear layers"
+        )
+    return found
+
+
+def _check(file: Path, factors: LoraFactors, layer: nn.Module | None) -> None:
+    assert factors.down is not None, "a LoRA that was read is whole"
+    assert factors.up is not None, "a LoRA that was read is whole"
+    name = factors.names[0]
+    if not isinstance(layer, nn.Linear):
+        raise UnsupportedModel(f"{file}: {name} belongs to no linear layer of this transformer: was it made for it?")
+    out, inside = layer.weight.shape
+    down, up = tuple(factors.down.shape), tuple(factors.up.shape)
+    if len(down) != 2 or down[1] != inside or up != (out, down[0]):
+        raise UnsupportedModel(
+            f"{file}: {', '.join(factors.names)} have shapes {down} and {up}, but this layer takes (rank, {inside}) "
+            f"and ({out}, rank): was it made for this transformer?"
+        )
+
+
+def _alpha_of(file: Path) -> float | None:
+    """The alpha that holds for all layers, from beside the weights. Raises PlanError."""
+    facts: Mapping[str, Any] = {}
+    if (file.parent / CONFIG).is_file():
+        facts = read_object(file.parent / CONFIG)
+    elif file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as stream:
+            text = (stream.metadata() or {}).get(METADATA, "{}")
+        facts = object_of(text, f"{file}: {METADATA}")
+        facts = {name.rpartition(".")[2]: value for name, value in facts.items()}
+    if facts.get("use_rslora") or facts.get("use_dora") or facts.get("alpha_pattern"):
+        kind = json.dumps({name: facts[name] for name in ("use_rslora", "use_dora", "alpha_pattern") if name in facts})
+        raise PlanError(f"{file}: this kind of LoRA is not merged here: {kind:.200}")
+    alpha = facts.get("lora_alpha")
+    return None if alpha is None else number("lora_alpha", alpha, 0, LARGEST_ALPHA)
+
+
+def _first(names: Collection[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,0 +1,148 @@
+"""`ResumableStage`: a StageLoop that goes on when another rank has died, with the state that it has."""
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from patchpar.comm.collectives import Communicator
+from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.messages import LostStage, StreamRun
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import FinishedBlock, OrderInlet, StageIO, StageLoop, order_patience
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal
+from patchpar.stream.stage_resume import KeptBlocks, StageNeeds
+
+
+class ResumableStage(StageLoop):
+    """See StageLoop. With a run that `continues`, `go_on` has to be called before it is run."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        plan: StreamPlan,
+        rank: int,
+        comm: Communicator | None,
+        stage_io: StageIO,
+        run: StreamRun,
+    ) -> None:
+        super().__init__(model, plan, rank, comm, stage_io, run.first_block)
+        self._is_new, self._is_half_done = run.continues, False
+        self._lost, self._next = run.lost, run.first_block
+        self._kept, self._finished = KeptBlocks(run.keep), deque[FinishedBlock](maxlen=run.keep)
+        self._decoded: Payload = ()
+        self._loss: LostStage | None = None  # to be reported with the next block
+
+    def go_on(self, stage_io: StageIO, first_block: int) -> None:
+        """Prepare to run again after ranks have died. `first_block`: the next that comes out. Raises ExchangeError.
+
+        A rank that was started anew, or was interrupted within a step, goes on without its state; so do ranks that
+        share a step, which may be at different layers.
+        """
+        position, self._stage_io = self._position, stage_io
+        needs = None if self._comm is None else StageNeeds(self._comm)
+        is_lost = self._is_new or self._is_half_done or position.is_shared
+        need, next_is_lost = first_block, False
+        if needs is not None and position.next is not None:
+            need, next_is_lost = needs.of(position.next)
+        if is_lost:
+            self._next = need
+        if needs is not None and position.leads and position.source is not None:
+            needs.report(position.source, self._next, is_lost=is_lost)
+        if is_lost:
+            self._restore(needs)
+        if needs is not None and position.next is not None and next_is_lost and self._next_has_steps:
+            before = self._kept.before(need)
+            assert before is not None, "a stage keeps all blocks that may be in flight"
+            needs.give(position.next, before.conditions)
+        self._reconnect(is_lost=is_lost)
+        self._send_again(need, first_block, next_is_lost=next_is_lost)
+
+    @property
+    def _next_has_steps(self) -> bool:
+        return bool(self._plan.stages[self._position.number + 1].steps)
+
+    def _restore(self, needs: StageNeeds | None) -> None:
+        """Make new states, with the conditions that the stage before gives, or else those of the next order."""
+        position, model = self._position, self._model
+        steps, given = position.stage.steps, None
+        if needs is not None:
+            given = needs.conditions_of(position.source) if position.source is not None and steps else None
+            for peer in position.peers:
+                needs.give(peer, given)
+        self._states = [model.new_state(step) if given is None else model.restored(step, given) for step in steps]
+        self._decoder = model.new_decoder() if position.decodes else None
+        self._kept.begin(self._next, given)
+        self._finished.clear()
+        self._is_new = self._is_half_done = False
+        if position.leads:
+            decodes = position.decodes
+            self._loss = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=decodes)
+            if self._rank == 0:
+                self._stage_io.lost(self._loss)
+
+    def _reconnect(self, *, is_lost: bool) -> None:
+        self._first_sent = None
+        if self._beginning is not None and not is_lost:
+            self._beginning.go_on(self._stage_io)
+        elif self._rank == 0:
+            patience = order_patience(self._comm)
+            self._beginning = OrderInlet(self._model, self._stage_io, patience, self._next, has_settled=True)
+        self._connect()
+
+    def _send_again(self, need: int, first_block: int, *, next_is_lost: bool) -> None:
+        """Send what the next stage still needs, and put what has not come out."""
+        for finished in self._finished:
+            if finished.block >= first_block:
+                self._stage_io.put(finished)
+        if self._out is None:
+            return
+        if next_is_lost and not self._next_has_steps:
+            before = self._kept.before(need)
+            refill = None if before is None else before.envelope
+            if refill is not None:
+                self._out.send(replace(refill, sign=BlockSignal.REFILL, changes=(), lost=()))
+        for envelope in self._kept.since(need):
+            self._out.send(envelope)
+
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        if envelope.sign is BlockSignal.REFILL:
+            self._model.decode(self._decoder, envelope.payload)
+            self._decoded = envelope.payload
+            assert self._loss is not None, "only a decoder that was lost is refilled"
+            self._loss = replace(self._loss, refills=True)
+            return
+        if envelope.sign is BlockSignal.BLOCK and self._loss is not None:
+            envelope, self._loss = replace(envelope, lost=(*envelope.lost, self._loss)), None
+        super()._handle(envelope)
+
+    def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
+        self._is_half_done = True
+        if envelope.sign is BlockSignal.BLOCK:
+            self._lose_again(envelope.block)
+        done = super()._work(envelope)
+        self._next, self._is_half_done = done.block + 1, False
+        if self._position.next is not None and done.sign is BlockSignal.BLOCK:
+            self._kept.add(done, self._conditions())
+        return done
+
+    def _conditions(self) -> Any:
+        return self._model.conditions(self._states[-1]) if self._states else None
+
+    def _put(self, finished: FinishedBlock) -> None:
+        self._finished.append(finished)
+        self._decoded = finished.latents
+        super()._put(finished)
+
+    def _lose_again(self, block: int) -> None:
+        """In a run that is repeated, lose the states that were lost before this block."""
+        for lost in self._lost:
+            if lost.block != block:
+                continue
+            for number, step in enumerate(self._position.stage.steps):
+                if step in range(lost.start, lost.stop):
+                    conditions = self._model.conditions(self._states[number])
+                    self._states[number] = self._model.restored(step, conditions)
+            if lost.decodes and self._position.decodes:
+                self._decoder = self._model.new_decoder()
+                if lost.refills:
+                    self._model.decode(self._decoder, self._decoded)

@@ -1,0 +1,80 @@
+"""Frames of a video that a stream starts from, block by block: cropped, scaled, and at the model's rate."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.models.image_file import check_pixels
+from patchpar.stream.reference_image import load_reference_image
+
+Video = str | Path | Iterable[Any]
+
+
+class VideoSource:
+    """The frames of a video, [height, width, 3] in uint8 each. `frames_of`: how many a block takes, see StreamFormat.
+
+    The last block is filled up with the last frame.
+    """
+
+    def __init__(self, frames: Iterator[Tensor], frames_of: Callable[[int], int]) -> None:
+        self._frames, self._frames_of = frames, frames_of
+        self._next: Tensor | None = next(frames, None)
+        if self._next is None:
+            raise PlanError("video=: it has no frames")
+
+    def is_over(self, block: int) -> bool:
+        """Whether the video ends before this block, which has to be the next one."""
+        return self._next is None
+
+    def take(self, block: int) -> Tensor:
+        """Return the frames [F, height, width, 3] of a block, in uint8. Raises PlanError for a video that is broken."""
+        taken = list[Tensor]()
+        while len(taken) < self._frames_of(block):
+            if self._next is None:
+                taken.append(taken[-1])
+                continue
+            taken.append(self._next)
+            self._next = next(self._frames, None)
+        return torch.stack(taken)
+
+
+def frames_from(video: Video, fps: float, height: int, width: int) -> Iterator[Tensor]:
+    """Yield frames [height, width, 3] in uint8 of a file at `fps` frames per second, or of images as they come.
+
+    Raises PlanError for what is no video, and while it is read.
+    """
+    if isinstance(video, (str, Path)):
+        path = Path(video).expanduser()
+        if not path.is_file():
+            raise PlanError(f"video={str(video)!r}: there is no such file")
+        return (load_reference_image(image, height, width) for image in _at_rate(path, fps))
+    if not isinstance(video, Iterable):
+        raise PlanError(f"video={video!r:.80}: give a file, or images one after another")
+    return (load_reference_image(image, height, width) for image in video)
+
+
+def _at_rate(path: Path, fps: float) -> Iterator[Any]:
+    """The images of a file that are shown at multiples of 1 / fps seconds. Raises PlanError."""
+    import av
+
+    due, before = 0, None
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise PlanError(f"video={str(path)!r}: {container.format.name} has no video track")
+            first: float | None = None
+            for frame in container.decode(video=0):
+                check_pixels(frame.width, frame.height, f"a frame of {path}")
+                first = float(frame.time or 0) if first is None else first
+                while before is not None and due / fps < float(frame.time or 0) - first - 1e-6:
+                    yield before
+                    due += 1
+                before = frame.to_image()
+    except av.FFmpegError as error:
+        raise PlanError(f"video={str(path)!r} cannot be read: {error}") from error
+    if before is not None:
+        yield before

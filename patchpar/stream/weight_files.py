@@ -1,0 +1,51 @@
+"""Reading of released weights of a transformer, or of a LoRA: from safetensors, or from a pickle of tensors only."""
+
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.models.files import PICKLES
+
+SUFFIXES = tuple(pattern.removeprefix("*") for pattern in PICKLES)
+
+
+def read_entries(file: Path) -> dict[str, Any]:
+    """Return the entries of a file: tensors, or dictionaries of tensors. Raises PlanError."""
+    if not file.is_file():
+        raise PlanError(f"{file} is no file: give a checkpoint in .safetensors or {', '.join(SUFFIXES)}")
+    try:
+        if file.suffix == ".safetensors":
+            return dict(load_file(file))
+        if file.suffix not in SUFFIXES:
+            raise PlanError(f"{file}: {file.suffix or 'no suffix'} is no checkpoint; give .safetensors or .pt")
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise PlanError(
+            f"{file} holds more than tensors, which could run code, so that it is not read: {error}"
+        ) from error
+    except (OSError, RuntimeError, SafetensorError, ValueError, EOFError) as error:
+        raise PlanError(f"{file} cannot be read as a checkpoint: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise PlanError(f"{file} holds a {type(found).__name__}, but a checkpoint is a dictionary of weights by name")
+    return found
+
+
+def entry_of(entries: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return the first of `names` that is an entry with weights; empty if the entries are the weights themselves."""
+    return next((name for name in names if isinstance(entries.get(name), Mapping)), "")
+
+
+def tensors_of(file: Path, entries: Mapping[str, Any], entry: str) -> dict[str, Tensor]:
+    """Return the tensors of an entry, or all of them if it is empty, of any shapes. Raises PlanError."""
+    found = entries[entry] if entry else entries
+    if not all(isinstance(x, Tensor) for x in found.values()):
+        others = sorted(str(name) for name, x in found.items() if not isinstance(x, Tensor))[:4]
+        raise PlanError(f"{file} has no weights of a transformer by name, but {', '.join(others)}")
+    return dict(found)

@@ -1,0 +1,190 @@
+"""Streams that start from a video: its latents at the first step's noise level, block by block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.config import StreamConfig
+from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.video_source import VideoSource, frames_from
+from tests.stream.running import Script, differing, pipelined, serial
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, stream, vae, write_folder
+
+HEIGHT, WIDTH, PER_LATENT = 2 * ROWS, 2 * COLUMNS, 2
+BLOCKS = 4
+COUNT = 1 + PER_LATENT * (BLOCKS * FRAMES - 1)
+
+
+def images(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (COUNT, HEIGHT, WIDTH, 3), dtype=torch.uint8, generator=generator)
+
+
+def first_frame(block: int) -> int:
+    return max(0, 1 + PER_LATENT * (block * FRAMES - 1))
+
+
+def frames_of(block: int) -> int:
+    return first_frame(block + 1) - first_frame(block)
+
+
+def scaled(x_FHWC: Tensor) -> Tensor:
+    return x_FHWC.float().permute(0, 3, 1, 2) / 127.5 - 1
+
+
+@torch.no_grad()
+def test_latents_block_by_block_are_those_of_the_whole_video() -> None:
+    """By diffusers' own encoder, all at once, as far as it goes: it takes 4 images at a time and leaves the rest."""
+    net, video = vae(), scaled(images())
+    whole = net.encode(video.transpose(0, 1)[None]).latent_dist.mode()
+    wanted = WanDecoder(net).normalized(whole)
+    encoder = WanEncoder(WanDecoder(net))
+    blocks = [video[first_frame(b) : first_frame(b + 1)] for b in range(BLOCKS)]
+    found = torch.cat([encoder.encode(block, FRAMES) for block in blocks], 2)
+    assert wanted.shape[2] == BLOCKS * FRAMES - 1
+    assert float((found[:, :, : wanted.shape[2]] - wanted).abs().max()) < 1e-5
+    alone = torch.cat([WanEncoder(WanDecoder(net)).encode(block, FRAMES) for block in blocks], 2)
+    assert alone.shape == found.shape
+    assert float((alone - found).abs().max()) > 1e-2, "the control: without the features of the block before"
+
+
+class FromVideo(Script):
+    """Orders with the frames of a video."""
+
+    def order(self, block: int, patience: float) -> Any:
+        order = super().order(block, patience)
+        if not order.inputs:
+            return order
+        source = images()[first_frame(block) : first_frame(block + 1)]
+        return type(order)(sign=order.sign, inputs=order.inputs, changes=order.changes, frames=source)
+
+
+def made() -> Any:
+    model = stream(2)
+    model._schedule = FlowSchedule.shifted(2).begun_at(0.6)
+    return model
+
+
+@pytest.mark.parametrize("plan", [StreamPlan.even(2, 1), StreamPlan.even(2, 3)], ids=str)
+def test_a_stream_from_a_video_is_that_of_one_loop(plan: StreamPlan) -> None:
+    """The first payload: (1 - s) latents + s noise, at noise level s of the first step; the rest as ever."""
+    oracle = made()
+    encoder = WanEncoder(WanDecoder(vae()))
+    begin = oracle.begin
+
+    def begun(block: int, inputs: Any) -> Any:
+        noise, *rest = begin(block, inputs)
+        video = scaled(images()[first_frame(block) : first_frame(block + 1)])
+        with torch.no_grad():
+            return 0.4 * encoder.encode(video, FRAMES) + 0.6 * keyed_noise(7, block, 0, tuple(noise.shape)), *rest
+
+    oracle.begin = begun
+    wanted = serial(oracle, {}, BLOCKS)
+    outcome, _ = pipelined(made, plan, FromVideo({}, BLOCKS))
+    assert max(float((a - b).abs().max()) for (a, _), (b, _) in zip(outcome, wanted, strict=True)) < 1e-5
+    assert differing(outcome, pipelined(made, StreamPlan.even(2, 2), FromVideo({}, BLOCKS))[0]) == []
+    noise, _ = pipelined(made, plan, Script({}, BLOCKS))
+    assert differing(outcome, noise) == list(range(BLOCKS)), "the control: the video matters"
+
+
+def test_a_level_scales_the_steps() -> None:
+    schedule = FlowSchedule(sigmas=(1.0, 0.5, 0.0), sampler="renoise")
+    assert schedule.begun_at(0.6).sigmas == (0.6, 0.3, 0.0)
+    assert schedule.begun_at(None) is schedule
+    for wrong in (0.0, 1.1, -1.0):
+        with pytest.raises(PlanError, match=f"strength={wrong}: it must be above 0, and at most 1"):
+            schedule.begun_at(wrong)
+
+
+def write_video(path: Path, fps: int, count: int) -> Path:
+    """Frame n has brightness 10 n."""
+    with av.open(str(path), "w") as container:
+        track: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "1"})
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        for number in range(count):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * number, np.uint8), format="rgb24")
+            container.mux(track.encode(frame))
+        container.mux(track.encode())
+    return path
+
+
+def test_a_file_at_the_rate_of_the_model(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", fps=10, count=8)
+    for fps, expected in ((10, list(range(8))), (20, [n // 2 for n in range(15)]), (5, [0, 2, 4, 6, 7])):
+        found = [round(float(frame.float().mean()) / 10) for frame in frames_from(path, fps, HEIGHT, WIDTH)]
+        assert found[: len(expected)] == expected[: len(found)], fps
+        assert abs(len(found) - len(expected)) <= 1
+    (tmp_path / "b.mp4").write_bytes(b"no video")
+    for video, message in (
+        (tmp_path / "none.mp4", "there is no such file"),
+        (tmp_path / "b.mp4", "cannot be read"),
+        (3, "video=3: give a file, or images"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            list(frames_from(video, 20, HEIGHT, WIDTH))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="it has no frames"):
+        VideoSource(iter([]), frames_of)
+
+
+def test_the_last_block_is_filled_up() -> None:
+    def seven() -> Iterator[Tensor]:
+        for number in range(7):
+            yield torch.full((2, 2, 3), number, dtype=torch.uint8)
+
+    source = VideoSource(seven(), frames_of)
+    assert [int(frame[0, 0, 0]) for frame in source.take(0)] == [0, 1, 2]
+    assert not source.is_over(1)
+    assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 6]
+    assert source.is_over(2)
+
+
+def test_a_pipeline_streams_a_video(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", hears=False)
+    (folder / "stream.json").write_text(json.dumps(STREAM))
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
+
+        def frames(**options: Any) -> Tensor:
+            with pipe.stream("a fox", seed=1, **options) as session:
+                return torch.cat([chunk.frames for chunk in session])
+
+        found = frames(video=list(images().numpy()), strength=0.2)
+        assert found.shape == (COUNT, HEIGHT, WIDTH, 3), "as long as the video"
+        assert torch.equal(found, frames(video=list(images().numpy()), strength=0.2))
+        assert not torch.equal(found, frames(video=list(images(1).numpy()), strength=0.2))
+        for options, message in (
+            ({"video": list(images().numpy())}, r"at noise level 1, where nothing of it is left: pass strength="),
+            ({"strength": 0.5}, r"starts at noise level 0\.5: pass video="),
+            ({"video": [3], "strength": 2}, "strength=2: it must be above 0"),
+            ({"video": [3], "strength": 0.5}, "a reference of"),
+            ({"video": "none.mp4", "strength": 0.5}, "no such file"),
+        ):
+            with pytest.raises(PlanError, match=message):
+                pipe.stream("a fox", **options)
+        record = StreamDelivery(record=tmp_path / "a.jsonl")
+        with pytest.raises(PlanError, match="does not hold the frames of a video"):
+            pipe.stream("a fox", video=list(images().numpy()), strength=0.5, delivery=record)
+
+
+def test_a_model_of_videos_says_that_it_needs_one(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", hears=False)
+    config = StreamConfig.of({**STREAM, "sigmas": [0.7, 0.5, 0.0]})
+    with (
+        StreamingPipeline.from_pretrained(folder, devices="cpu", config=config) as pipe,
+        pytest.raises(PlanError, match=r"this stream starts at noise level 0\.7: pass video="),
+    ):
+        pipe.stream("a fox")
