@@ -117,7 +117,7 @@ def load_seconds(folder: str, ranks: int, dtype: Any, runs: int) -> dict[str, fl
 def table(memory: dict[str, Figures], seconds: dict[str, float], weights: int, ranks: int) -> Iterator[str]:
     """Lines of a table, with what each kind may take."""
     times = "load | of whole, copied |" if seconds else ""
-    heads = "weights | while loading | limit | first image | limit | next image | limit | slots | unshared |"
+    heads = "weights | while loading | its limit | first image | limit of it | next image | limit | slots | unshared |"
     yield f"| {heads} {times}".rstrip()
     yield "|" + "---|" * (11 if seconds else 9)
     for kind, found in memory.items():
