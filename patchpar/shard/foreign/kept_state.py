@@ -129,7 +129,7 @@ def _replaced(value: Any, twins: Mapping[int, Tensor]) -> Any:
 
 
 def _random_states(device: torch.device) -> list[tuple[Any, Any]]:
-    """Return the states of the generators that code may draw from, each with what sets it."""
+    """Return the states of the generators that code may take numbers from, each with what sets it."""
     found: list[tuple[Any, Any]] = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     of_device = accelerators.random_state(device)
     if of_device is not None:
