@@ -10,21 +10,27 @@ from typing import Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch import accelerators
 from patchpar.models.adapters import from_safetensors
+from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
     CallOptions,
     CallResult,
+    CallSeconds,
     MethodResult,
     RandomState,
+    RecordedCall,
+    RecordingStopped,
     StepEnd,
 )
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
+from patchpar.pipeline.stragglers import StragglerMonitor
 from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import merge_outputs
 
+RankEvent = RecordedCall | RecordingStopped | CallSeconds
 DATA_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")  # diffusers' classes, which have `tensor_inputs`
 
 
@@ -44,6 +50,11 @@ class CallController:
         self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         self.changes: list[CallbackChange] = []  # what the callback has done to the pipeline so far
+        self.journal: CallJournal | None = None  # of a job
+        self.stragglers = StragglerMonitor()
+        self.vae: str | None = None  # the way to decode; None for that of the pipeline
+        self.answers: list[CallbackResult] = []  # of the callback so far
+        self._asked = 0  # times in this attempt
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -59,26 +70,44 @@ class CallController:
     def go_apart(self) -> None:
         """Prepare for a thread of its own: no progress bar, and the noise is of a seed that is sampled now."""
         self._on_step = lambda step, steps: None
-        if self._kind == "local":
-            self._random = RandomState(seed=_sampled_seed())
+        self.journal = self.journal or CallJournal()
+        self._random = self._random or RandomState(seed=_sampled_seed())
+
+    @property
+    def seed(self) -> int | None:
+        """Of the noise of a job without a generator."""
+        return None if self._random is None else self._random.seed
+
+    def resume(self, journal: CallJournal, seed: int | None, answers: Sequence[CallbackResult]) -> None:
+        """Go on where another job was: with its journal, its seed, and what its callback has answered."""
+        self.journal, self._random = journal, RandomState(seed=seed)
+        self.answers = list(answers)
+        self.changes = [change for answer in answers for change in answer.changes]
 
     def options(
         self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
     ) -> CallOptions:
-        """Return the settings of the call beside its arguments."""
+        """Return the settings of the call beside its arguments, for another attempt to make it."""
+        self._asked = 0
+        self.stragglers.reset()
+        recorded = () if self.journal is None else self.journal.begin(plan.data)
+        if not recorded:  # the callback gets the latents of other calls
+            self.answers, self.changes = [], []
         return CallOptions(
             plan=plan,
             ranks=ranks,
             installation=installation,
             verify=request.verify,
-            vae=request.vae,
+            vae=self.vae or request.vae,
             graphs=request.graphs,
             symmetric_memory=request.symmetric_memory,
-            random=(self._random or _random_state()) if self._kind == "local" else None,
+            random=self._random or (_random_state() if self._kind == "local" else None),
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",
             quiet=self._kind == "local" or self._on_step is not None,
             tracing=tracing,
+            records=self.journal is not None,
+            recorded=recorded,
         )
 
     @contextmanager
@@ -95,9 +124,20 @@ class CallController:
             if self._import is not None:
                 self._import.join()  # a program that ends during the import would crash or get another exit code
 
-    def on_event(self, rank: int, event: tuple[str, int, int]) -> None:
-        """Report a finished step."""
+    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent) -> None:
+        """Report a finished step, or keep what a rank has sent of a denoiser call."""
+        if isinstance(event, CallSeconds):
+            self.stragglers.add(rank, event.own)
+            return
+        if isinstance(event, (RecordedCall, RecordingStopped)):
+            assert self.journal is not None
+            self.journal.add(event)
+            if not self.journal.length:  # the callback is asked again from the first step on
+                self.answers, self.changes = [], []
+            return
         _, step, total = event
+        if self.journal is not None and (step, total) <= self.progress:
+            return  # of a call that is made again
         self.progress = step, total
         if self._on_step is not None:
             self._on_step(step, total)
@@ -124,6 +164,9 @@ class CallController:
 
     def _call_back(self, end: StepEnd) -> CallbackResult:
         assert self._callback is not None
+        self._asked += 1
+        if self._asked <= len(self.answers):
+            return self.answers[self._asked - 1]
         versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
         before = dict(end.tensors)
         self._facts, first = dict(end.facts), len(self.changes)
@@ -137,7 +180,10 @@ class CallController:
             for name, value in answer.items()
             if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
         }
-        return CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
+        result = CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
+        if self.journal is not None:
+            self.answers.append(result)
+        return result
 
     @property
     def in_callback(self) -> bool:

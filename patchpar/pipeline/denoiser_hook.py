@@ -99,6 +99,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
 
+    def pass_over(self, *args: Any, **kwargs: Any) -> None:
+        """Count a call of the denoiser whose output is known already."""
+        self.clock.guided = self.guided()
+        self.clock.next_call()
+        for layer in self.layers:
+            if isinstance(layer, GuidanceSplit):
+                layer.pass_over(*args, **kwargs)
+
     def _check(self, plain: Callable[..., Any], call: tuple[Any, Any], result: Any) -> None:
         if self.check is not None:
             self.check(plain, call, result)

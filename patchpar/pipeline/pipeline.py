@@ -18,15 +18,17 @@ from patchpar.errors import PlanError
 from patchpar.launch.executor import Executor
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
+from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_retries
 from patchpar.pipeline.caller import CallController, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
-from patchpar.pipeline.job import CallPlacement, PipelineJob
+from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.planned_calls import PlannedCalls
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan
 from patchpar.plan.plan import Plan
@@ -140,16 +142,25 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         return self._call(choose, args, kwargs)
 
     def submit(
-        self, *args: Any, ranks: Sequence[int] | None = None, plan: Plan | str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        plan: Plan | str | None = None,
+        max_retries: int = MAX_RETRIES,
+        resume: SuspendedCall | None = None,
+        **kwargs: Any,
     ) -> PipelineJob:
         """Begin a call of the wrapped pipeline, and return at once: jobs on different ranks run at the same time.
 
         `ranks`: those that work on it, in the order of the plan's mesh; None is all, or as many as the plan takes, the
         first ones. `plan`: None is that of this pipeline, with "auto" the fastest one for `ranks`. Jobs that have ranks
         in common run in the order in which they are submitted. Without a generator, the noise is of a seed that torch's
-        default generator samples now.
+        default generator samples now. `max_retries`: how often it is made again after it has lost a worker, from the
+        denoiser call that failed, by the ranks that are left. `resume`: what `suspend` of a job with the same arguments
+        has returned, here or elsewhere; generators among the arguments get their states of then.
 
-        Raises PlanError for an impossible call, ranks that do not exist or do not go with the plan, and under torchrun.
+        Raises PlanError for an impossible call, ranks that do not exist or do not go with the plan, a call that cannot
+        be resumed with these arguments, and under torchrun.
         """
         state, executor = self._state, self._executor
         if executor.kind == "torchrun":
@@ -158,7 +169,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         named = None if ranks is None else executor.check_ranks(ranks)
         if plan is not None and wanted is not None:
             check_plan(self.description, wanted)
-        job = self._job(CallPlacement(rule=choose, plan=wanted, ranks=named), args, kwargs)
+        placement = CallPlacement(rule=choose, plan=wanted, ranks=named, max_retries=check_retries(max_retries))
+        job = self._job(placement, args, kwargs, resume)
         job.start()
         return job
 
@@ -166,7 +178,13 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         """Call the wrapped pipeline; `rule` chooses the plan if it is "auto"."""
         return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs).run_here()
 
-    def _job(self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineJob:
+    def _job(
+        self,
+        placement: CallPlacement,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        resume: SuspendedCall | None = None,
+    ) -> PipelineJob:
         executor = self._executor
         placement.check(executor.world_size, weights=self._state.weights.plan)
         bound = bind(self.description, args, kwargs)
@@ -175,6 +193,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         if executor.kind != "inline":
             refuse_old_callback(bound)
         caller = CallController(self, bound, kind=executor.kind, output_module=self.description.module)
+        if resume is not None:
+            resume.hand_over(caller, self.description.pipeline)
         return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------
