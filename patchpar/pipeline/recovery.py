@@ -129,8 +129,9 @@ class Recovery:
             for larger, more in self._larger(plan, ranks):
                 return self._retried(error, (larger, more, f"on more ranks, since a device lacked memory with {plan}"))
         again = " again, in the attempt that was to take less" if tried else ""
+        where = f"in step {min(step + 1, steps)} of {steps}" if steps else "before the end of the first step"
         raise WorkerOutOfMemory(
-            f"a device of ranks {ranks} lacked memory{again}, in step {step + (step < steps)} of {steps or 'unknown'}; "
+            f"a device of ranks {ranks} lacked memory{again}, {where}; "
             f"free now: {free}. Use a smaller image, fewer images in a call, a plan for more ranks, weights=hosted, or "
             f"vae='tiled'. {error}",
             rank=getattr(error, "rank", None),
