@@ -30,12 +30,13 @@ from patchpar.pipeline.messages import CallOptions, CallSeconds, RecordedCall, R
 from patchpar.pipeline.output_form import form_of, tree_of
 from patchpar.pipeline.tensor_bytes import bytes_of, in_order_of_memory, own_copy, tensor_of
 from patchpar.plan.plan import Plan
+from patchpar.shard.argument_changes import ArgumentChanges
 from patchpar.shard.batch import sample_of
 from patchpar.shard.checksum import checksum
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.host_memory import HostCopy
-from patchpar.shard.step_caches import are_as_before, cache_of, held_by, written
+from patchpar.shard.step_caches import cache_of
 from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.options import StructureGuidance
 
@@ -76,6 +77,7 @@ class CallRecorder:
         self._waited: Callable[[], float] = float
         self._number, self._depth, self._bytes = 0, 0, 0
         self._pending: deque[_Prediction] = deque()
+        self._changes = ArgumentChanges()
 
     def report_seconds(self, report: Callable[[object], object], waited: Callable[[], float]) -> None:
         """Report what each call takes. `waited`: seconds that this rank has waited for others so far."""
@@ -107,12 +109,12 @@ class CallRecorder:
         if self._send is None:
             return self._timed(forward, args, kwargs)
         sample = checksum(tensors_in(sample_of(args, kwargs)))
-        before, counts = held_by((args, kwargs)), written((args, kwargs))
+        self._changes.begin((args, kwargs))
         output = self._timed(forward, args, kwargs)
-        if are_as_before(before, held_by((args, kwargs))) and written((args, kwargs)) == counts:
-            self._record(number, sample, output)
-        else:
+        if self._changes.matter(sample_of(args, kwargs), (args, kwargs)):
             self._stop(RecordingStopped(f"{type(module).__name__} changes its arguments", loses=True))
+        else:
+            self._record(number, sample, output)
         return output
 
     def _timed(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

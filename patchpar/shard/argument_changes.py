@@ -1,0 +1,41 @@
+"""Whether a network's calls change what they are given, and something that later calls read."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from patchpar.comm.pytree import tensors_in
+from patchpar.shard.step_caches import are_as_before, held_by, written
+
+
+class ArgumentChanges:
+    """Of the calls of one network, in order. `begin` before and `matter` after each.
+
+    A network that adds to its arguments in place, as UNets do to the residuals of a T2I-Adapter, gets copies from its
+    pipeline. If it got the same memory again, what it computes would depend on the calls before.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._held: list[tuple[Tensor, int]] = []
+        self._counts: list[int] = []
+        self._changed: dict[int, StorageWeakRef] = {}
+        self._is_given_again = False
+
+    def begin(self, call: Any) -> None:
+        """Note the arguments of a call."""
+        live = {key: ref for key, ref in self._changed.items() if not ref.expired()}
+        self._changed = live
+        self._is_given_again = any(x.untyped_storage()._cdata in live for x in tensors_in(call))
+        self._held, self._counts, self._tensors = held_by(call), written(call), tensors_in(call)
+
+    def matter(self, sample: Any, call: Any) -> bool:
+        """Whether the call has changed its sample, or an object among its arguments, or got what others changed."""
+        now = written(self._tensors)
+        changed = [x for x, before, after in zip(self._tensors, self._counts, now, strict=True) if before != after]
+        self._changed.update({x.untyped_storage()._cdata: StorageWeakRef(x.untyped_storage()) for x in changed})
+        of_sample = {id(x) for x in tensors_in(sample)}
+        held_as_before = are_as_before(self._held, held_by(call))
+        self._tensors, self._held = [], []
+        return self._is_given_again or not held_as_before or any(id(x) in of_sample for x in changed)
