@@ -2,7 +2,7 @@
 
 caller                       rank
   | --- CallOptions.recorded -> |     the first denoiser calls get these, if their samples have the same checksums
-  | <-- RecordedCall ---------- |     after each of the others, from one rank of each prompt group
+  | <-- RecordedPrediction ---------- |     after each of the others, from one rank of each prompt group
   | <-- RecordingStopped ------ |     what comes now cannot be replayed
 
 The pipeline's own loop runs either way, so that schedulers, generators and callbacks come to the state in which the
@@ -26,7 +26,7 @@ from patchpar.launch.executor import CallAborted, RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.pipeline.installed_plan import InstalledPlan
-from patchpar.pipeline.messages import CallOptions, CallSeconds, RecordedCall, RecordingStopped
+from patchpar.pipeline.messages import CallOptions, CallSeconds, RecordedPrediction, RecordingStopped
 from patchpar.pipeline.output_form import form_of, tree_of
 from patchpar.pipeline.tensor_bytes import bytes_of, in_order_of_memory, own_copy, tensor_of
 from patchpar.plan.plan import Plan
@@ -66,7 +66,7 @@ class CallRecorder:
 
     def __init__(
         self,
-        recorded: Sequence[RecordedCall],
+        recorded: Sequence[RecordedPrediction],
         send: Callable[[object], object] | None,
         *,
         group: int = 0,
@@ -128,7 +128,7 @@ class CallRecorder:
             self._report(CallSeconds(time.perf_counter() - begin - (self._waited() - waited)))
         return output
 
-    def _replayed(self, call: RecordedCall, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _replayed(self, call: RecordedPrediction, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         sample = tensors_in(sample_of(args, kwargs))
         found = int(checksum(sample))
         if found != call.checksum:
@@ -197,9 +197,9 @@ class _Prediction:
             self.copies = [HostCopy(in_order_of_memory(x)) for x in self.tensors]
         return wait or all(copy.is_done for copy in (self.sample, *self.copies))
 
-    def call(self, group: int) -> RecordedCall:
+    def call(self, group: int) -> RecordedPrediction:
         assert self.copies is not None
-        return RecordedCall(
+        return RecordedPrediction(
             number=self.number,
             group=group,
             checksum=int(self.sample.wait()),

@@ -19,7 +19,7 @@ from patchpar.pipeline.messages import (
     CallSeconds,
     MethodResult,
     RandomState,
-    RecordedCall,
+    RecordedPrediction,
     RecordingStopped,
     StepEnd,
 )
@@ -30,7 +30,7 @@ from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import merge_outputs
 
-RankEvent = RecordedCall | RecordingStopped | CallSeconds
+RankEvent = RecordedPrediction | RecordingStopped | CallSeconds
 DATA_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")  # diffusers' classes, which have `tensor_inputs`
 
 
@@ -77,6 +77,10 @@ class CallController:
     def seed(self) -> int | None:
         """Of the noise of a job without a generator."""
         return None if self._random is None else self._random.seed
+
+    def release(self) -> None:
+        """Forget what it would take to go on with the call, which has ended."""
+        self.journal, self.answers = None, []
 
     def resume(self, journal: CallJournal, seed: int | None, answers: Sequence[CallbackResult]) -> None:
         """Go on where another job was: with its journal, its seed, and what its callback has answered."""
@@ -129,7 +133,7 @@ class CallController:
         if isinstance(event, CallSeconds):
             self.stragglers.add(rank, event.own)
             return
-        if isinstance(event, (RecordedCall, RecordingStopped)):
+        if isinstance(event, (RecordedPrediction, RecordingStopped)):
             assert self.journal is not None
             self.journal.add(event)
             if not self.journal.length:  # the callback is asked again from the first step on

@@ -154,6 +154,7 @@ class PipelineJob:
             self._suspended = SuspendedCall.of(self._caller, pipeline, self._generators)
             raise CallSuspended(f"this job was suspended after {self._suspended.num_calls} denoiser calls") from error
         finally:
+            self._caller.release()
             self._is_queued.set()
 
     def _call(self) -> Any:

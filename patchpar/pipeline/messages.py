@@ -37,7 +37,7 @@ class TensorBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedCall:
+class RecordedPrediction:
     """What a denoiser returned in call `number` of the pipeline, from 0, to the ranks of prompt group `group`.
 
     `checksum`: 64 bits, of the sample that it was called with. `form`: the tree of the output, for JSON, in which
@@ -78,8 +78,8 @@ class CallOptions:
     through memory that GPUs share, where there is such. `random`: None keeps the ranks' own random states.
     `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: all ranks take rank 0's random state and
     final state, since under torchrun each process has its own. `quiet`: no progress bar on the ranks, since the caller
-    shows one. `tracing`: record every event. `records`: one rank of each prompt group sends a RecordedCall after each
-    call of a denoiser. `recorded`: those of an earlier call with the same arguments; the pipeline gets these
+    shows one. `tracing`: record every event. `records`: one rank of each prompt group sends a RecordedPrediction after
+    each call of a denoiser. `recorded`: those of an earlier call with the same arguments; the pipeline gets these
     predictions, and the first denoiser call that is made is the one behind them.
     """
 
@@ -94,7 +94,7 @@ class CallOptions:
     has_callback: bool = False
     same_everywhere: bool = False
     records: bool = False
-    recorded: tuple[RecordedCall, ...] = ()
+    recorded: tuple[RecordedPrediction, ...] = ()
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
 

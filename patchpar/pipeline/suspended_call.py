@@ -20,7 +20,7 @@ from patchpar.errors import PlanError
 from patchpar.launch.argument_mismatch import described
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.caller import CallController
-from patchpar.pipeline.messages import CallbackChange, CallbackResult, RecordedCall, TensorBytes
+from patchpar.pipeline.messages import CallbackChange, CallbackResult, RecordedPrediction, TensorBytes
 from patchpar.pipeline.tensor_file import TensorTable, read_tensors, write_tensors
 from patchpar.shard.generators import generators_of
 
@@ -47,7 +47,7 @@ class SuspendedCall:
 
     pipeline: str
     digests: Mapping[str, str]
-    calls: tuple[RecordedCall, ...] = ()
+    calls: tuple[RecordedPrediction, ...] = ()
     groups: int = 1
     generators: tuple[TensorBytes, ...] = ()
     seed: int | None = None
@@ -136,7 +136,7 @@ class SuspendedCall:
             pipeline=str(facts["pipeline"]),
             digests={str(name): str(digest) for name, digest in facts["digests"].items()},
             calls=tuple(
-                RecordedCall(
+                RecordedPrediction(
                     number=int(number),
                     group=int(group),
                     checksum=int(checksum),

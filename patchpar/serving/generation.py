@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError
+from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError, WorkerOutOfMemory
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
@@ -144,6 +144,8 @@ class ImageGenerator:
             output = call.result()
         except CallCancelled:
             raise Cancelled from None
+        except WorkerOutOfMemory:
+            raise  # the workers are as they were
         except (WorkerError, LaunchError):
             self.state = "lost"
             raise

@@ -25,7 +25,7 @@ class ArgumentChanges:
 
     def begin(self, call: Any) -> None:
         """Note the arguments of a call."""
-        live = {key: ref for key, ref in self._changed.items() if not ref.expired()}
+        live = {key: ref for key, ref in self._changed.items() if not ref.expired()}  # type: ignore[no-untyped-call]
         self._changed = live
         self._is_given_again = any(x.untyped_storage()._cdata in live for x in tensors_in(call))
         self._held, self._counts, self._tensors = held_by(call), written(call), tensors_in(call)
@@ -34,7 +34,8 @@ class ArgumentChanges:
         """Whether the call has changed its sample, or an object among its arguments, or got what others changed."""
         now = written(self._tensors)
         changed = [x for x, before, after in zip(self._tensors, self._counts, now, strict=True) if before != after]
-        self._changed.update({x.untyped_storage()._cdata: StorageWeakRef(x.untyped_storage()) for x in changed})
+        for storage in [x.untyped_storage() for x in changed]:
+            self._changed[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         of_sample = {id(x) for x in tensors_in(sample)}
         held_as_before = are_as_before(self._held, held_by(call))
         self._tensors, self._held = [], []
