@@ -179,6 +179,7 @@ class PipelineJob:
             try:
                 return plan, ranks, self._generate(plan, ranks)
             except (UnsupportedModel, PlanError) as error:
+                self._recovery.refuse(error, plan, ranks)
                 learnt = without(state.described, plan, error)
                 if self._placement.plan is not None or learnt is None or state.ranks.kind != "local":
                     raise  # with other executors the caller's generators have advanced

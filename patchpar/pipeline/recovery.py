@@ -66,6 +66,11 @@ class Recovery:
             return self._on_other_workers(error, plan, ranks)
         raise error
 
+    def refuse(self, error: PlanError, plan: Plan, ranks: tuple[int, ...]) -> None:
+        """Raise WorkerOutOfMemory if the plan that cannot be run is the one that was to take less memory."""
+        if self._has_lacked_memory:
+            self._with_more_memory(error, plan, ranks)
+
     def _from_the_start(self, error: Exception, plan: Plan, ranks: tuple[int, ...]) -> NextAttempt:
         journal = self._caller.journal
         if journal is None or not journal.length:
@@ -128,7 +133,7 @@ class Recovery:
         if not tried and step < max(steps, 1):
             for larger, more in self._larger(plan, ranks):
                 return self._retried(error, (larger, more, f"on more ranks, since a device lacked memory with {plan}"))
-        again = " again, in the attempt that was to take less" if tried else ""
+        again = ", and there is none either for the attempt that was to take less" if tried else ""
         where = f"in step {min(step + 1, steps)} of {steps}" if steps else "before the end of the first step"
         raise WorkerOutOfMemory(
             f"a device of ranks {ranks} lacked memory{again}, {where}; "

@@ -135,7 +135,7 @@ def test_a_device_lacks_memory(tmp_path: Path) -> None:
         ):
             named.result(SECONDS)
         room.write_text("10")
-        with pytest.raises(WorkerOutOfMemory, match=r"again, in the attempt that was to take less.*Use a smaller"):
+        with pytest.raises(WorkerOutOfMemory, match=r"there is none either for the attempt.*Use a smaller"):
             pipe.submit(**CALL, plan="single").result(SECONDS)
         assert pipe._executor.pids == before
 
