@@ -1,5 +1,6 @@
 # make demo     an image by two workers on this machine, from a fresh clone
 # make app      the demo, a page in the browser
+# make dist     the wheel, in dist/
 # make test     the whole test suite
 # make test-all the same for every model, scheduler and option that a guarantee names, and every tab of the page
 # make gpu      tests and measurements on the NVIDIA GPUs of this machine, in .venv-gpu; writes docs/figures/gpu.md
@@ -24,7 +25,7 @@ PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 # Bytecode is kept: the hundreds of processes that the tests start would compile every module anew without it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo app browser test test-all gpu test-lowest test-quantised lint format types imports check docs diagrams figures figures-long coverage plans clean
+.PHONY: demo app dist browser test test-all gpu test-lowest test-quantised lint format types imports check docs diagrams figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -33,6 +34,9 @@ demo: $(VENV)/installed
 
 app: $(VENV)/installed-app
 	$(BIN)/patchpar app
+
+dist: $(VENV)/installed-dev
+	$(BIN)/python -m hatchling build -t wheel -d dist
 
 # The tests look at the page of `make app` in a real browser, where one is there or can be had.
 browser: $(VENV)/browser

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page import contents
+from patchpar.plan.replay.machine import PUBLISHED_OFF
 
 REPOSITORY = Path(__file__).parent.parent
 FIGURES = REPOSITORY / "docs" / "figures"
@@ -121,10 +122,10 @@ def sentences() -> Iterator[tuple[str, str]]:
         re.findall(r"Times as fast as diffusers (\w+), medians over the turns: exact ([\d.]+)", message("tokens"))
     )
     yield (
-        "README.md",
+        "docs/strategies.md",
         f"{float(beside['ulysses']):.2f}x as fast as its Ulysses, {float(beside['ring']):.2f}x as its ring",
     )
-    yield "README.md", started(written("startup"))
+    yield "docs/strategies.md", started(written("startup"))
     table = (REPOSITORY / "docs" / "coverage.md").read_text().partition("## ")[0]
     classes = {row[""]: int(row["classes"]) for row in rows(table)}
     exact = sum(count for what, count in classes.items() if "exact" in what)
@@ -138,7 +139,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     decibels = min(int(row["least PSNR"].removesuffix(" dB")) for row in parity)
     alone = [float(row["alone"]) for row in parity]
     worst = f"{error:.1e}".replace("e-0", "e-")
-    yield "README.md", f"at most {worst}, at least {decibels} dB"
+    yield "docs/accuracy.md", f"at most {worst} off, at least {decibels} dB"
     yield "docs/exact-patch.md", f"at most {worst} ({decibels} dB or more)"
     yield "docs/exact-patch.md", f"without the exchange {min(alone):.2g} to {max(alone):.2g}"
     for words in norms():
@@ -157,23 +158,37 @@ def outdated(readme: str) -> list[str]:
 
 
 README = (REPOSITORY / "README.md").read_text()
+STRATEGIES = (REPOSITORY / "docs" / "strategies.md").read_text()
 
 
-def test_tables_of_the_readme() -> None:
-    assert outdated(README) == []
-    assert len([*speeds(README)]) >= 15
-    assert len([*qualities(README)]) >= 25
+@pytest.mark.parametrize(("page", "least"), [(README, (10, 10)), (STRATEGIES, (15, 25))], ids=["README", "strategies"])
+def test_tables_of_speed_and_quality(page: str, least: tuple[int, int]) -> None:
+    assert outdated(page) == []
+    assert (len([*speeds(page)]), len([*qualities(page)])) >= least
 
 
 @pytest.mark.parametrize("quoted", [speeds, qualities])
-def test_an_outdated_figure_would_be_seen(quoted: Callable[[str], Iterator[tuple[str, str, str]]]) -> None:
-    cell = next(quoted(README))[1]
-    assert outdated(README.replace(cell, re.sub(r"\d", "9", cell)))
+@pytest.mark.parametrize("page", [README, STRATEGIES], ids=["README", "strategies"])
+def test_an_outdated_figure_would_be_seen(page: str, quoted: Callable[[str], Iterator[tuple[str, str, str]]]) -> None:
+    cell = next(quoted(page))[1]
+    assert outdated(page.replace(cell, re.sub(r"\d", "9", cell)))
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.encode()) <= 9 * 1024
 
 
 @pytest.mark.parametrize(("page", "words"), [*sentences()], ids=lambda value: value[:40])
 def test_sentences(page: str, words: str) -> None:
     assert words in (REPOSITORY / page).read_text()
+
+
+def test_the_range_of_predictions_is_that_of_the_published_rows() -> None:
+    found = [
+        float(row["predicted s"]) / float(row["published s"]) - 1
+        for row in written("forecast", "Published times of one device")
+    ]
+    assert (min(found), max(found)) == pytest.approx(PUBLISHED_OFF, abs=0.01)
 
 
 @pytest.mark.parametrize("page", sorted(FIGURES.glob("*.md")), ids=lambda page: page.stem)

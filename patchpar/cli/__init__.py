@@ -10,6 +10,7 @@ from patchpar.cli.compare import CompareFlags, compare
 from patchpar.cli.convert import ConvertFlags, convert
 from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
+from patchpar.cli.folded_help import FoldedHelp
 from patchpar.cli.generate import GenerateFlags, generate
 from patchpar.cli.plan import PlanFlags, plan
 from patchpar.cli.serve import ServeFlags, serve_images
@@ -30,23 +31,41 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its boxes make the help of a verb twice as long as a screen
 )
-app.command(epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(
+app.command(cls=FoldedHelp, epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(
     takes(GenerateFlags, generate)
 )
-app.command("upscale", epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(takes(UpscaleFlags, enlarge))
-app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(takes(VideoFlags, video))
-app.command(epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(takes(StreamFlags, run_stream))
-app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(ReplayFlags, replay))
-app.command(epilog="Try: patchpar convert self_forcing_dmd.pt --to self-forcing")(takes(ConvertFlags, convert))
-app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(CompareFlags, compare))
-app.command(epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")(
+app.command("upscale", cls=FoldedHelp, epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(
+    takes(UpscaleFlags, enlarge)
+)
+app.command(cls=FoldedHelp, epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(
+    takes(VideoFlags, video)
+)
+app.command(cls=FoldedHelp, epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(
+    takes(StreamFlags, run_stream)
+)
+app.command(cls=FoldedHelp, epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(
+    takes(ReplayFlags, replay)
+)
+app.command(cls=FoldedHelp, epilog="Try: patchpar convert self_forcing_dmd.pt --to self-forcing")(
+    takes(ConvertFlags, convert)
+)
+app.command(cls=FoldedHelp, epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(
+    takes(CompareFlags, compare)
+)
+app.command(cls=FoldedHelp, epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")(
     takes(SimulateFlags, simulate)
 )
-app.command(epilog="Try: patchpar plan embedded --machine 8xH100-nvlink --dtype float16")(takes(PlanFlags, plan))
-app.command(epilog="Try: patchpar tune --devices 2")(takes(TuneFlags, tune))
-app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(AppFlags, serve_app))
-app.command("serve", epilog="Try: patchpar serve embedded --devices 2 --port 8000")(takes(ServeFlags, serve_images))
-app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
+app.command(cls=FoldedHelp, epilog="Try: patchpar plan embedded --machine 8xH100-nvlink --dtype float16")(
+    takes(PlanFlags, plan)
+)
+app.command(cls=FoldedHelp, epilog="Try: patchpar tune --devices 2")(takes(TuneFlags, tune))
+app.command("app", cls=FoldedHelp, epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(
+    takes(AppFlags, serve_app)
+)
+app.command("serve", cls=FoldedHelp, epilog="Try: patchpar serve embedded --devices 2 --port 8000")(
+    takes(ServeFlags, serve_images)
+)
+app.command(cls=FoldedHelp, epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
 
 
 def _show_version(wanted: bool) -> None:

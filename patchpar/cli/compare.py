@@ -13,7 +13,8 @@ from patchpar.cli.console import friendly_errors, progress, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.output_files import check_writable, names_for, save
-from patchpar.cli.run_pipeline import report_run
+from patchpar.cli.pipeline_changes import change_pipeline
+from patchpar.cli.run_pipeline import parameters_of, report_run
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
 from patchpar.models.task import RequestedTask, purpose_of
@@ -28,9 +29,7 @@ WARM_UP_STEPS = 2  # memory is allocated and kernels are chosen in the first ste
 class CompareFlags(ImageFlags):
     """The flags of `compare`."""
 
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Stem of three files: -plan, -single, -difference.")
-    ] = Path("compare.png")
+    output: Annotated[Path, typer.Option("--output", "-o", help="Stem of three files.")] = Path("compare.png")
 
 
 class ComparedRun(NamedTuple):
@@ -51,7 +50,7 @@ def compare(request: CompareFlags) -> None:
         every = list(chain.from_iterable(paths.values()))
         for path in every:
             check_writable(path)
-        requested_task = RequestedTask(verb="compare", per_prompt=request.num_images)
+        requested_task = request.task("compare")
         requested_task.check_model(request.model, request.for_loading())
         with stdout_kept_clean(request.json):
             planned, single = _both(request, requested_task)
@@ -93,14 +92,17 @@ def _generate(
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    opened = {**where, **request.for_loading()}
+    opened = {**where, **request.for_loading(), **requested_task.task_for(request.model, request.for_loading())}
+    inputs = request.inputs()
     with progress(title) as step, ended_at_once(), ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         requested_task.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
+        change_pipeline(pipe, request.lora, request.scheduler)
         exact = {"output_type": "np"}  # not rounded to 8 bits, so that small errors are measured
-        pipe(**request.for_images() | exact | {"num_inference_steps": WARM_UP_STEPS})
+        takes = parameters_of(pipe)
+        pipe(**inputs.arguments(request.for_images(), takes) | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step, pipe.tracing = step, request.trace is not None
-        output = pipe(**request.for_images() | exact)
+        output = pipe(**inputs.arguments(request.for_images(), takes) | exact)
         return ComparedRun(pipe.last_run, images_of(output) or []), pipe.plan or Plan()
 
 

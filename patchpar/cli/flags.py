@@ -1,4 +1,7 @@
-"""One frozen dataclass per command: its fields are the flags. This file has those that several commands use."""
+"""One frozen dataclass per command: its fields are the flags. This file has those that several commands use.
+
+Flags with the panel MORE are in the help of `--help-all` only, so that that of `--help` fits a screen.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
+from patchpar.cli.folded_help import HELP_ALL, MORE, HelpAll, is_folded
+from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_can_write
+from patchpar.cli.pipeline_changes import loras_of, scheduler_name
 from patchpar.cli.shutdown import ended_by_signals
 from patchpar.errors import PlanError
+from patchpar.models.task import RequestedTask
 
 if TYPE_CHECKING:
     from patchpar import Plan
@@ -21,13 +28,17 @@ if TYPE_CHECKING:
 F = TypeVar("F")
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
-Model = Annotated[str, typer.Option(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=MORE, help="Print one JSON object, nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=MORE, help="Show the traceback of an error.")]
+Devices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, or names: cuda:0,cuda:2.")]
+Model = Annotated[str, typer.Option(show_default=False, help="A folder or a hub id; default: embedded.")]
 Dtype = Literal["float32", "float16", "bfloat16"]
-Format = Annotated[Dtype | None, typer.Option(metavar="<format>", help="Weights as float32, float16 or bfloat16.")]
-Deadline = Annotated[float, typer.Option(help="Seconds that a rank may stall.")]
+Format = Annotated[
+    Dtype | None,
+    typer.Option(metavar="<format>", rich_help_panel=MORE, help="Weights as float32, float16 or bfloat16."),
+]
+Variant = Annotated[str | None, typer.Option(rich_help_panel=MORE, help="Variant of the weight files, such as fp16.")]
+Deadline = Annotated[float, typer.Option(rich_help_panel=MORE, help="Seconds that a rank may stall.")]
 DEADLINE = 60.0
 FACE = "embedded-face"
 """The default model of streams."""
@@ -39,23 +50,36 @@ class ModelFlags:
 
     model: Model = "embedded"
     devices: Devices = "auto"
-    plan: Annotated[str, typer.Option(help="auto, or degrees: patch=2, tensor=2, stage=2; weights=, encoders=.")] = (
-        "auto"
-    )
+    plan: Annotated[str, typer.Option(show_default=False, help="auto, or axes: cfg=2,patch=2.")] = "auto"
     strategy: Annotated[str | None, typer.Option(help="How ranks exchange: name or name:key=value.")] = None
-    vae: Annotated[str, typer.Option(help="Parallel VAE: auto, exact, tiled or rank0.")] = "auto"
+    vae: Annotated[str, typer.Option(rich_help_panel=MORE, help="Parallel VAE: auto, exact, tiled, rank0.")] = "auto"
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="Guidance; default: the pipeline's own.")] = None
-    negative_prompt: Annotated[str | None, typer.Option(help="What the output should not show.")] = None
+    guidance_scale: Annotated[
+        float | None, typer.Option(rich_help_panel=MORE, help="Guidance; default: the pipeline's own.")
+    ] = None
+    negative_prompt: Annotated[
+        str | None, typer.Option(rich_help_panel=MORE, help="What the output should not show.")
+    ] = None
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="PATH[:scale]", help="A LoRA; several times for several.")
+    ] = None
+    scheduler: Annotated[
+        str | None, typer.Option(rich_help_panel=MORE, help="Scheduler of diffusers, such as DDIMScheduler.")
+    ] = None
     dtype: Format = None
-    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
-    trace: Annotated[Path | None, typer.Option(help="Write a timeline of all ranks, for Perfetto.")] = None
+    variant: Variant = None
+    trace: Annotated[
+        Path | None, typer.Option(rich_help_panel=MORE, help="Write a timeline of all ranks, for Perfetto.")
+    ] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
     def check_counts(self, *names: str) -> None:
-        """Raise PlanError for a count or size below 1, an invalid deadline, or a trace that cannot be written."""
+        """Raise PlanError for a count or size below 1, an invalid deadline, a trace that cannot be written, a bad LoRA.
+
+        And for a scheduler that diffusers does not have.
+        """
         for name in ("steps", *names):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -63,6 +87,9 @@ class ModelFlags:
         check_deadline(self.deadline)
         if self.trace is not None:
             check_can_write(self.trace, "--trace", "trace.json")
+        loras_of(self.lora)
+        if self.scheduler is not None:
+            scheduler_name(self.scheduler)
 
     def for_loading(self) -> dict[str, Any]:
         """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
@@ -81,8 +108,12 @@ class ModelFlags:
 class HostFlags(ModelFlags):
     """Flags of commands that run under torchrun, on several hosts too."""
 
-    secret_file: Annotated[Path | None, typer.Option(help="torchrun, several hosts: a file of their secret.")] = None
-    trusted_network: Annotated[bool, typer.Option("--trusted-network", help="No secret between these hosts.")] = False
+    secret_file: Annotated[
+        Path | None, typer.Option(rich_help_panel=MORE, help="torchrun, several hosts: a file of their secret.")
+    ] = None
+    trusted_network: Annotated[
+        bool, typer.Option("--trusted-network", rich_help_panel=MORE, help="No secret between these hosts.")
+    ] = False
 
     def for_loading(self) -> dict[str, Any]:
         """Return what the hosts know one another by too."""
@@ -110,13 +141,38 @@ class SizedFlags(ModelFlags):
 class ImageFlags(SizedFlags):
     """Flags of prompts, seed and number of images."""
 
-    prompt: Annotated[list[str], typer.Argument(help="What to generate. Several prompts make several images.")]
-    seed: Annotated[int, typer.Option(help="Seed of the first image; each further image adds 1.")] = 0
-    num_images: Annotated[int, typer.Option(help="Images per prompt.")] = 1
+    prompt: Annotated[list[str], typer.Argument(help="What to generate.")]
+    seed: Annotated[int, typer.Option(help="Of the first image.")] = 0
+    num_images: Annotated[int, typer.Option(rich_help_panel=MORE, help="Images per prompt.")] = 1
+    image: Annotated[Path | None, typer.Option(help="Begin with this image (image-to-image).")] = None
+    mask: Annotated[
+        Path | None, typer.Option(rich_help_panel=MORE, help="With --image: white is what is generated anew.")
+    ] = None
+    strength: Annotated[
+        float | None, typer.Option(rich_help_panel=MORE, help="With --image: how much is changed, from 0 to 1.")
+    ] = None
 
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts("num_images")
+        InputImages.check(image=self.image, mask=self.mask, strength=self.strength)
+
+    def task(self, verb: str) -> RequestedTask:
+        """Return what is requested of the model."""
+        return RequestedTask(
+            verb=verb,
+            has_image=self.image is not None,
+            has_mask=self.mask is not None,
+            has_strength=self.strength is not None,
+            converts=True,
+            per_prompt=self.num_images,
+        )
+
+    def inputs(self) -> InputImages:
+        """Return the images to begin with, in the size of the flags. Raises PlanError."""
+        return InputImages.read(
+            image=self.image, mask=self.mask, strength=self.strength, width=self.width, height=self.height
+        )
 
     def for_images(self) -> dict[str, Any]:
         """Return the call's arguments by diffusers' names. Images are independent: each has a generator of its own."""
@@ -167,9 +223,11 @@ def _count(devices: str) -> int:
 def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     """Return the command for typer, with one parameter for each field of its dataclass."""
     hints = get_type_hints(flags, include_extras=True)
+    folded = is_folded(hints)
 
     @wraps(command)
     def run(**values: Any) -> None:
+        values.pop(HELP_ALL, None)
         with ended_by_signals():
             command(flags(**values))
 
@@ -182,6 +240,9 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
         )
         for field in fields(flags)  # type: ignore[arg-type]
     ]
+    if folded:
+        hints[HELP_ALL] = HelpAll
+        parameters.append(Parameter(HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll))
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = hints
     return run

@@ -9,10 +9,10 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, ImageFlags
+from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_writable, names_for, save
-from patchpar.cli.run_pipeline import report_run, returned_by
+from patchpar.cli.run_pipeline import parameters_of, report_run, returned_by
 from patchpar.errors import PlanError
-from patchpar.models.task import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,15 @@ def generate(request: GenerateFlags) -> None:
         for path in paths:
             check_writable(path)
         with stdout_kept_clean(request.json):
-            requested_task = RequestedTask(verb="generate", per_prompt=request.num_images)
-            keep = partial(_saved, paths)
-            run, saved = returned_by(request, requested_task, lambda pipe: pipe(**request.for_images()), keep)
+            inputs, keep = request.inputs(), partial(_saved, paths)
+            run, saved = returned_by(request, request.task("generate"), partial(_generated, request, inputs), keep)
         if not saved:
             return  # under torchrun, a rank other than 0, which saves and reports
         report_run(request, run, paths, [f"saved {path}" for path in paths])
+
+
+def _generated(request: GenerateFlags, inputs: InputImages, pipe: Any) -> Any:
+    return pipe(**inputs.arguments(request.for_images(), parameters_of(pipe)))
 
 
 def _saved(paths: list[Path], output: Any) -> bool:

@@ -1,6 +1,6 @@
 """Open the pipeline of the flags, call it once with a progress bar, and report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
@@ -12,6 +12,7 @@ import typer
 
 from patchpar.cli.console import print_json, progress
 from patchpar.cli.flags import ModelFlags, plan_of
+from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.models.task import RequestedTask, purpose_of
 
@@ -27,6 +28,12 @@ def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Se
         return
     for line in (str(run), *lines, *(f"saved {path}" for path in request.traced().values())):
         typer.echo(line)
+
+
+def parameters_of(pipe: Any) -> Mapping[str, Any]:
+    """Return the parameters of a pipeline's call; none for a class that is not of diffusers."""
+    purpose = purpose_of(pipe.description.pipeline)
+    return {} if purpose is None else purpose.parameters
 
 
 def returned_by(
@@ -47,7 +54,8 @@ def returned_by(
 
     plan = plan_of(request.plan, request.strategy, request.devices)
     silence_command(request.devices, plan)
-    opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
+    task = requested_task.task_for(request.model, request.for_loading())
+    opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **task, **options}
     with ThreadPoolExecutor(1) as aside, progress("generating") as step, ExitStack() as stack:
         with ended_at_once():
             pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
@@ -55,6 +63,7 @@ def returned_by(
             Thread(target=import_module, args=("diffusers.utils",), daemon=True).start()
             requested_task.check(purpose_of(pipe.description.pipeline))
             pipe.set_progress_bar_config(disable=True)
+            change_pipeline(pipe, request.lora, request.scheduler)
             pipe.on_step, pipe.tracing = step, request.trace is not None
             output = call(pipe)
         kept = aside.submit(keep, output)

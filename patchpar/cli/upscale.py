@@ -22,9 +22,9 @@ class UpscaleFlags(HostFlags):
 
     image: Annotated[Path, typer.Argument(help="The image to enlarge.")]
     scale: Annotated[float, typer.Option(help="Enlargement of both sides.")] = 2.0
-    strength: Annotated[float, typer.Option(help="How much is generated anew, from 0 to 1.")] = 0.35
-    prompt: Annotated[str, typer.Option(help="What the image shows.")] = ""
-    seed: Annotated[int, typer.Option(help="The same seed gives the same image.")] = 0
+    strength: Annotated[float, typer.Option(help="How much is generated anew.")] = 0.35
+    prompt: Annotated[str, typer.Option(show_default=False, help="What the image shows.")] = ""
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0
     output: Annotated[Path, typer.Option("--output", "-o", help="File of the larger image.")] = Path("upscaled.png")
 
     def check(self) -> None:

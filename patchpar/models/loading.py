@@ -43,18 +43,35 @@ def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = Diffusi
     """Return the pipeline of a folder or a hub name, of the class `kind` or the one its index names.
 
     `options`: of diffusers' from_pretrained. A repository of the hub is downloaded first and then checked as a folder,
-    so that the checked files are those that are loaded. Raises PlanError.
+    so that the checked files are those that are loaded. What transformers fills with random numbers, because no file
+    has it, is the same on every rank. Raises PlanError, also for a network with weights that no file has.
     """
     folder = Path(model) if Path(model).is_dir() else _fetched(model, options, kind)
     refuse_code(folder, options)
     for part in ModelIndex.read(folder).parts:
         refuse_other_weights(folder / part.name)
     try:
-        return kind.from_pretrained(str(folder), use_safetensors=True, **options)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            pipe = kind.from_pretrained(str(folder), use_safetensors=True, **options)
     except PatchparError:
         raise
     except MALFORMED as error:
         raise PlanError(f"{model} cannot be loaded by diffusers: {type(error).__name__}: {error}") from error
+    _refuse_missing_weights(model, {name: part for name, part in pipe.components.items() if name not in options})
+    return pipe
+
+
+def _refuse_missing_weights(model: str, parts: Mapping[str, Any]) -> None:
+    """diffusers leaves weights that it does not find on the meta device, and calls fail later."""
+    for name, part in parts.items():
+        tensors = part.named_parameters() if isinstance(part, nn.Module) else ()
+        missing = [path for path, tensor in tensors if tensor.is_meta]
+        if missing:
+            raise PlanError(
+                f"{name} of {model} has no values for {len(missing)} of its weights ({', '.join(missing[:3])}...): its "
+                "files are incomplete, or name them otherwise: download or convert them again"
+            )
 
 
 def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
@@ -65,13 +82,16 @@ def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
 
 
 def for_task(pipe: Any, task: str | None) -> Any:
-    """Return the pipeline of the same networks for `task`; itself for None. Raises UnsupportedModel if none exists."""
+    """Return the pipeline of the same networks for `task`; itself for None. Raises UnsupportedModel if none exists.
+
+    `task`: "image-to-image" or "inpainting".
+    """
     if task is None:
         return pipe
-    from diffusers import AutoPipelineForImage2Image  # slow: imports every such pipeline
+    from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting  # slow: imports every such pipeline
 
     try:
-        return AutoPipelineForImage2Image.from_pipe(pipe)
+        return (AutoPipelineForInpainting if task == "inpainting" else AutoPipelineForImage2Image).from_pipe(pipe)
     except ValueError as error:
         raise UnsupportedModel(
             f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}: use another model"

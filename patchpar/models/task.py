@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from patchpar.errors import PlanError
 from patchpar.models.files import resolve_model
+from patchpar.models.hub import fetched, no_folder
+from patchpar.models.model_index import INDEX, ModelIndex
 
 Product = Literal["images", "video", "audio", ""]
 PRODUCTS: Mapping[str, Product] = {"frames": "video", "images": "images", "image": "images", "audios": "audio"}
@@ -23,6 +25,8 @@ NEEDS_ONE = re.compile(
     "|SuperResolution|Depth2Img|Edit|ImageVariation|Fill|Refiner"
 )
 """Classes whose call has a default of None for an image that it requires."""
+NEEDS_MASK = re.compile("Inpaint|Fill")
+"""Classes whose call has a default of None for a mask that it requires."""
 VERBS: Mapping[str, str] = {"images": "generate", "video": "video"}
 ANY_PROMPT = "a photo"
 """For calls whose image nobody looks at: trials, warm-up calls, and calls that are recorded without values."""
@@ -40,6 +44,11 @@ class PipelineTask:
     product: Product = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     begins_with: str = ""
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether its call needs a mask beside an image."""
+        return "mask_image" in self.parameters and bool(NEEDS_MASK.search(self.pipeline))
 
 
 def purpose_of(pipeline: str) -> PipelineTask | None:
@@ -140,13 +149,32 @@ def _made(kind: ast.ClassDef) -> Product:
 class RequestedTask:
     """The task requested of a model: the `verb` of the command line and its kind of output.
 
-    `has_image`: whether there is an input image; None if the verb checks that itself. `per_prompt`: images per prompt.
+    `has_image`: whether there is an input image; None if the verb checks that itself. `has_mask`, `has_strength`:
+    whether there is one with it. `converts`: a model whose call takes no image is loaded into a pipeline that does.
+    `per_prompt`: images per prompt.
     """
 
     verb: str
     product: Product = "images"
     has_image: bool | None = False
+    has_mask: bool = False
+    has_strength: bool = False
+    converts: bool = False
     per_prompt: int = 1
+
+    def task_for(self, model: str | Path, options: Mapping[str, Any]) -> dict[str, str]:
+        """Return the option `task` of from_pretrained with which the call takes the images; empty where it does.
+
+        Raises PlanError for a repository of the hub whose index cannot be read.
+        """
+        if not (self.has_image and self.converts):
+            return {}
+        name = _pipeline_of(model, options)
+        purpose = None if name is None else purpose_of(name)
+        wanted = {"image", *(["mask_image"] if self.has_mask else [])}
+        if purpose is None or wanted <= purpose.parameters.keys():
+            return {}
+        return {"task": "inpainting" if self.has_mask else "image-to-image"}
 
     def check_model(self, model: str | Path, options: Mapping[str, Any]) -> None:
         """Raise PlanError if the model, loaded with `options`, is no model or, as its folder shows, cannot do this."""
@@ -161,8 +189,10 @@ class RequestedTask:
             raise PlanError(f"this model is a {purpose.pipeline}, which makes {purpose.product}: {_way_of(purpose)}")
         if purpose.begins_with and self.has_image is False:
             raise PlanError(f"this model is a {purpose.pipeline}, which begins with {self._way_to_begin(purpose)}")
-        if self.has_image and purpose.parameters and "image" not in purpose.parameters:
+        if self.has_image and purpose.parameters and not self.converts and "image" not in purpose.parameters:
             raise PlanError(f"this model is a {purpose.pipeline}, which takes no image: leave out --image")
+        if self.has_image and not self.has_mask and purpose.needs_mask:
+            raise PlanError(f"this model is a {purpose.pipeline}, which needs a mask: add --mask FILE")
         if self.per_prompt > 1 and purpose.parameters and "num_images_per_prompt" not in purpose.parameters:
             raise PlanError(
                 f"--num-images {self.per_prompt}: this model is a {purpose.pipeline}, which generates one image per "
@@ -172,12 +202,21 @@ class RequestedTask:
     def _way_to_begin(self, purpose: PipelineTask) -> str:
         if purpose.begins_with == "video":
             return "a video, which no verb takes: call it in Python, pipe(prompt, video=frames)"
-        if self.verb == "video":
+        if self.verb == "video" or self.converts:
             return "an image: add --image FILE"
         return (
             f"an image, which `patchpar {self.verb}` does not take: `patchpar upscale IMAGE` generates an image again, "
             "larger; for anything else call it in Python, pipe(prompt, image=image)"
         )
+
+
+def _pipeline_of(model: str | Path, options: Mapping[str, Any]) -> str | None:
+    """Return the class that a model's index names; None for one that is not of diffusers."""
+    folder = resolve_model(model, options)[2]
+    if folder is not None:
+        return folder.pipeline
+    found = ModelIndex.read(fetched(str(model), [INDEX], options, subject=no_folder(str(model)))).pipeline
+    return found if isinstance(found, str) else None
 
 
 def _way_of(purpose: PipelineTask) -> str:

@@ -97,7 +97,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         """Load `model` (a folder, a hub name, or "embedded") on every rank; `options` go to diffusers' from_pretrained.
 
         Weights are loaded from safetensors only. A `vae` that is not a string is a network for the pipeline, as in
-        diffusers. `task="image-to-image"` loads the model's networks into a pipeline that starts from an image.
+        diffusers. `task="image-to-image"` loads the model's networks into a pipeline that starts from an image,
+        `task="inpainting"` into one that generates the masked part of an image anew.
         Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
         """
         vae, options = way_and_network(vae, options)

@@ -20,7 +20,7 @@ from patchpar.shard.vae.modes import check_mode
 
 ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
-TASKS = (None, "image-to-image")
+TASKS = (None, "image-to-image", "inpainting")
 REFUSED_OPTIONS = {
     "device_map": "every rank holds the whole pipeline; pass plan= to divide the work",
     "use_safetensors": "weights are always read from safetensors, because pickles can run code",

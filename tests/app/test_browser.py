@@ -131,6 +131,7 @@ def test_a_large_image_is_generated(opened: Any) -> None:
     screenshot(page, "high-res")
 
 
+@pytest.mark.breadth  # tests/live/test_browser sees a stream in every run
 def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")

@@ -13,7 +13,7 @@ from benchmarks.diagrams.canvas import DARK, LETTER, LIGHT
 REPOSITORY = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 PAGES = {
-    "overview": "README.md",
+    "overview": "docs/README.md",
     "mesh": "docs/plan.md",
     "halos": "docs/exact-patch.md",
     "staleness": "docs/stale-patch.md",

@@ -60,6 +60,7 @@ def test_pieces_that_pass_through_stages(stages: int, pieces: int, hand_over: fl
 RUN = "tests.benchmarks.laws_on_ranks:run"
 
 
+@pytest.mark.breadth
 def test_sharded_blocks_that_sleep_are_those_of_one_rank(ranks: Any) -> None:
     """And each rank sends its parts to all others once in a pass."""
     case = ShardedCase(ranks=2, blocks=((0.001, 4096),) * 4, latency=0.001, rate=math.inf)

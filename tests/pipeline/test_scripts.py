@@ -79,6 +79,7 @@ def test_ctrl_c(sdxl_folder: Path, environment: dict[str, str]) -> None:
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.breadth  # tests/launch/test_torchrun has ranks that torchrun starts, with an engine that starts sooner
 def test_torchrun(sdxl_folder: Path, plain: Any, tmp_path: Path, environment: dict[str, str]) -> None:
     check_script("under_torchrun.py", [sdxl_folder, tmp_path], plain, environment)
 

@@ -212,7 +212,7 @@ def test_ranks_are_placed_where_links_are_fast() -> None:
     assert not Machine.parse("2x(4xH100)-eth100").is_uniform
 
 
-@pytest.mark.parametrize("name", first_of(["4xH100-nvlink", "4xRTX4090-pcie4", "4xL20-pcie4"], "4xRTX4090-pcie4"))
+@pytest.mark.parametrize("name", first_of(["4xH100-nvlink", "4xRTX4090-pcie4", "4xL20-pcie4"]))
 def test_plans_of_a_real_model_that_are_not_recorded_could_not_have_won(tmp_path: Path, name: str) -> None:
     """Against recording and replaying all: the same best plan, and the same seconds of all that are replayed."""
     call = {"height": 128, "width": 128}

@@ -20,6 +20,8 @@ from patchpar.plan.replay.topology import Resource, Route, Topology
 NVLINK, PCIE = "nvlink", "pcie"
 NETWORKS = {"eth": 80e-6, "ib": 30e-6}
 """Latency of a message between hosts, in seconds, by the name of the network: TCP, and RDMA."""
+PUBLISHED_OFF = (-0.35, 0.12)
+"""The least and the largest relative error of predictions for one device, in docs/figures/forecast."""
 LINE_FRACTION = 0.9
 NVLINK_FRACTION, NVLINK_LATENCY = 0.7, 20e-6
 PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
@@ -136,7 +138,7 @@ class Machine:
         return rate / 2 if self._is_through_host(a, b) else rate
 
     def assumptions(self) -> Iterator[str]:
-        """Yield what is assumed of its links, which were not measured."""
+        """Yield what is assumed of its links, which were not measured, and how far off such predictions have been."""
         through_host = any(self._is_through_host(each, each) for each in range(self.devices_per_host))
         rate = min(self._rate(each, each) for each in range(self.devices_per_host))
         way = ", through the host's memory" if through_host else ""
@@ -144,6 +146,11 @@ class Machine:
         if self.network:
             latency = 1e6 * NETWORKS[self.network.rstrip("0123456789")]
             yield f"{self.network}: {LINE_FRACTION:.0%} of its rate, {latency:.0f} µs per message"
+        low, high = (1 + each for each in PUBLISHED_OFF)
+        yield (
+            f"range: predicted times of one device were {low:.2f} to {high:.2f} times published ones; those "
+            "of several devices have not been compared"
+        )
 
     def __str__(self) -> str:
         kinds = groupby(self.device_at(number).name for number in range(self.devices_per_host))

@@ -1,0 +1,49 @@
+"""What each rank of `benchmarks.forecast.ranking` runs: whole pipelines over a transport that delays messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from patchpar.comm.transport import DelayedTransport, Transport
+from patchpar.launch.executor import RankContext
+from patchpar.models.files import embedded_model
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.plan import Plan
+
+
+class DelayedRunner(PipelineRunner):
+    """A rank whose messages arrive no earlier than over a link with a latency and a rate."""
+
+    def __init__(self, context: RankContext) -> None:
+        torch.set_num_threads(1)
+        super().__init__(context)
+        self.line: DelayedTransport | None = None
+
+    def _connected(self) -> Transport:
+        if self._transport is None:
+            self.line = self._transport = DelayedTransport(super()._connected())
+        return self._transport
+
+    def open(self, model: str) -> None:
+        """Load an embedded model and connect. Needs all ranks."""
+        self.load(str(embedded_model(model)), {"variant": "fp16", "torch_dtype": torch.float32})
+        self.pipe.set_progress_bar_config(disable=True)
+        self._connected()
+
+    def step_seconds(self, plan: str, link: tuple[float, float], kwargs: Mapping[str, Any], steps: int) -> float:
+        """Seconds of a later step: of a call of `2 * steps`, without a call of `steps`. Needs all ranks."""
+        assert self.line is not None
+        self.line.latency, self.line.rate = link
+        options = CallOptions(plan=Plan.parse(plan), verify=False)
+        seconds = []
+        for count in (steps, steps, 2 * steps):  # the first installs the plan
+            generator = torch.Generator().manual_seed(0)
+            start = time.perf_counter()
+            self.generate({**kwargs, "num_inference_steps": count, "generator": generator}, options)
+            seconds.append(time.perf_counter() - start)
+        return (seconds[2] - seconds[1]) / steps

@@ -1,0 +1,158 @@
+"""Which plan is fastest, predicted and measured: two ranks of this CPU, links of three speeds, six plans each.
+
+    python -m benchmarks.forecast.ranking --write docs/figures/ranking.md
+    python -m benchmarks.forecast.ranking --setting embedded:256 --turns 1
+
+Kernels, calls and the bare link are measured as `patchpar tune` does. Each setting then has a link that delays messages
+by so much on top. A choice is right if the plan that was predicted to have the shortest step has it, or one at most 5 %
+longer. Needs a machine that does nothing else, and says so where it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.page import publish
+from patchpar.launch.local import LocalExecutor
+from patchpar.models.files import embedded_model
+from patchpar.pipeline.planner.simulate import Simulator
+from patchpar.pipeline.planner.tune.tune import ENGINE, SIZES, measured
+from patchpar.plan.link_model import LinkModel
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+
+RUNNER = "benchmarks.forecast.delayed_runner:DelayedRunner"
+PLANS = (
+    "single",
+    "cfg=2",
+    "patch=2",
+    "patch=2,strategy=displaced:warmup_steps=1",
+    "patch=2,strategy=fresh-edges:warmup_steps=1",
+    "patch=2,strategy=fresh-edges:context=pooled,warmup_steps=1",
+)
+LINKS = {
+    "shared memory": LinkModel(),
+    "1 ms, 500 MB/s": LinkModel(latency=1e-3, rate=5e8),
+    "5 ms, 50 MB/s": LinkModel(latency=5e-3, rate=5e7),
+}
+SETTINGS = ("embedded:256", "embedded:384", "embedded-dit:256", "embedded-dit:512")
+CALL = {"prompt": "a red house on the left, green hills at sunset", "output_type": "latent"}
+WITHIN = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One setting on one link: seconds of a step by plan, as predicted and as measured."""
+
+    setting: str
+    link: str
+    predicted: dict[str, float]
+    found: dict[str, float]
+
+    @property
+    def chosen(self) -> str:
+        """The plan with the shortest predicted step."""
+        return min(self.predicted, key=self.predicted.__getitem__)
+
+    @property
+    def best(self) -> str:
+        """The plan with the shortest measured step."""
+        return min(self.found, key=self.found.__getitem__)
+
+    @property
+    def loss(self) -> float:
+        """How much longer the step of the chosen plan is than the shortest."""
+        return self.found[self.chosen] / self.found[self.best] - 1
+
+    @property
+    def speed_up(self) -> float:
+        """The step of one device over that of the chosen plan."""
+        return self.found["single"] / self.found[self.chosen]
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        times = [f"{1e3 * self.predicted[plan]:.0f} / {1e3 * self.found[plan]:.0f}" for plan in PLANS]
+        return f"| {self.setting} | {self.link} | {' | '.join(times)} | `{self.chosen}` | {self.loss:+.0%} |"
+
+
+def with_link(machine: MeasuredMachine, link: LinkModel) -> MeasuredMachine:
+    """Return the machine with a link between its devices that takes so much longer."""
+    (own,) = machine.links
+    slower = LinkClass(
+        pairs=own.pairs, latency=own.latency + link.latency, rate=1 / (1 / own.rate + 1 / link.rate), shared=own.shared
+    )
+    return replace(machine, links=(slower,))
+
+
+def predictions(machine: MeasuredMachine, model: str, side: int) -> dict[str, float]:
+    """Return the seconds of a later step under every plan."""
+    simulator = Simulator(
+        str(embedded_model(model)), machine, {"torch_dtype": "float32"}, {**CALL, "height": side, "width": side}
+    )
+    return {plan: simulator.of(Plan.parse(plan)).step.seconds for plan in PLANS}
+
+
+def rows_of(machine: MeasuredMachine, setting: str, steps: int, turns: int) -> Iterator[Row]:
+    """Measure one model and size on every link, the plans in turn."""
+    model, _, side = setting.partition(":")
+    call = {**CALL, "height": int(side), "width": int(side)}
+    with LocalExecutor(["cpu", "cpu"], RUNNER, deadline=300.0) as ranks:
+        ranks.call("open", model, expected=120.0)
+        for name, link in LINKS.items():
+            times: dict[str, list[float]] = {plan: [] for plan in PLANS}
+            for _ in range(turns):
+                for plan in PLANS:
+                    seconds = ranks.call("step_seconds", plan, (link.latency, link.rate), call, steps, expected=600.0)
+                    times[plan].append(seconds[0])
+            found = {plan: median(each) for plan, each in times.items()}
+            predicted = predictions(with_link(machine, link), model, int(side))
+            row = Row(setting=setting, link=name, predicted=predicted, found=found)
+            print(row.line(), flush=True)
+            yield row
+
+
+def page(machine: MeasuredMachine, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    right = sum(row.loss <= WITHIN for row in rows)
+    yield "# Predicted and measured choice of a plan"
+    yield ""
+    yield (
+        "By `python -m benchmarks.forecast.ranking`. Two ranks of one thread each on two CPU cores; messages arrive no "
+        "earlier than the link would bring them. Milliseconds of a later step: predicted / measured. Loss: how much "
+        "longer the step of the chosen plan is than the shortest that was measured."
+    )
+    yield ""
+    yield f"The choice has the shortest step, or one at most {WITHIN:.0%} longer, in {right} of {len(rows)} settings."
+    yield f"The chosen plan is {min(row.speed_up for row in rows):.2f} times as fast as one device or more."
+    yield ""
+    yield f"| setting | link | {' | '.join(f'`{plan}`' for plan in PLANS)} | chosen | loss |"
+    yield "|" + "---|" * (len(PLANS) + 4)
+    yield from (row.line() for row in rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=SETTINGS, action="append")
+    parser.add_argument("--steps", type=int, default=2, help="that are timed")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    with LocalExecutor(["cpu", "cpu"], ENGINE, deadline=300.0) as ranks:
+        machine = measured(ranks, "float32", SIZES)
+    if machine is None:
+        parser.error("two measurements of one call differ by more than 5 %: run it when nothing else runs")
+    rows = [
+        row
+        for setting in options.setting or SETTINGS
+        for row in rows_of(machine, setting, options.steps, options.turns)
+    ]
+    publish(page(machine, rows), options.write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Help in two sizes: `--help` has what most people need and fits a screen, `--help-all` has every flag."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+MORE = "more"
+"""Panel of flags that are in the help of `--help-all` only."""
+ALL = "patchpar.help_all"
+
+
+class FoldedHelp(TyperCommand):
+    """A verb whose `--help` leaves out flags with the panel MORE."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the flags that belong into this help."""
+        with self._hidden(() if ctx.meta.get(ALL) else self._more()):
+            super().format_options(ctx, formatter)
+
+    def _more(self) -> tuple[Any, ...]:
+        return tuple(each for each in self.params if getattr(each, "rich_help_panel", None) == MORE)
+
+    @contextmanager
+    def _hidden(self, parameters: tuple[Any, ...]) -> Iterator[None]:
+        for each in parameters:
+            each.hidden = True
+        try:
+            yield
+        finally:
+            for each in parameters:
+                each.hidden = False
+
+
+def show_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the help with every flag and end, if it is wanted."""
+    if wanted:
+        ctx.meta[ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = "help_all"
+HelpAll = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=show_all, help="Show all flags.")]
+
+
+def is_folded(hints: Mapping[str, Any]) -> bool:
+    """Return whether a flag of a command, by the annotations of all, is left out of `--help`."""
+    metadata = [getattr(each, "__metadata__", ()) for each in hints.values()]
+    return any(getattr(option, "rich_help_panel", None) == MORE for options in metadata for option in options)

@@ -1,0 +1,84 @@
+"""What flags change about a pipeline before its call: `--lora PATH[:scale]` and `--scheduler NAME`."""
+
+import math
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patchpar.errors import PlanError
+from patchpar.models.files import HUB_NAME
+
+CLASS = re.compile(r"^class (\w+Scheduler)\(", re.MULTILINE)
+
+
+class LoraFlag(NamedTuple):
+    """A LoRA: a file, a folder or a repository of the hub, and its scale."""
+
+    source: str
+    scale: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> "LoraFlag":
+        """Return the LoRA of `PATH[:scale]`. Raises PlanError for no such file or folder, or a scale that is none."""
+        source, colon, scale = text.rpartition(":")
+        if not colon or Path(text).expanduser().exists():
+            source, scale = text, "1"
+        try:
+            found = cls(source, float(scale))
+        except ValueError:
+            raise PlanError(f"--lora {text}: the scale after the colon is a number, such as {source}:0.8") from None
+        if not math.isfinite(found.scale):
+            raise PlanError(f"--lora {text}: the scale must be finite")
+        if not Path(source).expanduser().exists() and not HUB_NAME.fullmatch(source):
+            raise PlanError(
+                f"--lora {source}: there is no such file or folder, and it is no name of the hub (org/name)"
+            )
+        return found
+
+
+def loras_of(texts: Sequence[str] | None) -> list[LoraFlag]:
+    """Return the LoRAs of the flags. Raises PlanError."""
+    return [LoraFlag.parse(text) for text in texts or ()]
+
+
+def scheduler_name(text: str) -> str:
+    """Return the name of a scheduler class of diffusers; its ending may be left out. Raises PlanError."""
+    package = find_spec("diffusers")
+    assert package is not None
+    assert package.origin is not None
+    files = (Path(package.origin).parent / "schedulers").glob("scheduling_*.py")
+    known = {name for file in files for name in CLASS.findall(file.read_text(encoding="utf-8"))}
+    name = text if text.endswith("Scheduler") else f"{text}Scheduler"
+    if name not in known:
+        near = get_close_matches(name, known, n=2, cutoff=0.5)
+        raise PlanError(f"--scheduler {text}: diffusers has none of that name; {' and '.join(near) or 'see its docs'}")
+    return name
+
+
+def change_pipeline(pipe: Any, lora: Sequence[str] | None, scheduler: str | None) -> None:
+    """Load the LoRAs and set the scheduler on all ranks. Raises PlanError, and what diffusers raises for either."""
+    found = loras_of(lora)
+    names = [f"lora{number}" for number in range(len(found))]
+    for name, each in zip(names, found, strict=True):
+        path = Path(each.source).expanduser()
+        where = (str(path.parent), {"weight_name": path.name}) if path.is_file() else (each.source, {})
+        pipe.load_lora_weights(where[0], adapter_name=name, **where[1])
+    if found:
+        pipe.set_adapters(names, [each.scale for each in found])
+    if scheduler is not None:
+        pipe.scheduler = _compatible(pipe.scheduler, scheduler_name(scheduler))
+
+
+def _compatible(now: Any, name: str) -> Any:
+    """Return a scheduler of that class with the settings of the pipeline's own. Raises PlanError for another family."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    usable = [type(now), *now.compatibles]
+    if kind not in usable:
+        names = ", ".join(sorted({each.__name__ for each in usable}))
+        raise PlanError(f"--scheduler {name}: this model is for schedulers of another kind: use one of {names}")
+    return kind.from_config(now.config)
