@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from patchpar.comm.async_tensor import AsyncTensor
 from patchpar.comm.pytree import tensors_in
 from patchpar.shard.step_caches import are_as_before, held_by, written
 
@@ -27,8 +28,10 @@ class ArgumentChanges:
         """Note the arguments of a call."""
         live = {key: ref for key, ref in self._changed.items() if not ref.expired()}  # type: ignore[no-untyped-call]
         self._changed = live
-        self._is_given_again = any(x.untyped_storage()._cdata in live for x in tensors_in(call))
-        self._held, self._counts, self._tensors = held_by(call), written(call), tensors_in(call)
+        # An async tensor is of this call, and reading more of it than its form would fetch it, on this rank only.
+        self._tensors = [x for x in tensors_in(call) if not isinstance(x, AsyncTensor)]
+        self._is_given_again = any(x.untyped_storage()._cdata in live for x in self._tensors)
+        self._held, self._counts = held_by(call), written(self._tensors)
 
     def matter(self, sample: Any, call: Any) -> bool:
         """Whether the call has changed its sample, or an object among its arguments, or got what others changed."""
