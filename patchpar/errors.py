@@ -8,10 +8,14 @@ PatchparError
 ├── AuthenticationError           a message between hosts is not from the rank that should have sent it
 ├── VerificationError             the split forward differs from the plain one; the message has the errors
 ├── CallCancelled                 the call was cancelled
+│   └── CallSuspended             it can go on later, from where it was
+├── ReplayMismatch                a suspended call cannot go on here from where it was
 ├── LaunchError                   workers could not be started, or could not load the model
 └── WorkerError                   an exception in a worker
     ├── WorkerDied                its process ended
-    └── WorkerHung                it missed the deadline
+    ├── WorkerHung                it missed the deadline
+    ├── WorkerOutOfMemory         its device has too little memory for the call
+    └── RetriesExhausted          a job was made again as often as it may be, and has lost a worker each time
 """
 
 
@@ -50,16 +54,28 @@ class CallCancelled(PatchparError):
     """The call was cancelled by its caller, before it began or between two calls of a denoiser."""
 
 
+class CallSuspended(CallCancelled):
+    """The job was suspended: `job.suspend()` returned what it takes to go on with it."""
+
+
+class ReplayMismatch(PatchparError, RuntimeError):
+    """With the recorded predictions the pipeline came to other latents than when they were recorded."""
+
+
 class LaunchError(PatchparError, RuntimeError):
     """Workers could not be started, or could not load the model."""
 
 
 class WorkerError(PatchparError, RuntimeError):
-    """An exception in a worker; the message ends with the worker's traceback. `rank`: the one that failed, if known."""
+    """An exception in a worker; the message ends with the worker's traceback.
 
-    def __init__(self, message: str = "", *, rank: int | None = None) -> None:
+    `rank`: the one that failed, if known. `cause`: the name of the exception's class there, with its module unless it
+    is a builtin; empty if there was none.
+    """
+
+    def __init__(self, message: str = "", *, rank: int | None = None, cause: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.cause = rank, cause
 
 
 class WorkerDied(WorkerError):
@@ -68,3 +84,11 @@ class WorkerDied(WorkerError):
 
 class WorkerHung(WorkerError):
     """A worker missed the deadline."""
+
+
+class WorkerOutOfMemory(WorkerError):
+    """A worker's device has too little memory for the call. The worker is alive, and takes the next call."""
+
+
+class RetriesExhausted(WorkerError):
+    """A job has lost a worker each time it was made: as often as `max_retries` allows, and once more."""

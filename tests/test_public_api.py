@@ -30,6 +30,7 @@ PUBLIC = {
     "ArgumentMismatch",
     "AuthenticationError",
     "CallCancelled",
+    "CallSuspended",
     "ExchangeError",
     "FreshEdges",
     "LaunchError",
@@ -38,6 +39,9 @@ PUBLIC = {
     "WorkerDied",
     "WorkerError",
     "WorkerHung",
+    "WorkerOutOfMemory",
+    "RetriesExhausted",
+    "SuspendedCall",
     "upscale",
 }
 HEAVY = {"torch", "diffusers", "transformers", "accelerate", "numpy", "PIL"}

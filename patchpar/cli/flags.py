@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
-from patchpar.cli.folded_help import HELP_ALL, MORE, HelpAll, is_folded
+from patchpar.cli.folded_help import HELP_ALL, HelpAll, is_folded, more
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_can_write
 from patchpar.cli.pipeline_changes import loras_of, scheduler_name
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 F = TypeVar("F")
 
 
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=MORE, help="Print one JSON object, nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=MORE, help="Show the traceback of an error.")]
+Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
+Debug = Annotated[bool, more("Show the traceback of an error.", "--debug")]
 Devices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, or names: cuda:0,cuda:2.")]
 Model = Annotated[str, typer.Option(show_default=False, help="A folder or a hub id; default: embedded.")]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Annotated[
     Dtype | None,
-    typer.Option(metavar="<format>", rich_help_panel=MORE, help="Weights as float32, float16 or bfloat16."),
+    more("Weights as float32, float16 or bfloat16.", metavar="<format>"),
 ]
-Variant = Annotated[str | None, typer.Option(rich_help_panel=MORE, help="Variant of the weight files, such as fp16.")]
-Deadline = Annotated[float, typer.Option(rich_help_panel=MORE, help="Seconds that a rank may stall.")]
+Variant = Annotated[str | None, more("Variant of the weight files, such as fp16.")]
+Deadline = Annotated[float, more("Seconds that a rank may stall.")]
 DEADLINE = 60.0
 FACE = "embedded-face"
 """The default model of streams."""
@@ -52,25 +52,17 @@ class ModelFlags:
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(show_default=False, help="auto, or axes: cfg=2,patch=2.")] = "auto"
     strategy: Annotated[str | None, typer.Option(help="How ranks exchange: name or name:key=value.")] = None
-    vae: Annotated[str, typer.Option(rich_help_panel=MORE, help="Parallel VAE: auto, exact, tiled, rank0.")] = "auto"
+    vae: Annotated[str, more("Parallel VAE: auto, exact, tiled, rank0.")] = "auto"
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
-    guidance_scale: Annotated[
-        float | None, typer.Option(rich_help_panel=MORE, help="Guidance; default: the pipeline's own.")
-    ] = None
-    negative_prompt: Annotated[
-        str | None, typer.Option(rich_help_panel=MORE, help="What the output should not show.")
-    ] = None
+    guidance_scale: Annotated[float | None, more("Guidance; default: the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, more("What the output should not show.")] = None
     lora: Annotated[
         list[str] | None, typer.Option(metavar="PATH[:scale]", help="A LoRA; several times for several.")
     ] = None
-    scheduler: Annotated[
-        str | None, typer.Option(rich_help_panel=MORE, help="Scheduler of diffusers, such as DDIMScheduler.")
-    ] = None
+    scheduler: Annotated[str | None, more("Scheduler of diffusers, such as DDIMScheduler.")] = None
     dtype: Format = None
     variant: Variant = None
-    trace: Annotated[
-        Path | None, typer.Option(rich_help_panel=MORE, help="Write a timeline of all ranks, for Perfetto.")
-    ] = None
+    trace: Annotated[Path | None, more("Write a timeline of all ranks, for Perfetto.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
@@ -108,12 +100,8 @@ class ModelFlags:
 class HostFlags(ModelFlags):
     """Flags of commands that run under torchrun, on several hosts too."""
 
-    secret_file: Annotated[
-        Path | None, typer.Option(rich_help_panel=MORE, help="torchrun, several hosts: a file of their secret.")
-    ] = None
-    trusted_network: Annotated[
-        bool, typer.Option("--trusted-network", rich_help_panel=MORE, help="No secret between these hosts.")
-    ] = False
+    secret_file: Annotated[Path | None, more("torchrun, several hosts: a file of their secret.")] = None
+    trusted_network: Annotated[bool, more("No secret between these hosts.", "--trusted-network")] = False
 
     def for_loading(self) -> dict[str, Any]:
         """Return what the hosts know one another by too."""
@@ -143,14 +131,10 @@ class ImageFlags(SizedFlags):
 
     prompt: Annotated[list[str], typer.Argument(help="What to generate.")]
     seed: Annotated[int, typer.Option(help="Of the first image.")] = 0
-    num_images: Annotated[int, typer.Option(rich_help_panel=MORE, help="Images per prompt.")] = 1
+    num_images: Annotated[int, more("Images per prompt.")] = 1
     image: Annotated[Path | None, typer.Option(help="Begin with this image (image-to-image).")] = None
-    mask: Annotated[
-        Path | None, typer.Option(rich_help_panel=MORE, help="With --image: white is what is generated anew.")
-    ] = None
-    strength: Annotated[
-        float | None, typer.Option(rich_help_panel=MORE, help="With --image: how much is changed, from 0 to 1.")
-    ] = None
+    mask: Annotated[Path | None, more("With --image: white is what is generated anew.")] = None
+    strength: Annotated[float | None, more("With --image: how much is changed, from 0 to 1.")] = None
 
     def check(self) -> None:
         """Raise PlanError for invalid flags."""

@@ -12,6 +12,11 @@ MORE = "more"
 ALL = "patchpar.help_all"
 
 
+def more(text: str, *names: str, **options: Any) -> Any:
+    """Return the option of a flag that is in the help of `--help-all` only. `text`: of the help."""
+    return typer.Option(*names, rich_help_panel=MORE, help=text, **options)
+
+
 class FoldedHelp(TyperCommand):
     """A verb whose `--help` leaves out flags with the panel MORE."""
 

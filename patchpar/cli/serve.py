@@ -9,6 +9,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
+from patchpar.cli.folded_help import more
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -26,21 +27,24 @@ class ServeFlags:
     plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
     dtype: Format = None
-    task: Annotated[str | None, typer.Option(help="image-to-image: edits by a text-to-image model.")] = None
-    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
+    task: Annotated[str | None, more("image-to-image: edits by a text-to-image model.")] = None
+    variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
     host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000
     api_key_file: Annotated[Path | None, typer.Option(help="File with an API key on each line.")] = None
-    admin_key_file: Annotated[Path | None, typer.Option(help="The same for /admin; without it there is none.")] = None
+    admin_key_file: Annotated[Path | None, more("The same for /admin; without it there is none.")] = None
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
-    policy: Annotated[str, typer.Option(help="Which request is next: latency, throughput, deadline.")] = "latency"
-    max_pixels: Annotated[int, typer.Option(help="Largest image, in pixels.")] = 2048 * 2048
-    max_steps: Annotated[int, typer.Option(help="Most denoising steps of an image.")] = 150
-    max_frames: Annotated[int, typer.Option(help="Longest video, in frames.")] = 257
-    max_kept: Annotated[int, typer.Option(help="Results of jobs and videos that are kept.")] = 256
-    ttl: Annotated[float, typer.Option(help="Seconds for which they are kept.")] = 3600.0
-    files: Annotated[Path | None, typer.Option(help="Folder of videos; default: one that ends with the server.")] = None
-    grace: Annotated[float, typer.Option(help="Seconds to finish requests after a signal; a second ends it.")] = 30.0
+    policy: Annotated[str, more("Which request is next: latency, throughput, deadline.")] = "latency"
+    max_pixels: Annotated[int, more("Largest image, in pixels.")] = 2048 * 2048
+    max_steps: Annotated[int, more("Most denoising steps of an image.")] = 150
+    max_frames: Annotated[int, more("Longest video, in frames.")] = 257
+    max_kept: Annotated[int, more("Results of jobs and videos that are kept.")] = 256
+    ttl: Annotated[float, more("Seconds for which they are kept.")] = 3600.0
+    files: Annotated[
+        Path | None,
+        more("Folder of videos; default: one that ends with the server."),
+    ] = None
+    grace: Annotated[float, more("Seconds to finish requests after a signal; a second ends it.")] = 30.0
     deadline: Deadline = DEADLINE
     debug: Debug = False
 

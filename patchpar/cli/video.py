@@ -8,7 +8,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, SizedFlags, given
-from patchpar.cli.folded_help import MORE
+from patchpar.cli.folded_help import more
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.cli.video_file import check_folder, check_video, save_frames, save_video
 from patchpar.errors import PlanError
@@ -26,11 +26,9 @@ class VideoFlags(HostFlags, SizedFlags):
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video models.")] = None
     num_frames: Annotated[int | None, typer.Option(help="Default: the pipeline's own.")] = None
     fps: Annotated[int, typer.Option(help="Frames per second of the file.")] = 16
-    seed: Annotated[int, typer.Option(rich_help_panel=MORE, help="Of the noise.")] = 0
+    seed: Annotated[int, more("Of the noise.")] = 0
     output: Annotated[Path, typer.Option("--output", "-o", help="File: .mp4, .mkv or .webm.")] = Path("video.mp4")
-    frames: Annotated[
-        Path | None, typer.Option(rich_help_panel=MORE, help="Also write each frame as PNG into this folder.")
-    ] = None
+    frames: Annotated[Path | None, more("Also write each frame as PNG into this folder.")] = None
 
     def check(self) -> None:
         """Raise PlanError for invalid flags."""

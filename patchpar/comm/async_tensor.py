@@ -98,6 +98,11 @@ class AsyncTensor(Tensor):
         return async_tensor
 
     @property
+    def pending(self) -> bool:
+        """Whether its values have not arrived yet."""
+        return self._message.pending
+
+    @property
     def own_part(self) -> Tensor | None:
         """This rank's part [b, ...] of a whole [B, ...]; see `AsyncMessage.own_part`."""
         return self._message.own_part(self._index)

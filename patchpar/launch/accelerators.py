@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -157,6 +158,13 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def release_cached(device: torch.device) -> None:
+    """Give back the memory of freed tensors that torch keeps for new ones; also of those that only cycles refer to."""
+    gc.collect()
+    if is_accelerator(str(device)) and hasattr(device_module(device.type), "empty_cache"):
+        device_module(device.type).empty_cache()
 
 
 def pin_host_memory(x: Tensor, device: torch.device) -> bool:

@@ -76,7 +76,7 @@ class Greeting:
 class Greetings:
     """The greetings of all ranks, as rank `rank`, this one, has received them.
 
-    Collective. Raises LaunchError, and WorkerError where a rank does not answer.
+    `deadline`: seconds. Collective. Raises LaunchError, and WorkerError where a rank does not answer.
     """
 
     def __init__(self, control: Control, trust: NetworkTrust, rank: int, deadline: float) -> None:

@@ -244,6 +244,10 @@ class Executor(ABC):
             raise PlanError(f"ranks={ranks!r}: under torchrun every process makes every call: leave it out")
         return found
 
+    def ready(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `ranks` that can take a call as they are, in this order: not those that have been lost."""
+        return tuple(ranks)
+
     def wake(self) -> None:
         """Let calls that wait for ranks see whether they are cancelled."""
         self._locks.wake()

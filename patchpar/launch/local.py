@@ -83,6 +83,10 @@ class LocalExecutor(Executor):
         """The process ids of the workers in rank order, as soon as they exist; empty if none are running."""
         return self._pool.pids
 
+    def ready(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """See Executor."""
+        return self._pool.ready(ranks)
+
     def start(self) -> None:
         """Begin to start the workers and return at once. `call` does it too. Raises LaunchError."""
         check_owner(self._owner)

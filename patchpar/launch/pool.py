@@ -118,6 +118,11 @@ class WorkerPool:
             return self._all
         return frozenset(self.with_bound(lost))
 
+    def ready(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `ranks` that need not be started before a call on them."""
+        lacking = self.lacking(ranks)
+        return tuple(rank for rank in ranks if rank not in lacking)
+
     def has_idle_deaths(self, ranks: Iterable[int]) -> bool:
         """Whether one of these workers was ready, and has ended since."""
         return any(rank in self._ready and self._has_died(rank) for rank in ranks)

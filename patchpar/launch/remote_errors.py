@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from patchpar.errors import ExchangeError, LaunchError, WorkerError
+from patchpar.errors import ExchangeError, LaunchError, WorkerError, WorkerOutOfMemory
 
 # Errors of communication libraries when another rank has exited, does not answer, or has closed the connection. Such
 # an exception is a consequence: its cause is on another rank.
 TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})  # the latter is torch's, for all accelerators
+ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError for host memory
 TOO_GENERAL = (Exception, RuntimeError)  # WorkerError is a RuntimeError already
 
 
@@ -45,7 +47,22 @@ class RemoteError:
 
     def as_worker_error(self, who: str, rank: int | None) -> WorkerError:
         """Return an error with rank, type, message and traceback. `rank`: at fault; None if there are several."""
-        return WorkerError(f"{who} raised {self.headline()}\n\n{self.trace}", rank=rank)
+        kind = WorkerOutOfMemory if self.is_out_of_memory else WorkerError
+        return kind(f"{who} raised {self.headline()}\n\n{self.trace}", rank=rank, cause=self.type_name)
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether the rank had too little memory, on its device or of the host."""
+        return _is_out_of_memory(self.type_name, self.text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that there is too little memory, on a device or of the host."""
+    return _is_out_of_memory(type(error).__name__, str(error))
+
+
+def _is_out_of_memory(type_name: str, text: str) -> bool:
+    return type_name.rpartition(".")[2] in OUT_OF_MEMORY or ALLOCATOR in text
 
 
 def take_down(error: BaseException) -> RemoteError:

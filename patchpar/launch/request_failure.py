@@ -70,9 +70,10 @@ def _raised(
     rank, first = next(iter(failures.items()))
     error = first.as_worker_error(str(workers[rank]), rank)
     took_part = len(workers) - len(outcome.bystanders)
+    # Without memory all ranks may raise as well as one: the caller gets the same exception.
     alike = len(failures) == took_part and len({failure.type_name for failure in failures.values()}) == 1
     lowest = failures[min(failures)]
-    if alike and lowest.exception is not None:
+    if alike and lowest.exception is not None and not lowest.is_out_of_memory:
         lowest.exception.__cause__ = lowest.as_worker_error(str(workers[min(failures)]), None)
         return lowest.exception
     return error

@@ -193,7 +193,8 @@ class RequestLoop:
     def _handle_value(self, worker: WorkerProcess, kind: FrameKind, value: Any) -> None:
         if kind is FrameKind.FAILED:
             self._outcome.failures[worker.rank] = value
-        elif kind is FrameKind.EVENT and not self._outcome.has_failed:
+        elif kind is FrameKind.EVENT and (self._is_held or not self._outcome.has_failed):
+            # Ranks that are held end the call one after another: one that is behind is still to send its events.
             self._callbacks.event(worker.rank, value)
         elif kind is FrameKind.HELD:
             self._outcome.held[worker.rank] = value

@@ -30,7 +30,8 @@ class TorchrunConnection(NamedTuple):
 def connect_ranks(own: GroupRank, deadline: float, trust: NetworkTrust) -> TorchrunConnection:
     """Connect this rank with all others: through sockets of one host, or between hosts, where they authenticate.
 
-    Collective. Raises LaunchError if they do not connect or do not know one another, PlanError for a bad secret file.
+    `deadline`: seconds. Collective. Raises LaunchError if they do not connect or do not know one another, and
+    PlanError for a bad secret file.
     """
     import torch.distributed as dist
 

@@ -1,32 +1,36 @@
 """The caller's side of one call: its options, events and callback while it runs, and its output."""
 
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch import accelerators
 from patchpar.models.adapters import from_safetensors
+from patchpar.pipeline.call_journal import CallJournal
+from patchpar.pipeline.caller_random import caller_random_state, sampled_seed
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
     CallOptions,
     CallResult,
+    CallSeconds,
     LatentsEvent,
     MethodResult,
     Previews,
     RandomState,
+    RecordedPrediction,
+    RecordingStopped,
     StepEnd,
 )
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
+from patchpar.pipeline.stragglers import StragglerMonitor
 from patchpar.plan.plan import Plan
-from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import merge_outputs
 
+RankEvent = RecordedPrediction | RecordingStopped | CallSeconds
 DATA_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")  # diffusers' classes, which have `tensor_inputs`
 
 
@@ -34,18 +38,11 @@ class CallController:
     """Callback, progress and replies of a call. `owner`: the callback's pipeline. `kind`: where ranks run."""
 
     def __init__(
-        self,
-        owner: Any,
-        kwargs: Mapping[str, Any],
-        *,
-        kind: str,
-        output_module: str,
-        previews: Previews | None = None,
+        self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str, previews: Previews | None = None
     ) -> None:
         self.bound, self.kwargs = kwargs, dict(kwargs)
         self.progress = 0, 0
-        self._owner, self._kind, self._output_module = owner, kind, output_module
-        self._previews = previews
+        self._owner, self._kind, self._output_module, self._previews = owner, kind, output_module, previews
         self._bar: Any = None
         self._on_step: Callable[[int, int], object] | None = None
         self._bar_options: Mapping[str, Any] = {}
@@ -55,6 +52,11 @@ class CallController:
         self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         self.changes: list[CallbackChange] = []  # what the callback has done to the pipeline so far
+        self.journal: CallJournal | None = None  # of a job
+        self.stragglers = StragglerMonitor()
+        self.vae: str | None = None  # the way to decode; None for that of the pipeline
+        self.answers: list[CallbackResult] = []  # of the callback so far
+        self._asked = 0  # times in this attempt
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -70,28 +72,49 @@ class CallController:
     def go_apart(self) -> None:
         """Prepare for a thread of its own: no progress bar, and the noise is of a seed that is sampled now."""
         self._on_step = lambda step, steps: None
-        if self._kind == "local":
-            self._random = RandomState(seed=_sampled_seed())
+        self.journal = self.journal or CallJournal()
+        self._random = self._random or RandomState(seed=sampled_seed())
+
+    @property
+    def seed(self) -> int | None:
+        """Of the noise of a job without a generator."""
+        return None if self._random is None else self._random.seed
+
+    def release(self) -> None:
+        """Forget what it would take to go on with the call, which has ended."""
+        self.journal, self.answers = None, []
+
+    def resume(self, journal: CallJournal, seed: int | None, answers: Sequence[CallbackResult]) -> None:
+        """Go on where another job was: with its journal, its seed, and what its callback has answered."""
+        self.journal, self._random = journal, RandomState(seed=seed)
+        self.answers, self.changes = list(answers), [change for answer in answers for change in answer.changes]
 
     def options(
         self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
     ) -> CallOptions:
-        """Return the settings of the call beside its arguments."""
+        """Return the settings of the call beside its arguments, for another attempt to make it."""
+        self._asked = 0
+        self.stragglers.reset()
+        recorded = () if self.journal is None else self.journal.begin(plan.data)
+        if not recorded:  # the callback gets the latents of other calls
+            self.answers, self.changes = [], []
         return CallOptions(
             plan=plan,
             ranks=ranks,
             installation=installation,
             verify=request.verify,
             trusted_code=request.trusted_code,
-            vae=request.vae,
+            vae=self.vae or request.vae,
             graphs=request.graphs,
             symmetric_memory=request.symmetric_memory,
-            random=(self._random or _random_state()) if self._kind == "local" else None,
+            random=self._random or (caller_random_state() if self._kind == "local" else None),
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",
             quiet=self._kind == "local" or self._on_step is not None,
             tracing=tracing,
             previews=0 if self._previews is None else self._previews.count,
+            records=self.journal is not None,
+            recorded=recorded,
         )
 
     @contextmanager
@@ -108,13 +131,19 @@ class CallController:
             if self._import is not None:
                 self._import.join()  # a program that ends during the import would crash or get another exit code
 
-    def on_event(self, rank: int, event: tuple[str, int, int] | LatentsEvent) -> None:
-        """Report a finished step, or its latents."""
+    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | LatentsEvent) -> None:
+        """Report a finished step, or its latents, or keep what a rank has sent of a denoiser call."""
         if isinstance(event, LatentsEvent):
             assert self._previews is not None, "ranks send them if they are wanted"
             self._previews.receive(event.step, event.steps, event.latents)
-            return
-        _, step, total = event
+        elif isinstance(event, tuple):
+            self._report(*event[1:])
+        else:
+            self._keep(rank, event)
+
+    def _report(self, step: int, total: int) -> None:
+        if self.journal is not None and (step, total) <= self.progress:
+            return  # of a call that is made again
         self.progress = step, total
         if self._on_step is not None:
             self._on_step(step, total)
@@ -122,6 +151,15 @@ class CallController:
             self._show(total)
         if step == 1 and self._kind == "local":
             self._prepare_for_output()
+
+    def _keep(self, rank: int, event: RankEvent) -> None:
+        if isinstance(event, CallSeconds):
+            self.stragglers.add(rank, event.own)
+            return
+        assert self.journal is not None
+        self.journal.add(event)
+        if not self.journal.length:  # the callback is asked again from the first step on
+            self.answers, self.changes = [], []
 
     def _show(self, total: int) -> None:
         if self._bar is None:
@@ -141,6 +179,9 @@ class CallController:
 
     def _call_back(self, end: StepEnd) -> CallbackResult:
         assert self._callback is not None
+        self._asked += 1
+        if self._asked <= len(self.answers):
+            return self.answers[self._asked - 1]
         versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
         before = dict(end.tensors)
         self._facts, first = dict(end.facts), len(self.changes)
@@ -154,7 +195,10 @@ class CallController:
             for name, value in answer.items()
             if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
         }
-        return CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
+        result = CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
+        if self.journal is not None:
+            self.answers.append(result)
+        return result
 
     @property
     def in_callback(self) -> bool:
@@ -210,45 +254,6 @@ def refuse_old_callback(kwargs: Mapping[str, Any]) -> None:
     for name in ("callback", "callback_steps"):
         if kwargs.get(name) is not None:
             raise PlanError(f"{name}= is deprecated in diffusers and not sent to workers: use callback_on_step_end=")
-
-
-def _random_state() -> RandomState:
-    """Return this process's random state, so that torch.manual_seed has the same effect as with plain diffusers.
-
-    A process that has not imported torch cannot have seeded it; then a random seed is used on all ranks.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        import random
-
-        return RandomState(seed=random.SystemRandom().getrandbits(63))
-    used = accelerators.used_device()
-    return RandomState(cpu=torch.get_rng_state(), gpu=None if used is None else accelerators.random_state(used))
-
-
-def _sampled_seed() -> int:
-    """Return a seed that torch's default generator samples; a random one if this process has not imported torch."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        import random
-
-        return random.SystemRandom().getrandbits(62)
-    return int(torch.randint(2**62, ()))
-
-
-def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult]) -> None:
-    """Set the caller's generators and torch's default ones to the states after the call on the ranks."""
-    states = [state for result in results if result.output is not None for state in result.generators]
-    for generator, state in zip(generators_of(kwargs), states, strict=False):
-        generator.set_state(state)
-    after = results[0].random
-    if after is None:
-        return
-    torch = sys.modules["torch"]
-    torch.set_rng_state(after.cpu)
-    used = accelerators.used_device()
-    if after.gpu is not None and used is not None:
-        accelerators.set_random_state(after.gpu, used)
 
 
 def output_of(results: Sequence[CallResult]) -> Any:

@@ -106,6 +106,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         remembers = any(layer.history is not None for layer in shared) or cache_of(self.check.denoiser) is not None
         return self.check.run(split, plain, call, remembers=remembers)
 
+    def pass_over(self, *args: Any, **kwargs: Any) -> None:
+        """Count a call of the denoiser whose output is known already."""
+        self.clock.guided = self.guided()
+        self.clock.next_call()
+        for layer in self.layers:
+            if isinstance(layer, GuidanceSplit):
+                layer.pass_over(*args, **kwargs)
+
     def _divide_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
         plain = _on_lists_of_its_own(plain)
         if self.tensor is not None and self.weights is not None:

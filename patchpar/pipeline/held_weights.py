@@ -16,7 +16,7 @@ from torch import nn
 
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
-from patchpar.launch.accelerators import free_bytes
+from patchpar.launch.accelerators import free_bytes, release_cached
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.deferred_casts import DeferredCasts
 from patchpar.models.files import floating_dtypes
@@ -101,8 +101,13 @@ class HeldWeights:
         self._held: dict[nn.Module, ShardedWeights | None] = {}
         self._plan: Plan | None = None
 
-    def free_memory(self, world_size: int, *, everywhere: bool) -> FreeMemory:
-        """Return what is free for a model here; with `everywhere`, the least of all ranks, on all of them."""
+    def free_memory(self, world_size: int, *, everywhere: bool, releases: bool = False) -> FreeMemory:
+        """Return what is free for a model here; with `everywhere`, the least of all ranks, on all of them.
+
+        `releases`: after torch has given back what it keeps of freed memory.
+        """
+        if releases:
+            release_cached(self._device)
         own = FreeMemory(device=free_bytes(self._device), host=free_memory())
         if not everywhere or world_size == 1:
             return own

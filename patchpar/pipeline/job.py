@@ -2,6 +2,9 @@
 
 job = pipe.submit(prompt="a red house", ranks=(0, 1))     beside other jobs, on other ranks
 job.progress, job.cancel(), job.result(60), await job
+suspended = job.suspend()                                 to go on later: pipe.submit(..., resume=suspended)
+
+A job of which a worker is lost is made again from the denoiser call that failed, see `recovery`.
 """
 
 from __future__ import annotations
@@ -14,42 +17,18 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.pipeline.auto_plan import Rule, without
-from patchpar.pipeline.caller import CallController, move_generators_on, output_of
-from patchpar.pipeline.messages import CallResult
+from patchpar.errors import CallCancelled, CallSuspended, PlanError, UnsupportedModel
+from patchpar.pipeline.auto_plan import without
+from patchpar.pipeline.call_placement import CallPlacement
+from patchpar.pipeline.caller import CallController, output_of
+from patchpar.pipeline.caller_random import move_generators_on
+from patchpar.pipeline.messages import CallResult, TensorBytes
+from patchpar.pipeline.recovery import Recovery
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState
+from patchpar.pipeline.suspended_call import SuspendedCall, restore_states, states_of
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallPlacement:
-    """Where a call runs. `plan`: None chooses one by `rule`. `ranks`: None is all, or as many as the plan takes."""
-
-    rule: Rule
-    plan: Plan | None = None
-    ranks: tuple[int, ...] | None = None
-
-    def check(self, world_size: int, *, weights: Plan | None) -> None:
-        """Raise PlanError if the plan takes another number of ranks than there are.
-
-        `weights`: the plan by which ranks hold them with plan="auto"; None where each holds them whole.
-        """
-        plan, ranks = self.plan, self.ranks
-        if plan is not None and plan.world_size > world_size:
-            raise PlanError(f"plan {plan} takes {plan.world_size} ranks, and there are {world_size}: change a degree")
-        if plan is None and weights is not None and ranks is not None and len(ranks) < world_size:
-            raise PlanError(
-                f"ranks={ranks}: the weights are divided between all {world_size} ranks, since they do not fit one, so "
-                "that all of them work on each call: leave ranks out, or load a smaller model"
-            )
-        if plan is not None and ranks is not None and plan.world_size != len(ranks):
-            raise PlanError(
-                f"plan {plan} takes {plan.world_size} rank{'s' * (plan.world_size > 1)}, and ranks={ranks} are "
-                f"{len(ranks)}: name {plan.world_size}, or give a plan for {len(ranks)}, such as plan='auto'"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +44,12 @@ class PipelineJob:
 
     def __init__(self, state: PipelineState, caller: CallController, placement: CallPlacement) -> None:
         self._state, self._caller, self._placement = state, caller, placement
+        self._recovery = Recovery(state, caller, placement)
+        self._generators: tuple[TensorBytes, ...] = ()
+        self._suspended: SuspendedCall | None = None
         self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
-        self._is_cancelled = False
+        self._is_cancelled = self._is_to_suspend = False
         self._is_queued = threading.Event()  # for its ranks
         self.run: Run | None = None
         """Statistics of the call, once it has ended."""
@@ -79,6 +61,16 @@ class PipelineJob:
         """The steps so far."""
         step, steps = self._caller.progress
         return JobProgress(step=step, steps=steps)
+
+    @property
+    def retries(self) -> int:
+        """How often it was made again after it had lost a worker."""
+        return self._recovery.retries
+
+    @property
+    def stragglers(self) -> dict[int, float]:
+        """Ranks that take more than 1.3 times as long as the others for the same work, and how many times."""
+        return self._caller.stragglers.slow
 
     @property
     def is_over(self) -> bool:
@@ -104,6 +96,22 @@ class PipelineJob:
         if self._state.executor is not None:
             self._state.executor.wake()
 
+    def suspend(self, timeout: float | None = None) -> SuspendedCall | None:
+        """End it before its next call of a denoiser, so that it can go on later: `submit(resume=...)`.
+
+        Return what that takes; None if it has ended by itself meanwhile, and has its result. `result` raises
+        CallSuspended afterwards. Raises TimeoutError after `timeout` seconds, in which the ranks have not come to a
+        denoiser call (ask again); CallCancelled; and what a call of the pipeline raises.
+        """
+        self._is_to_suspend = True
+        if self._state.executor is not None:
+            self._state.executor.wake()
+        if not self.wait(timeout):
+            raise TimeoutError(f"the job has not come to a denoiser call within {timeout:g} s: call suspend() again")
+        if self._suspended is None:
+            self._future.result()
+        return self._suspended
+
     def __await__(self) -> Generator[Any, None, Any]:
         """Return the output. If the task that awaits it is cancelled, the job is, too."""
         return self._awaited().__await__()
@@ -119,6 +127,7 @@ class PipelineJob:
 
     def start(self) -> None:
         """Run it in a thread of its own. Steps are in `progress` only."""
+        self._generators = states_of(self._caller.bound)
         self._caller.go_apart()
         earlier = self._state.follow(self._is_queued)
         threading.Thread(target=self._run, args=(earlier,), name="patchpar-job", daemon=True).start()
@@ -139,7 +148,14 @@ class PipelineJob:
         try:
             earlier.wait()
             return self._call()
+        except CallCancelled as error:
+            if self._is_cancelled or not self._is_to_suspend:
+                raise
+            pipeline = self._state.described.pipeline
+            self._suspended = SuspendedCall.of(self._caller, pipeline, self._generators)
+            raise CallSuspended(f"this job was suspended after {self._suspended.num_calls} denoiser calls") from error
         finally:
+            self._caller.release()
             self._is_queued.set()
 
     def _call(self) -> Any:
@@ -160,14 +176,20 @@ class PipelineJob:
         """Return the plan, its ranks and their results. If an automatic plan is not supported, try another one."""
         state, plan = self._state, self._chosen()
         ranks = self._ranks_of(plan)
-        try:
-            return plan, ranks, self._generate(plan, ranks)
-        except (UnsupportedModel, PlanError) as error:
-            learnt = without(state.described, plan, error)
-            if self._placement.plan is not None or learnt is None or state.ranks.kind != "local":
-                raise  # with other executors the caller's generators have advanced
-            state.model = learnt
-            return self._call_ranks()
+        while True:
+            try:
+                return plan, ranks, self._generate(plan, ranks)
+            except (UnsupportedModel, PlanError) as error:
+                self._recovery.refuse(error, plan, ranks)
+                learnt = without(state.described, plan, error)
+                if self._placement.plan is not None or learnt is None or state.ranks.kind != "local":
+                    raise  # with other executors the caller's generators have advanced
+                state.model, plan = learnt, self._chosen()
+                ranks = self._ranks_of(plan)
+            except Exception as error:  # noqa: BLE001  raised again unless there is another attempt
+                plan, ranks, why = self._recovery.after(error, plan, ranks)
+                self.reason = why or self.reason
+                restore_states(self._caller.bound, self._generators)  # which a rank in this process has advanced
 
     def _generate(self, plan: Plan, ranks: tuple[int, ...]) -> list[CallResult]:
         state, caller = self._state, self._caller
@@ -189,7 +211,7 @@ class PipelineJob:
     def _is_unwanted(self) -> bool:
         """Whether it is cancelled. First asked when it is in the queue for its ranks: the next job may follow."""
         self._is_queued.set()
-        return self._is_cancelled
+        return self._is_cancelled or self._is_to_suspend
 
     def _chosen(self) -> Plan:
         state, placement, kwargs = self._state, self._placement, self._caller.kwargs

@@ -25,6 +25,49 @@ class RandomState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """A tensor without torch. `dtype`: torch's name of it, such as "bfloat16". `stride` in elements.
+
+    `data`: the elements in the order of memory, without gaps.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPrediction:
+    """What a denoiser returned in call `number` of the pipeline, from 0, to the ranks of prompt group `group`.
+
+    `checksum`: 64 bits, of the sample that it was called with. `form`: the tree of the output, for JSON, in which
+    `tensors` are numbered.
+    """
+
+    number: int
+    group: int
+    checksum: int
+    form: Any
+    tensors: tuple[TensorBytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSeconds:
+    """What a denoiser call took on the rank that sends it, in seconds, without its waits for other ranks."""
+
+    own: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingStopped:
+    """From here on, nothing is recorded of this call. `loses`: what has been recorded cannot be used either."""
+
+    reason: str
+    loses: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
     """Settings of a call beside the pipeline's arguments.
 
@@ -37,7 +80,10 @@ class CallOptions:
     `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
     `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
     own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event. `previews`:
-    the caller gets the latents of so many steps between the first and the last, and those of the last.
+    the caller gets the latents of so many steps between the first and the last, and those of the last. `records`: one
+    rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
+    call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
+    one behind them.
     """
 
     plan: Plan
@@ -51,6 +97,8 @@ class CallOptions:
     random: RandomState | None = None
     has_callback: bool = False
     same_everywhere: bool = False
+    records: bool = False
+    recorded: tuple[RecordedPrediction, ...] = ()
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)

@@ -18,9 +18,10 @@ from patchpar.errors import PlanError
 from patchpar.launch.executor import Executor
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
+from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_retries
 from patchpar.pipeline.caller import CallController, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
-from patchpar.pipeline.job import CallPlacement, PipelineJob
+from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
@@ -28,6 +29,7 @@ from patchpar.pipeline.planned_calls import PlannedCalls
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan
 from patchpar.plan.plan import Plan
@@ -100,8 +102,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         """Load `model` (a folder, a hub name, or "embedded") on every rank; `options` go to diffusers' from_pretrained.
 
         Weights are loaded from safetensors only. A `vae` that is not a string is a network for the pipeline, as in
-        diffusers. `task="image-to-image"` loads the model's networks into a pipeline that starts from an image,
-        `task="inpainting"` into one that generates the masked part of an image anew.
+        diffusers. `task="image-to-image"` or `"inpainting"` loads its networks into a pipeline for that.
         Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
         """
         vae, options = way_and_network(vae, options)
@@ -151,16 +152,19 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         ranks: Sequence[int] | None = None,
         plan: Plan | str | None = None,
         previews: Previews | None = None,
+        max_retries: int = MAX_RETRIES,
+        resume: SuspendedCall | None = None,
         **kwargs: Any,
     ) -> PipelineJob:
         """Begin a call of the wrapped pipeline, and return at once: jobs on different ranks run at the same time.
 
-        `ranks`: those that work on it, in the order of the plan's mesh; None is all, or as many as the plan takes, the
-        first ones. `plan`: None is that of this pipeline, with "auto" the fastest one for `ranks`. Jobs that have ranks
-        in common run in the order in which they are submitted. Without a generator, the noise is of a seed that torch's
-        default generator samples now. `previews`: who gets latents of steps on the way.
+        `ranks`: those that work on it, in the order of the mesh; None is all, or as many as the plan takes. `plan`:
+        None is that of this pipeline, with "auto" the fastest one for `ranks`. Jobs with ranks in common run in order.
+        Without a generator, the noise is of a seed that torch's default generator samples now. `previews`: who gets
+        latents on the way. `max_retries`: how often it is made again after it has lost a worker, from the denoiser call
+        that failed, by the ranks that are left. `resume`: what `suspend` of a job with the same arguments has returned.
 
-        Raises PlanError for an impossible call, ranks that do not exist or do not go with the plan, and under torchrun.
+        Raises PlanError for an impossible call, impossible ranks, arguments it cannot resume with, and under torchrun.
         """
         state, executor = self._state, self._executor
         if executor.kind == "torchrun":
@@ -169,7 +173,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         named = None if ranks is None else executor.check_ranks(ranks)
         if plan is not None and wanted is not None:
             check_plan(self.description, wanted)
-        job = self._job(CallPlacement(rule=choose, plan=wanted, ranks=named), args, kwargs, previews)
+        placement = CallPlacement(rule=choose, plan=wanted, ranks=named, max_retries=check_retries(max_retries))
+        job = self._job(placement, args, kwargs, previews=previews, resume=resume)
         job.start()
         return job
 
@@ -183,6 +188,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         previews: Previews | None = None,
+        resume: SuspendedCall | None = None,
     ) -> PipelineJob:
         executor = self._executor
         placement.check(executor.world_size, weights=self._state.weights.plan)
@@ -193,6 +199,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
             refuse_old_callback(bound)
         module = self.description.module
         caller = CallController(self, bound, kind=executor.kind, output_module=module, previews=previews)
+        if resume is not None:
+            resume.hand_over(caller, self.description.pipeline)
         return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
+from patchpar.pipeline.call_recorder import CallRecorder
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
@@ -58,6 +59,7 @@ class PipelineCall:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
         self.recorder, self.apart, self.steps = recorder, apart, 0
         self.changing: Callable[[], object] = lambda: None
+        self.calls: CallRecorder | None = None
         self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
@@ -67,12 +69,20 @@ class PipelineCall:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
-            stack.enter_context(PausePointHooks(self.pipe, self.context.pause_point))
+            stack.enter_context(PausePointHooks(self.pipe, self._pause_point))
+            if self.calls is not None:
+                stack.enter_context(self.calls.hooks_on(self.pipe))
             if self.context.world_size > 1:  # heartbeats are read
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or not self.context.is_first:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
+
+    def _pause_point(self) -> None:
+        if self.calls is None:
+            self.context.pause_point()
+        else:
+            self.calls.pass_pause_point(self.context.pause_point)
 
     def _ask_callback(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Run the caller's callback in the caller's process; all ranks apply its result."""
@@ -118,15 +128,16 @@ class PipelineCall:
     def _stepped(self, scheduler: Any, result: Any) -> None:
         self.clock.tick()
         self.recorder.end_step()
+        if self.calls is not None:
+            self.calls.send_finished()
         self.steps += 1
         self.context.beat(f"step {self.steps}")
         if self.context.is_first:
             total = _total_steps(self.pipe, scheduler)
             self.context.emit(("step", self.steps, total))
             if self.steps in preview_steps(self.options.previews, total):
-                self.context.emit(
-                    LatentsEvent(step=self.steps, steps=total, latents=_latents_of(result, is_last=self.steps == total))
-                )
+                latents = _latents_of(result, is_last=self.steps == total)
+                self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:
@@ -207,6 +218,21 @@ def take_random_state(state: RandomState, device: torch.device) -> None:
         accelerators.set_random_state(state.gpu, device)
     else:
         accelerators.device_module(device.type).manual_seed(int(torch.randint(2**62, ())))
+
+
+@contextmanager
+def taken_random_state(state: RandomState | None, device: torch.device, *, returns: bool) -> Iterator[None]:
+    """Set torch's random state to `state`, if there is one. `returns`: one of a seed is not left to this process."""
+    if state is None:
+        yield
+        return
+    before = random_state(device) if returns and state.seed is not None else None
+    take_random_state(state, device)
+    try:
+        yield
+    finally:
+        if before is not None:
+            take_random_state(before, device)
 
 
 def random_state(device: torch.device) -> RandomState:

@@ -26,11 +26,12 @@ from patchpar.models.info import PipelineInfo, describe, is_name_of_denoiser, re
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
-from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
+from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.sent_values import refuse_networks
 from patchpar.pipeline.torchrun_sync import TorchrunSync
@@ -67,9 +68,12 @@ class PipelineRunner:
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
-    def free_memory(self, *, everywhere: bool = False) -> FreeMemory:
-        """Return what is free for a model on this rank; with `everywhere`, the least of all ranks, on all of them."""
-        return self._held.free_memory(self.context.world_size, everywhere=everywhere)
+    def free_memory(self, *, everywhere: bool = False, releases: bool = False) -> FreeMemory:
+        """Return what is free for a model on this rank; with `everywhere`, the least of all ranks, on all of them.
+
+        `releases`: after torch has given back what it keeps of freed memory.
+        """
+        return self._held.free_memory(self.context.world_size, everywhere=everywhere, releases=releases)
 
     def load(
         self, model: str, options: Mapping[str, Any], weight_bytes: int = 0, plan: Plan | None = None
@@ -217,15 +221,14 @@ class PipelineRunner:
         self._encoders.arrange(self.pipe, options.plan, options.members)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)
-        if options.random is not None:
-            take_random_state(options.random, self.device)
-        if self.context.rank not in options.members:
-            return IdleRank()
-        output, figures = self._run(kwargs, options)
-        mesh = self._installed.mesh
-        if mesh is not None and mesh.of_one_image().rank:
-            output = None  # equal to another rank's
-        return self._report(output, (figures,), options)
+        with taken_random_state(options.random, self.device, returns=self.context.world_size == 1):
+            if self.context.rank not in options.members:
+                return IdleRank()
+            output, figures = self._run(kwargs, options)
+            mesh = self._installed.mesh
+            if mesh is not None and mesh.of_one_image().rank:
+                output = None  # equal to another rank's
+            return self._report(output, (figures,), options)
 
     def _run_under_torchrun(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run a call where every process has its own caller."""
@@ -262,6 +265,7 @@ class PipelineRunner:
         recorder = installed.begin(tracing=options.tracing, watched=watched)
         call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed.interrupted)
         call.changing = self._before_changes
+        call.calls = recorder_for(self.pipe, options, installed, self.context)
         with self._own_part(dict(kwargs)) as self._arguments, installed.running():
             output = call.run(self._arguments)
         recorder.end_image()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError
+from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError, WorkerOutOfMemory
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
@@ -209,6 +209,8 @@ class ImageGenerator:
             output = call.result()
         except CallCancelled:
             raise Cancelled from None
+        except WorkerOutOfMemory:
+            raise  # the workers are as they were
         except (WorkerError, LaunchError):
             self.ranks.lose(ranks)
             raise

@@ -42,6 +42,11 @@ class HostCopy:
         self._done = device_module(x.device.type).Event()
         self._done.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done is None or bool(self._done.query())
+
     def wait(self) -> Tensor:
         """Return the copy, of the same shape."""
         if self._done is not None:

@@ -45,6 +45,8 @@ class VideoSource:
 def frames_from(video: Video, fps: float, height: int, width: int) -> Iterator[Tensor]:
     """Yield frames [height, width, 3] in uint8 of a file at `fps` frames per second, or of images as they come.
 
+    `height`, `width`: pixels.
+
     Raises PlanError for what is no video, and while it is read.
     """
     if isinstance(video, (str, Path)):

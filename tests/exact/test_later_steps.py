@@ -37,9 +37,9 @@ def test_what_mixes_positions_from_some_step_on_is_refused_in_that_step(
 ) -> None:
     for found in ranks.run(FOUND, 2, kind, name, str(tmp_path), when):
         assert found["step"] == FIRST_WITH_EFFECT, found
-        assert found["said"].startswith("VerificationError: "), found
-        assert "tests.exact.later" in found["said"]
-        assert "use plan cfg=2" in found["said"]
+        assert found["message"].startswith("VerificationError: "), found
+        assert "tests.exact.later" in found["message"]
+        assert "use plan cfg=2" in found["message"]
         assert max(found["errors"]) <= LIMIT
 
 
@@ -71,7 +71,7 @@ def test_with_stale_values_a_step_is_compared_with_fresh_ones(ranks: Any, tmp_pa
     strategy = "displaced:warmup_steps=1"
     for found in ranks.run(FOUND, 2, kind, "by factor", str(tmp_path), "before", strategy):
         assert found["step"] == FIRST_WITH_EFFECT, found
-        assert found["said"].startswith("VerificationError: ")
+        assert found["message"].startswith("VerificationError: ")
     watched, trusted = (
         ranks.run(FOUND, 2, kind, "pointwise", str(tmp_path), "before", strategy, names) for names in ([], ["tests"])
     )
@@ -85,7 +85,7 @@ def test_with_stale_values_a_step_is_compared_with_fresh_ones(ranks: Any, tmp_pa
 def test_blocks_that_are_skipped_beside_stale_values(ranks: Any, tmp_path: Path) -> None:
     """Nothing waits for a message that is not sent, and what is approximate stays so."""
     for found in ranks.run(FOUND, 2, "unet", "skipped blocks", str(tmp_path), "before", "displaced:warmup_steps=1"):
-        assert "said" in found or 1e-4 < max(found["errors"]) < 0.2, found
+        assert "message" in found or 1e-4 < max(found["errors"]) < 0.2, found
 
 
 def test_without_comparisons_in_later_steps_it_is_wrong(ranks: Any, tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_without_comparisons_in_later_steps_it_is_wrong(ranks: Any, tmp_path: Pa
 def test_what_cannot_be_put_back_is_refused_in_words(ranks: Any, tmp_path: Path, name: str, words: str) -> None:
     for found in ranks.run(FOUND, 2, "unet", name, str(tmp_path)):
         assert found["step"] == 0
-        assert found["said"].startswith("UnsupportedModel: ")
-        assert words in found["said"], found
+        assert found["message"].startswith("UnsupportedModel: ")
+        assert words in found["message"], found
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_where_weights_are_divided_it_is_refused_by_name(
     ranks: Any, tmp_path: Path, degrees: dict[str, int], refused_by: str
 ) -> None:
     """There no rank could run the plain call in a later step."""
-    for said in ranks.run("tests.exact.later:divided", 2, next(iter(degrees)), str(tmp_path)):
-        assert said.startswith("UnsupportedModel: FluxTransformer2DModel holds code of another library or your own")
-        assert refused_by in said
-        assert "trusted_code=[...]" in said
+    for message in ranks.run("tests.exact.later:divided", 2, next(iter(degrees)), str(tmp_path)):
+        assert message.startswith("UnsupportedModel: FluxTransformer2DModel holds code of another library or your own")
+        assert refused_by in message
+        assert "trusted_code=[...]" in message

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
-from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
+from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung, WorkerOutOfMemory
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.remote_errors import take_down
 from patchpar.launch.request_failure import error_of, is_in_step, lost_ranks
@@ -170,3 +171,17 @@ def test_what_survives_of_an_exception(error, kind, text):
     assert type(failure.exception) is (kind or type(None))
     assert text is None or str(failure.exception) == text
     assert failure.headline().endswith(str(error))
+
+
+@pytest.mark.parametrize(
+    ("failed", "cause"),
+    [
+        ({1: torch.OutOfMemoryError("20 GiB"), 0: LATE}, "torch.OutOfMemoryError"),
+        (dict.fromkeys(RANKS, MemoryError("no room")), "MemoryError"),
+        ({2: RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")}, "RuntimeError"),
+    ],
+)
+def test_too_little_memory_is_said_so_whether_one_rank_or_all_lack_it(failed, cause):
+    error = error_of(outcome(failed=failed), WORKERS, LIMITS)
+    assert isinstance(error, WorkerOutOfMemory)
+    assert error.cause == cause

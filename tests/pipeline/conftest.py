@@ -18,6 +18,7 @@ from patchpar import ParallelPipeline
 from tests.tiny import build
 
 QUICK = {"prompt": "a small red house", "height": 128, "width": 128, "num_inference_steps": 2}
+WORLD = 4
 EXACT = 1e-5
 """Relative error of exact strategies in fp32."""
 
@@ -58,6 +59,17 @@ def plain(sdxl_folder: Path) -> Any:
 def pool(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
     verifications = tmp_path_factory.mktemp("verifications")
     with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", verify=verifications) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
+
+
+@pytest.fixture(scope="session")
+def four(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
+    """A pool of four, for jobs. Tests kill workers of it."""
+    verifications = tmp_path_factory.mktemp("verifications")
+    with ParallelPipeline.from_pretrained(
+        sdxl_folder, devices=f"cpu:{WORLD}", verify=verifications, deadline=10.0
+    ) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
 

@@ -29,7 +29,7 @@ def _wrapped_transformer(pipe: Any) -> None:
     pipe.transformer = torch.compile(pipe.transformer, backend="eager")
 
 
-def _transformer_in_place(pipe: Any) -> None:
+def _compiled_transformer(pipe: Any) -> None:
     pipe.transformer.compile(backend="eager")
 
 
@@ -45,7 +45,7 @@ BEFORE: list[tuple[str, Callable[[Any], None], str]] = [
     ("sdxl", _wrapped, f"UNet2DConditionModel {WHOLE}.*_orig_mod|_orig_mod.*compile its blocks"),
     ("sdxl", _in_place, f"UNet2DConditionModel {WHOLE}"),
     ("flux", _wrapped_transformer, r"FluxTransformer2DModel is compiled as a whole.*_orig_mod.*compile its blocks"),
-    ("flux", _transformer_in_place, f"FluxTransformer2DModel {WHOLE}"),
+    ("flux", _compiled_transformer, f"FluxTransformer2DModel {WHOLE}"),
     ("sdxl", _block, r"pipe\.unet\.mid_block is compiled.*cannot be sent.*pipe\.unet\.compile_repeated_blocks"),
     ("sdxl", _text_encoder, r"pipe\.text_encoder is compiled.*cannot be sent"),
 ]

@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,12 @@ import pytest
 import torch
 
 from patchpar import CallCancelled, ParallelPipeline, PlanError, WorkerDied
-from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
+from tests.pipeline.conftest import EXACT, QUICK, WORLD, generator, relative_error
 from tests.tiny import build
 
 CALL = {**QUICK, "output_type": "latent"}
 SECONDS = 120.0
-WORLD = 4
 SETS = [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((3, 1), (0, 2))]
-
-
-@pytest.fixture(scope="module")
-def four(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verifications = tmp_path_factory.mktemp("verifications")
-    with ParallelPipeline.from_pretrained(
-        sdxl_folder, devices=f"cpu:{WORLD}", verify=verifications, deadline=10.0
-    ) as pipe:
-        pipe.set_progress_bar_config(disable=True)
-        yield pipe
 
 
 def plan_for(ranks: tuple[int, ...], number: int) -> str:
@@ -187,7 +175,7 @@ def test_a_lost_rank_is_replaced_alone(four: ParallelPipeline, plain: Any) -> No
     """A job on other ranks goes on meanwhile, and the next one on these ranks makes its image."""
     before = four._executor.pids
     beside = submitted(four, (0, 1), 1, num_inference_steps=30)
-    lost = submitted(four, (2, 3), 0, num_inference_steps=200)
+    lost = submitted(four, (2, 3), 0, num_inference_steps=200, max_retries=0)
     while lost.progress.step < 2:
         time.sleep(0.01)
     os.kill(before[3], signal.SIGKILL)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from patchpar.errors import LaunchError, PlanError, WorkerDied
+from patchpar.errors import LaunchError, PlanError, RetriesExhausted, WorkerDied, WorkerOutOfMemory
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
 from patchpar.serving.image_call import CallRules
@@ -284,6 +284,8 @@ class OutOfMemoryError(RuntimeError):
     ("raised", "status", "code"),
     [
         (OutOfMemoryError("/secret"), 422, "out_of_memory"),
+        (WorkerOutOfMemory("/secret"), 422, "out_of_memory"),
+        (RetriesExhausted("/secret"), 500, "worker_lost"),
         (PlanError("this size is no size"), 400, "invalid_value"),
         (LaunchError("/secret"), 503, "workers_unavailable"),
         (ValueError("/secret"), 500, "failed"),

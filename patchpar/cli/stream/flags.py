@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, given
+from patchpar.cli.folded_help import more
 from patchpar.cli.output_files import check_can_write
 from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
@@ -27,25 +28,25 @@ class StreamFlags:
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
     input: Annotated[Path | None, typer.Option(help="Video, or image folder, to generate anew.")] = None
-    seed: Annotated[int, typer.Option(help="The same seed gives the same video.")] = 0
+    seed: Annotated[int, more("The same seed gives the same video.")] = 0
     fps: Annotated[float | None, typer.Option(help="Frames per second; default: the input's.")] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
-    host: Annotated[str | None, typer.Option(help="Address of these pages; default: this machine's.")] = None
-    record: Annotated[Path | None, typer.Option(help="Record the stream for `patchpar replay`.")] = None
-    steps: Annotated[int | None, typer.Option(help="With --input and an image model: denoising steps.")] = None
+    host: Annotated[str | None, more("Address of these pages; default: this machine's.")] = None
+    record: Annotated[Path | None, more("Record the stream for `patchpar replay`.")] = None
+    steps: Annotated[int | None, more("With --input and an image model: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="With --input; default: the pipeline's own.")] = None
-    negative_prompt: Annotated[str | None, typer.Option(help="With --input: what not to show.")] = None
-    height: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
-    width: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
+    guidance_scale: Annotated[float | None, more("With --input; default: the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, more("With --input: what not to show.")] = None
+    height: Annotated[int | None, more("With --input: frames are cropped and scaled.")] = None
+    width: Annotated[int | None, more("With --input: frames are cropped and scaled.")] = None
     lora: Annotated[str | None, typer.Option(help="A LoRA for the model: PATH, or PATH:SCALE.")] = None
     dtype: Format = None
-    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the assignment of steps to ranks.")] = False
-    costs: Annotated[str | None, typer.Option(help="With --dry-run, seconds: step=0.265,decode=0.15.")] = None
-    restarts: Annotated[int | None, typer.Option(help="Of dead workers within a minute; default: 3.")] = None
+    variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
+    dry_run: Annotated[bool, more("Only print the assignment of steps to ranks.", "--dry-run")] = False
+    costs: Annotated[str | None, more("With --dry-run, seconds: step=0.265,decode=0.15.")] = None
+    restarts: Annotated[int | None, more("Of dead workers within a minute; default: 3.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False

@@ -1,6 +1,14 @@
 """Exceptions of a job as responses. Details of a failure are in the server's log, under the request's ID."""
 
-from patchpar.errors import LaunchError, PatchparError, PlanError, WorkerDied, WorkerHung
+from patchpar.errors import (
+    LaunchError,
+    PatchparError,
+    PlanError,
+    RetriesExhausted,
+    WorkerDied,
+    WorkerHung,
+    WorkerOutOfMemory,
+)
 from patchpar.serving.job import Cancelled
 from patchpar.serving.request_error import RequestError
 
@@ -23,7 +31,7 @@ def request_error_of(error: Exception, request_id: str) -> RequestError:
 
 
 def _failure_of(error: Exception, request_id: str) -> RequestError:
-    if isinstance(error, (WorkerDied, WorkerHung)):
+    if isinstance(error, (WorkerDied, WorkerHung, RetriesExhausted)):
         reason = f"a worker failed meanwhile; workers are being started again: repeat the request ({request_id})"
         return RequestError(reason, status=500, code="worker_lost")
     if isinstance(error, LaunchError):
@@ -36,4 +44,5 @@ def _failure_of(error: Exception, request_id: str) -> RequestError:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether torch had no memory left on a device. By name, so that torch need not be imported."""
-    return isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
+    known = isinstance(error, (MemoryError, WorkerOutOfMemory))
+    return known or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)

@@ -31,7 +31,10 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingRequest:
-    """A request that waits. `steps`: those still to be done. `suspensions`: how often it was suspended."""
+    """A request that waits. `steps`: those still to be done. `suspensions`: how often it was suspended.
+
+    `arrival` and `deadline` in seconds of one clock.
+    """
 
     name: Any
     arrival: float

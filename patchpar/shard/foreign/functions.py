@@ -100,13 +100,13 @@ class ForeignFunctions(TorchFunctionMode):
                 return False  # a mode calls another function in its place
             key = code, frame.f_globals.get("__name__", "")
             if key not in self._known:
-                self._known[key] = self._verdict(*key)
-            if (verdict := self._known[key]) is not None:
-                return verdict
+                self._known[key] = self._origin(*key)
+            if (origin := self._known[key]) is not None:
+                return origin
             frame = frame.f_back
         return False
 
-    def _verdict(self, code: CodeType, module: str) -> bool | None:
+    def _origin(self, code: CodeType, module: str) -> bool | None:
         """Whether a frame is of foreign code; None where the frame that called it decides."""
         if package_of(module) == OURS:
             return None if code.co_name == "__torch_function__" else False  # modes pass functions on

@@ -162,17 +162,25 @@ class GuidanceSplit:
         if self._axis.size == 1:
             return forward(*args, **kwargs)
         progress, sample = self._progress, sample_of(args, kwargs)
-        if self._clock.evaluation != progress.step:
-            self._post.settle()
-            progress.turn_to(self._clock.evaluation)
-        progress.calls += 1
-        self._clock.branches = self._branches(sample)
+        self._count(sample)
         if self._clock.branches > 1:
             self.catch_up()
             return self._part_of_batch(forward, sample, args, kwargs)
         if not progress.guided and (self._clock.guided is False or progress.finished):
             raise PlanError(self._no_guidance())
         return self._own_call_or_async_tensor(forward, sample, args, kwargs)
+
+    def pass_over(self, *args: Any, **kwargs: Any) -> None:
+        """Count a call whose output is known already, on every rank."""
+        if self._axis.size > 1:
+            self._count(sample_of(args, kwargs))
+
+    def _count(self, sample: Any) -> None:
+        if self._clock.evaluation != self._progress.step:
+            self._post.settle()
+            self._progress.turn_to(self._clock.evaluation)
+        self._progress.calls += 1
+        self._clock.branches = self._branches(sample)
 
     def condition(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return `forward(*args, **kwargs)` for a network whose output the denoiser takes, such as a ControlNet.
