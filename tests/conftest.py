@@ -7,11 +7,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from patchpar.launch.local import LocalExecutor
+from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
+from patchpar.shard.verification_cache import VerificationCache
 
 POOL_SIZE = 4
 DEADLINE = 150.0
@@ -28,6 +31,14 @@ def one_thread() -> None:
     some results are to be equal to the last bit.
     """
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_measured_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `patchpar tune` has measured on this machine would choose other plans."""
+    kept = KeptMachines(VerificationCache(tmp_path_factory.mktemp("machines")))
+    with patch.object(KeptMachines, "in_home", lambda: kept):
+        yield
 
 
 class RankPool:

@@ -184,7 +184,8 @@ class PipelineJob:
                 learnt = without(state.described, plan, error)
                 if self._placement.plan is not None or learnt is None or state.ranks.kind != "local":
                     raise  # with other executors the caller's generators have advanced
-                state.model, plan = learnt, self._chosen()
+                state.model = learnt
+                plan = self._chosen()
                 ranks = self._ranks_of(plan)
             except Exception as error:  # noqa: BLE001  raised again unless there is another attempt
                 plan, ranks, why = self._recovery.after(error, plan, ranks)

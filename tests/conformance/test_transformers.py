@@ -17,6 +17,7 @@ from tests.conformance.test_strategies import (
     assert_same,
     at_once,
     frees_every_rank,
+    sent_late,
 )
 from tests.tokens.past import Case, on_rank_of, on_ranks
 
@@ -42,7 +43,7 @@ def test_a_strategy_keeps_the_rules_over_tokens(name: str, strategy: str, world:
     found = stand_in.run(on_rank_of(case))
     assert [each for each in found if isinstance(each, BaseException)] == []
     assert stand_in.faults == []
-    with at_once() if "bits=" in strategy else nullcontext():
+    with at_once() if "bits=" in strategy else nullcontext(), sent_late(strategy):
         assert_same(found, on_ranks(case))
 
 

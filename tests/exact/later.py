@@ -306,7 +306,7 @@ def found(
                 with refused_in_words(network, "patch", "Use plan cfg=2", lambda time=time: network(**call(time))):
                     got = layer.denoise(counted, **call(time))[0]
             except PatchparError as error:
-                return {"step": len(errors), "said": f"{type(error).__name__}: {error}", "errors": errors}
+                return {"step": len(errors), "message": f"{type(error).__name__}: {error}", "errors": errors}
             clock.tick()
             errors.append(relative(got, want[len(errors)]))
             calls.append(counted.call_count)

@@ -43,16 +43,10 @@ class StreamStall(NamedTuple):
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
-class Awaited(NamedTuple):
-    """What a stream waits for. `has_begun`: whether all is complete that the stream had to do before.
-
-    `what` names rank, exchange point, peers and shapes.
-    """
-
-    since: float
-    has_begun: Callable[[], bool]
-    is_over: Callable[[], bool]
-    what: Callable[[], str]
+Awaited = tuple[float, Callable[[], bool], Callable[[], bool], Callable[[], str]]
+"""What a stream waits for: since when, whether all is complete that the stream had to do before, whether it is over,
+and what names rank, exchange point, peers and shapes. A tuple, which costs no call of Python in every exchange.
+"""
 
 
 class StreamWaits:
@@ -96,7 +90,7 @@ class StreamWaits:
         for work in works:
             work.wait()
         end.record()
-        self._add(Awaited(time.monotonic(), begin.query, end.query, what))
+        self._add((time.monotonic(), begin.query, end.query, what))
         return StreamStall(begin, end)
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -104,7 +98,7 @@ class StreamWaits:
 
         Its time begins when that which the stream began before is over.
         """
-        self._add(Awaited(time.monotonic(), lambda: False, is_over, what))  # it computes too
+        self._add((time.monotonic(), lambda: False, is_over, what))  # it computes too
 
     def _add(self, awaited: Awaited) -> None:
         self._awaited.append(awaited)
@@ -171,13 +165,16 @@ class StreamWaits:
         with self._lock:
             if self._paused or self._late:
                 return
-            while self._awaited and self._awaited[0].is_over():
+            while self._awaited and self._awaited[0][2]():
                 self._awaited.popleft()
                 self._moved_on = time.monotonic()
-            first = self._awaited[0] if self._awaited else None
-            self._report(first is not None and not self._closed and first.has_begun())
-            if first is None or time.monotonic() - max(first.since, self._moved_on) <= self._deadline():
+            if not self._awaited:
+                self._report(False)
                 return
-            self._late = f"{first.what()} within {self._deadline():g} s"
+            since, has_begun, _, what = self._awaited[0]
+            self._report(not self._closed and has_begun())
+            if time.monotonic() - max(since, self._moved_on) <= self._deadline():
+                return
+            self._late = f"{what()} within {self._deadline():g} s"
             self._report(False)
         self._on_late(self._late)
