@@ -3,9 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import typer
@@ -59,8 +57,6 @@ def returned_by(
     with ThreadPoolExecutor(1) as aside, progress("generating") as step, ExitStack() as stack:
         with ended_at_once():
             pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
-            # Unpickling an output of diffusers imports it, which takes seconds: meanwhile workers generate.
-            Thread(target=import_module, args=("diffusers.utils",), daemon=True).start()
             requested_task.check(purpose_of(pipe.description.pipeline))
             pipe.set_progress_bar_config(disable=True)
             change_pipeline(pipe, request.lora, request.scheduler)

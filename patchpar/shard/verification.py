@@ -29,6 +29,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a network."""
 Forward = Callable[..., Any]
 """A network's own forward, or one in its place."""
+SHAKEN = 4.0
+"""Limit of a split model's error, in units of the change that rounding of the latent causes in the plain one."""
+ROUNDINGS = 16
+"""Random roundings tried at most: with quantised activations only some of them change an integer."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
 TIME = "timestep"  # a plain number that differs in every step, or a tensor, with a timestep for each token
 

@@ -33,9 +33,8 @@ def split(models: list[nn.Module], call: dict[str, Any], folder: Path, exchange:
     def on_rank(transport: Any) -> Tensor:
         model, ranks = models[transport.rank], len(models)
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        denoiser = ExactPatch().install(
-            model, Communicator(transport), axis, verifications=VerificationCache(folder / str(transport.rank))
-        )
+        verifications = VerificationCache.of(folder / str(transport.rank), trusted=["tests"])
+        denoiser = ExactPatch().install(model, Communicator(transport), axis, verifications=verifications)
         denoiser.exchange = exchange
         try:
             with torch.no_grad():

@@ -97,8 +97,8 @@ def test_a_replay_behind_others_has_its_whole_time(graphs: Graphs) -> None:
     graphs.gpu.stuck = True
     found.replay()
     assert line.waits is not None
-    since, _, what = line.waits._awaited[0]
-    line.waits._awaited[0] = (since, lambda: True, what)
+    since, has_begun, _, what = line.waits._awaited[0]
+    line.waits._awaited[0] = (since, has_begun, lambda: True, what)
     time.sleep(0.3)
     line.deadline = 0.2
     line.waits.look()

@@ -27,6 +27,8 @@ from patchpar.shard.foreign.proof import is_local
 from patchpar.shard.foreign.refusals import is_trusted, listed, untrusted
 from patchpar.shard.sdpa import TORCHS
 from patchpar.shard.verification import (
+    ROUNDINGS,
+    SHAKEN,
     TOLERANCE,
     Comparison,
     Forward,
@@ -45,6 +47,7 @@ class GuardedCall:
     """A call of a form that ranks compute together: as `split`, and `plain` for a comparison.
 
     `cuts`: how its tensors were divided; `exactly`: the split call to compare if `split` uses values of earlier steps;
+    `shaken`: the plain call with a latent that is rounded otherwise, by a seed;
     `divides`: whether ranks have computed parts of the call, rather than some of several calls; `what` differs if it
     differs, `mixed` is what foreign code then mixes, and `way_out` is what to do, for messages.
     """
@@ -54,6 +57,7 @@ class GuardedCall:
     plain: Run
     cuts: Callable[[], Sequence[Cut]]
     exactly: Run | None = None
+    shaken: Callable[[int], Any] | None = None
     divides: Callable[[], bool] = lambda: True
     what: str
     mixed: str
@@ -155,6 +159,7 @@ class ForeignCheck:
         if call.exactly is not None:
             before.put_back()
             got = call.exactly()
+        found = Comparison(0.0, 1.0) if want is None else self._judged(call, before, got, want)
         after.put_back()
         self._pair(after, plain_after)
         self._learn(call.form, whole, own, cuts)
@@ -163,7 +168,17 @@ class ForeignCheck:
                 f"{self.blamed} keeps tensors of this rank's part from one call to the next, and now does what it did "
                 f"not in its first call, so that the call cannot be compared with a plain one: {call.way_out}"
             )
-        largest_error(self.mesh, [[_comparison(got, want)]], *self._blame(call))
+        largest_error(self.mesh, [[found]], *self._blame(call))
+
+    def _judged(self, call: GuardedCall, before: SavedState, got: Any, want: Any) -> Comparison:
+        """Return the comparison. Its limit is the rounding of the dtype, or what that changes in this model."""
+        error, limit = _comparison(got, want)
+        for seed in range(ROUNDINGS):
+            if error <= limit or call.shaken is None:
+                break
+            before.put_back()
+            limit = max(limit, SHAKEN * _comparison(call.shaken(seed), want).error)
+        return Comparison(error, limit)
 
     def _noted_or_none(self, plain: Run, *, fails: bool) -> tuple[list[FunctionCall], Any]:
         try:

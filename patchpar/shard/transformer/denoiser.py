@@ -105,7 +105,7 @@ class TokenDenoiser(SharedDenoiser):
         if not self.foreign.is_needed or self.exchange != "on":
             return split()
         remembers, ranks = self.history is not None, self.patch.axis.size
-        found = TokenComparison(self.denoiser, kernel, forward, self.exactly, call, remembers, self._ranges)
+        found = TokenComparison(self.denoiser, kernel, forward, self.exactly, call, remembers, lambda: self._shard)
         try:
             return self.foreign.run(found.of(split, ranks))
         except (VerificationError, UnsupportedModel):

@@ -11,14 +11,16 @@ from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import Cut, token_cuts
 from patchpar.shard.step_caches import cache_of, caches_set_aside
 from patchpar.shard.transformer.attention_backend import BackendKernel, needing_torch_attention
-from patchpar.shard.transformer.token_ranges import TokenRanges
+from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.verify import shaken_call
 from patchpar.shard.verification import Call, Forward, call_signature
 
 
 class TokenComparison(NamedTuple):
     """Runs a call of `network` plainly, or with fresh keys by `exactly`; `forward` is the network's own.
 
-    `remembers`: the call itself may use values of earlier steps. `ranges`: how its tokens were divided.
+    `remembers`: the call itself may use values of earlier steps. `shard`: what divides its tokens.
     """
 
     network: nn.Module
@@ -27,7 +29,7 @@ class TokenComparison(NamedTuple):
     exactly: Forward
     call: Call
     remembers: bool
-    ranges: Callable[[], dict[str, TokenRanges]]
+    shard: Callable[[], TransformerSharder | None]
 
     def of(self, split: Callable[[], Any], ranks: int) -> GuardedCall:
         """Return the call that `split` runs on so many ranks."""
@@ -40,9 +42,19 @@ class TokenComparison(NamedTuple):
             cuts=self._cuts,
             exactly=partial(kept._compared, partial(self.exactly, self.forward)) if again else None,
             what=f"{type(self.network).__name__} with its tokens split between {ranks} ranks",
+            shaken=kept._shaken,
             mixed="tokens",
             way_out="use plan cfg=2 or data=N, which do not split the tokens",
         )
+
+    def _shaken(self, seed: int) -> Any:
+        """Return the plain output for a latent that is changed by as much as rounding changes it."""
+        shard = self.shard()
+        assert shard is not None, "the call has been split"
+        args, kwargs = with_own_lists(self.call)
+        arguments = shaken_call(CallArguments.of(self.network, args, kwargs), shard.plan.latent, seed)
+        with caches_set_aside(self.network), needing_torch_attention(self.network, self.kernel):
+            return arguments.passed_to(self.forward)
 
     def _compared(self, forward: Forward) -> Any:
         """Return the output of a forward, in which no cache skips blocks."""
@@ -51,4 +63,5 @@ class TokenComparison(NamedTuple):
             return forward(*args, **kwargs)
 
     def _cuts(self) -> list[Cut]:
-        return token_cuts(self.ranges().values())
+        shard = self.shard()
+        return token_cuts([] if shard is None else shard.ranges.values())

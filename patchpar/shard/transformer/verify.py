@@ -15,12 +15,15 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.transformer.token_plan import TokenPlan
-from patchpar.shard.verification import TOLERANCE, Call, Comparison, every_rank_has, relative_error
-
-SHAKEN = 4.0
-"""Limit of a split model's error, in units of the change that rounding of the latent causes in the plain one."""
-ROUNDINGS = 16
-"""Random roundings tried at most: with quantised activations only some of them change an integer."""
+from patchpar.shard.verification import (
+    ROUNDINGS,
+    SHAKEN,
+    TOLERANCE,
+    Call,
+    Comparison,
+    every_rank_has,
+    relative_error,
+)
 
 
 def compared(
@@ -46,7 +49,7 @@ def compared(
             for seed in range(ROUNDINGS):
                 if error <= limit:
                     break
-                shaken = floats_in(_shaken(arguments, shard.plan.latent, seed).passed_to(forward))
+                shaken = floats_in(shaken_call(arguments, shard.plan.latent, seed).passed_to(forward))
                 limit = max(limit, SHAKEN * _largest(shaken, want))
         found.append(Comparison(error, limit))
     yield found
@@ -91,7 +94,7 @@ def why_no_old_values(plan: TokenPlan) -> str:
     return f"the tokens of {plan.denoiser} meet in {where}, and stale values of these are not kept: use strategy=exact"
 
 
-def _shaken(arguments: CallArguments, latent: str, seed: int) -> CallArguments:
+def shaken_call(arguments: CallArguments, latent: str, seed: int) -> CallArguments:
     """Return the same call with the latent changed by as much as rounding changes it, in one of many ways."""
 
     def shake(name: str, leaf: Any) -> Any:
