@@ -117,6 +117,7 @@ def result_in(folder: Path) -> tuple[int, int]:
     return len(frames), frames[0].shape[0]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("recipe", ["scenes"], indirect=True)
 def test_the_scene_s_own_code(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.main()

@@ -57,7 +57,7 @@ def served() -> Iterator[str]:
         found = next((line for line in process.stdout if "http://" in line), "")
         yield re.findall(r"http://\S+", found)[0]
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(30) == 130, "as other commands after ctrl-C"
     finally:
         process.kill()
         process.wait(10)

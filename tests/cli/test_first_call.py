@@ -113,6 +113,7 @@ def test_a_stream(number: signal.Signals, code: int, computes: Callable[[], None
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.breadth
 def test_a_stream_of_images(target: Path) -> None:
     Image.new("RGB", (64, 64)).save(target.parent / "a.png")
     words = ["stream", "a fox", "--input", str(target.parent), "--devices", "cpu", "-o", str(target / "a.mp4")]
@@ -127,6 +128,7 @@ def test_a_stream_of_images(target: Path) -> None:
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(("number", "code"), first_of([INTERRUPT, TERMINATE], TERMINATE))
 def test_a_replay(number: signal.Signals, code: int, folder: Path, recording: Path, target: Path) -> None:
     words = ["replay", str(recording), "--model", str(folder), "--devices", "cpu", "-o", str(target / "a.mp4")]

@@ -140,6 +140,7 @@ def test_owners_extrapolate_as_emulated(
         assert max(errors(found, emulated_run)) > 10 * SAME, errors(found, emulated_run)
 
 
+@pytest.mark.breadth
 @pytest.mark.usefixtures("exact_third_step")
 def test_an_exact_step_keeps_the_tokens_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the above: without them the step after it has no line to extrapolate along."""
@@ -152,6 +153,7 @@ def test_an_exact_step_keeps_the_tokens_of_the_last(monkeypatch: pytest.MonkeyPa
         assert not torch.equal(found[3], want[3])
 
 
+@pytest.mark.breadth
 @pytest.mark.usefixtures("exact_third_step")
 def test_nothing_is_left_of_the_image_before() -> None:
     for first, again in on_simulated(2, two_images, replace(RESYNC, evaluations=4)):

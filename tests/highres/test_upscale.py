@@ -58,6 +58,7 @@ def test_the_same_on_one_device_and_on_two(folder: Path) -> None:
     assert np.abs(np.asarray(one).astype(int) - np.asarray(stronger)).max() > 1  # the negative control
 
 
+@pytest.mark.breadth
 def test_on_the_command_line(folder: Path, tmp_path: Path) -> None:
     scene().save(tmp_path / "small.png")
     flags = ["--model", folder, "--devices", "cpu:1", "--scale", 2, "--steps", 6, "-o", tmp_path / "large.png"]

@@ -107,6 +107,7 @@ def test_set_on_a_pipeline_in_workers(parallel: ParallelPipeline, script: Any) -
         parallel.scheduler = before
 
 
+@pytest.mark.breadth
 def test_what_begins_in_the_second_step_is_seen_there(parallel: ParallelPipeline, plain: Any, script: Any) -> None:
     """It mixes guidance branches, so that it is exact in bands, and refused where each branch has its own rank."""
     pipe = build("sdxl").pipe

@@ -56,6 +56,7 @@ def test_those_that_are_left_go_on(four: ParallelPipeline, plain: Any, rank: int
     assert job.progress.step == job.progress.steps == 12
 
 
+@pytest.mark.breadth
 def test_all_are_killed(four: ParallelPipeline, plain: Any, caplog: pytest.LogCaptureFixture) -> None:
     call = {**CALL, "num_inference_steps": 12}
     four.submit(**call, plan="patch=2").result(SECONDS)
@@ -80,6 +81,7 @@ def test_one_stands_still(four: ParallelPipeline, plain: Any) -> None:
     assert replaced(four, before) == [2]
 
 
+@pytest.mark.breadth
 def test_a_job_that_kills_its_workers_ends(four: ParallelPipeline) -> None:
     def kills(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         for rank in (0, 1):
@@ -95,6 +97,7 @@ def test_a_job_that_kills_its_workers_ends(four: ParallelPipeline) -> None:
     four.submit(**CALL, plan="patch=3").result(SECONDS)
 
 
+@pytest.mark.breadth
 def test_a_callback_is_asked_once_for_each_step(four: ParallelPipeline) -> None:
     asked = []
 
@@ -167,6 +170,7 @@ def test_stragglers() -> None:
     assert monitor.slow == {}
 
 
+@pytest.mark.breadth
 def test_a_rank_that_is_slower_is_reported(four: ParallelPipeline) -> None:
     """One shares its core with another thread of the same process that never waits."""
     job = four.submit(**{**CALL, "num_inference_steps": 9}, plan="patch=2")

@@ -148,6 +148,7 @@ def test_it_goes_on_with_another_plan_and_in_another_process(parallel: ParallelP
     assert relative_error(found, want) <= EXACT
 
 
+@pytest.mark.breadth
 def test_a_job_that_waits_is_suspended_at_once_and_one_that_is_over_is_not(parallel: ParallelPipeline) -> None:
     first = parallel.submit(**{**CALL, "num_inference_steps": 200}, plan="patch=2")
     waits = parallel.submit(**CALL, plan="patch=2")
@@ -162,6 +163,7 @@ def test_a_job_that_waits_is_suspended_at_once_and_one_that_is_over_is_not(paral
     assert found[0].suspend() is None
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", ["flux", pytest.param("wan_two", marks=pytest.mark.breadth)])
 def test_guidance_in_two_calls_goes_on_between_them(hold: Hold, name: str) -> None:
     """On two ranks that make a call each, and on one."""
@@ -194,6 +196,7 @@ def test_a_controlnet_whose_outputs_are_not_gathered(hold: Hold) -> None:
         assert relative_error(again.result(SECONDS), output) == 0.0
 
 
+@pytest.mark.breadth
 def test_prompt_groups_each_have_their_calls(parallel: ParallelPipeline, caplog: pytest.LogCaptureFixture) -> None:
     arguments = {**CALL, "prompt": ["a house", "a tower"], "generator": [generator(0), generator(1)]}
     whole, suspended = recorded(parallel, "data=2", **arguments)
@@ -206,6 +209,7 @@ def test_prompt_groups_each_have_their_calls(parallel: ParallelPipeline, caplog:
     assert "starts from its beginning: its prompts were in 2 groups, and are in 1 now" in caplog.text
 
 
+@pytest.mark.breadth
 def test_stale_values_are_not_kept(parallel: ParallelPipeline) -> None:
     """The first call after those of the record is exact."""
     plan = "patch=2,strategy=displaced:warmup_steps=1"
@@ -215,6 +219,7 @@ def test_stale_values_are_not_kept(parallel: ParallelPipeline) -> None:
     assert [(rank.exact_calls, rank.stale_calls) for rank in job.run.ranks] == [(1, 1)] * 2
 
 
+@pytest.mark.breadth
 def test_answers_of_a_callback_are_recorded(parallel: ParallelPipeline, tmp_path: Path) -> None:
     asked = []
 

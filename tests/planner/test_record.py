@@ -51,7 +51,7 @@ SHARDED = ["patch=2,weights=sharded", "patch=3,weights=sharded,resident=1", "cfg
 STAGES = ["stage=2", "cfg=2,stage=2", "stage=2,patch=2", "stage=2,weights=hosted"]
 PIPED = ["stage=2,strategy=piped:warmup_steps=1", "stage=3,strategy=piped:pieces=3"]
 FEATURES = ["tensor=2", "cfg=2,tensor=2", "patch=2,tensor=2"]
-EVERY_DAY = ("sd", ["patch=2,strategy=fresh-edges", "stage=2"])
+OF_A_UNET = ("sd", ["patch=2,strategy=fresh-edges", "stage=2"])
 FEATURES_EVERY_DAY = ("sd3", ["tensor=2"])
 
 
@@ -102,7 +102,7 @@ def bytes_received(found: RecordedRank) -> int:
 @pytest.mark.parametrize(
     ("name", "plans"),
     first_of(
-        [EVERY_DAY]
+        [OF_A_UNET]
         + [(name, plans) for name in ("sdxl", "svd", "flux", "pixart", "wan") for plans in (EXACT, STALE)]
         + [(name, ONE_ENCODER) for name in ("sd", "sdxl", "wan")]
         + [(name, SHARDED) for name in ("sdxl", "flux", "sd3")]
@@ -112,7 +112,6 @@ def bytes_received(found: RecordedRank) -> int:
         + [FEATURES_EVERY_DAY]
         + [(name, ["patch=2"]) for name in tiny.BUILDERS if name not in NOT_RECORDED]
         + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL) if name not in NOT_RECORDED],
-        EVERY_DAY,
         FEATURES_EVERY_DAY,
     ),
 )

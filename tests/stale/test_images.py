@@ -43,7 +43,7 @@ def check(ranks: Any, plan: str, *row: Happening) -> None:
     assert relative(latents[0], latents[1]) > 1e-2  # it would not show otherwise
 
 
-@pytest.mark.parametrize("plan", first_of(PLANS, PLANS[6]))
+@pytest.mark.parametrize("plan", first_of(PLANS))
 def test_prompts_sizes_and_a_failure_in_a_row(ranks: Any, plan: str) -> None:
     """The size changes there and back: other buffers, and bands of columns."""
     check(ranks, plan, HOUSE, TOWER, LYING, FAILS, TOWER)

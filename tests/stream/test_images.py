@@ -141,6 +141,7 @@ def test_a_worker_is_killed_and_images_of_any_number_of_steps_come_out(folder: P
     assert not same(found[0].image, found[1].image)
 
 
+@pytest.mark.breadth
 def test_an_image_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its VAE and its text encoder run as often as in the plain pipeline: 1 and 1, without guidance."""
     pipe, arguments = image_pipelines.sd_img2img()

@@ -67,6 +67,7 @@ def queue(put: Callable[[FinishedBlock], object]) -> None:
     FifoStage(model(), fifo_plan(QUEUE.zones, 1), 0, None, around).run()
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("run", first_of([talk, queue], talk))
 def test_what_a_stream_holds_does_not_grow(run: Callable[[Callable[[FinishedBlock], object]], object]) -> None:
     held = watched(run, hoards=False)

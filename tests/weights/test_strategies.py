@@ -28,6 +28,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(NAMES, "PixArtTransformer2DModel"))
 def test_strategies_on_networks_of_diffusers(ranks: Any, name: str) -> None:
     """Bits of the same strategy with whole weights, or the same refusal."""
