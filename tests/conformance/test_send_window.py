@@ -104,7 +104,6 @@ def exact_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ("strategy", "world", "size"),
     first_of(
         [(strategy, world, size) for strategy in STRATEGIES for world in (2, 3, 4) for size in (EVEN, UNEVEN)],
-        (STRATEGIES[3], 2, EVEN),
     ),
 )
 @pytest.mark.usefixtures("exact_third_step")

@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan", "lora"), first_of(CASES, CASES[0]))
+@pytest.mark.parametrize(("name", "plan", "lora"), first_of(CASES))
 def test_same_latents_as_one_process(ranks: Any, tmp_path: Path, name: str, plan: str, lora: bool) -> None:
     every = ranks.run("tests.features.pipelines:against_one_process", 4, name, plan, str(tmp_path), lora)
     found = [each for each in every if each]

@@ -75,6 +75,7 @@ def test_a_value_that_is_read_is_found(
     assert sum(difference(rank.tapes(models["flux"], "displaced")).reads.values()) == 4
 
 
+@pytest.mark.breadth
 def test_buffers_in_turns_are_allowed_and_a_new_one_in_every_step_is_found(
     rank: FakeRank, models: dict[str, Denoiser], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_ranks_of_one_host_neither_listen_nor_have_a_group(results):
     assert [seen[1]["has group"] for seen in results] == [True, True], "the second time the script has made one"
 
 
+@pytest.mark.breadth
 def test_no_thread_of_a_group_outlives_it(tmp_path):
     """One that does may end the process: Python ends threads that want its lock when it is on its way out."""
     run_ranks(tmp_path, "tests.launch.several_hosts", 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")

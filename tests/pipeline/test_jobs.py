@@ -187,6 +187,7 @@ def test_a_lost_rank_is_replaced_alone(four: ParallelPipeline, plain: Any) -> No
     assert [rank for rank in range(WORLD) if four._executor.pids[rank] != before[rank]] == [3]
 
 
+@pytest.mark.breadth
 def test_a_rank_that_left_out_a_call_installs_the_plan_again(four: ParallelPipeline, plain: Any) -> None:
     """The others have forgotten what they knew when it was installed: without that they wait for other messages."""
     want = plain(**{**CALL, "prompt": "house 0"}, generator=generator(0))

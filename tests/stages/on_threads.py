@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,8 @@ def in_stages(name: str, stages: int, patches: int, folder: Path, exchange: str)
         restored = same_state(network, before)
         return OfRank(predictions=found, sent=sent, held=part, restored=restored, carried=carried[0], whole=carried[1])
 
-    found = on_threads(world, on_rank, deadline=DEADLINE)
+    with patch("patchpar.shard.stages.denoiser.seconds_of_blocks", return_value=[]):  # threads measure one another
+        found = on_threads(world, on_rank, deadline=DEADLINE)
     for each in found:
         if isinstance(each, Exception):
             raise each

@@ -92,6 +92,7 @@ MEANS = 4 * 2 * 2 * (3 * 16 + 3 * 32 + 32)
 """Bytes of the means of K and V over a place's tokens."""
 
 
+@pytest.mark.breadth
 def test_bytes_held_of_keys(ranks: Any) -> None:
     """Once; where they are led on, the other's half as it came as well; and to tell how ours have changed, ours.
 

@@ -87,6 +87,7 @@ def test_whole_graphs(name: str, strategy: str) -> None:
     assert any(is_compiled(module) for module in models[0].modules())
 
 
+@pytest.mark.breadth
 def test_a_compiled_part_of_a_block() -> None:
     """The block runs as it is, and in its compiled attention the exchange is one operator too."""
     torch._dynamo.reset()
