@@ -11,8 +11,6 @@ from patchpar.launch.accelerators import device_module
 AGREE = 0.05
 """Two medians differ by at most this much on a machine that does nothing else."""
 REPEATS, ROUNDS = 3, 4
-LONG = 0.3
-"""Seconds of a run that is not repeated within a round: other work of a moment is little of it."""
 
 
 class DeviceTimer:
@@ -40,8 +38,7 @@ class DeviceTimer:
         """Return the median seconds of a run; None if two medians never agree, since something else runs too."""
         before = None
         for _ in range(ROUNDS):
-            first = self.once(run)
-            now = first if first > LONG else median([first, *(self.once(run) for _ in range(REPEATS - 1))])
+            now = median(self.once(run) for _ in range(REPEATS))
             if before is not None and abs(now / before - 1) <= AGREE:
                 return (now + before) / 2
             before = now
