@@ -1,7 +1,8 @@
 """The command line: one verb per file. Nothing heavy is imported before a verb runs."""
 
 import logging
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -31,41 +32,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its boxes make the help of a verb twice as long as a screen
 )
-app.command(cls=FoldedHelp, epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(
-    takes(GenerateFlags, generate)
-)
-app.command("upscale", cls=FoldedHelp, epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(
-    takes(UpscaleFlags, enlarge)
-)
-app.command(cls=FoldedHelp, epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(
-    takes(VideoFlags, video)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(
-    takes(StreamFlags, run_stream)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(
-    takes(ReplayFlags, replay)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar convert self_forcing_dmd.pt --to self-forcing")(
-    takes(ConvertFlags, convert)
-)
-app.command(cls=FoldedHelp, epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(
-    takes(CompareFlags, compare)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")(
-    takes(SimulateFlags, simulate)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar plan embedded --machine 8xH100-nvlink --dtype float16")(
-    takes(PlanFlags, plan)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar tune --devices 2")(takes(TuneFlags, tune))
-app.command("app", cls=FoldedHelp, epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(
-    takes(AppFlags, serve_app)
-)
-app.command("serve", cls=FoldedHelp, epilog="Try: patchpar serve embedded --devices 2 --port 8000")(
-    takes(ServeFlags, serve_images)
-)
-app.command(cls=FoldedHelp, epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
+
+
+def _add(flags: type[Any], command: Callable[[Any], None], example: str, *, name: str | None = None) -> None:
+    """Add a verb with a flag for each field of a dataclass; by default its name is that of the function."""
+    app.command(name, cls=FoldedHelp, epilog=f"Try: patchpar {example}")(takes(flags, command))
+
+
+_add(GenerateFlags, generate, 'generate "a red house at night" --devices 2 -o house.png')
+_add(UpscaleFlags, enlarge, "upscale house.png --scale 2 --devices 2", name="upscale")
+_add(VideoFlags, video, 'video "a fox runs" --model ./wan --devices 4 -o fox.mp4')
+_add(StreamFlags, run_stream, "stream happy --audio speech.wav --output talk.mp4")
+_add(ReplayFlags, replay, "replay session.jsonl --devices 2 --output again.mp4")
+_add(ConvertFlags, convert, "convert self_forcing_dmd.pt --to self-forcing")
+_add(CompareFlags, compare, 'compare "a red house" --devices 2 --plan patch=2')
+_add(SimulateFlags, simulate, "simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")
+_add(PlanFlags, plan, "plan embedded --machine 8xH100-nvlink --dtype float16")
+_add(TuneFlags, tune, "tune --devices 2")
+_add(AppFlags, serve_app, "app --model ./sdxl --dtype float16 --devices 4", name="app")
+_add(ServeFlags, serve_images, "serve embedded --devices 2 --port 8000", name="serve")
+_add(DoctorFlags, doctor, "doctor --devices 4 --model ./sdxl")
 
 
 def _show_version(wanted: bool) -> None:

@@ -4,12 +4,12 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME
+from patchpar.models.task import diffusers_folder
 
 CLASS = re.compile(r"^class (\w+Scheduler)\(", re.MULTILINE)
 
@@ -46,10 +46,7 @@ def loras_of(texts: Sequence[str] | None) -> list[LoraFlag]:
 
 def scheduler_name(text: str) -> str:
     """Return the name of a scheduler class of diffusers; its ending may be left out. Raises PlanError."""
-    package = find_spec("diffusers")
-    assert package is not None
-    assert package.origin is not None
-    files = (Path(package.origin).parent / "schedulers").glob("scheduling_*.py")
+    files = diffusers_folder("schedulers").glob("scheduling_*.py")
     known = {name for file in files for name in CLASS.findall(file.read_text(encoding="utf-8"))}
     name = text if text.endswith("Scheduler") else f"{text}Scheduler"
     if name not in known:

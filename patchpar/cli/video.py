@@ -9,6 +9,7 @@ import typer
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, SizedFlags, given
 from patchpar.cli.folded_help import more
+from patchpar.cli.input_images import InputImages
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.cli.video_file import check_folder, check_video, save_frames, save_video
 from patchpar.errors import PlanError
@@ -35,8 +36,7 @@ class VideoFlags(HostFlags, SizedFlags):
         self.check_counts("num_frames", "fps")
         if self.prompt is None and self.image is None:
             raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")
-        if self.image is not None and not self.image.is_file():
-            raise PlanError(f"--image {self.image}: there is no such file")
+        InputImages.check(image=self.image, mask=None, strength=None)
         check_video(self.output)
         if self.frames is not None:
             check_folder(self.frames)

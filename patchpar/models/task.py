@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +52,7 @@ class PipelineTask:
         return "mask_image" in self.parameters and bool(NEEDS_MASK.search(self.pipeline))
 
 
+@cache
 def purpose_of(pipeline: str) -> PipelineTask | None:
     """Return the task of a diffusers pipeline class, by its name; None if diffusers has no such class."""
     found = _declared(pipeline)
@@ -82,11 +84,16 @@ def _declared(pipeline: str) -> tuple[Path, ast.Module, ast.ClassDef] | None:
     return None
 
 
-def _pipelines() -> Path:
+def diffusers_folder(name: str) -> Path:
+    """Return a folder of the installed diffusers, without importing it."""
     package = find_spec("diffusers")
     assert package is not None
     assert package.origin is not None
-    return Path(package.origin).parent / "pipelines"
+    return Path(package.origin).parent / name
+
+
+def _pipelines() -> Path:
+    return diffusers_folder("pipelines")
 
 
 def _text_of(file: Path) -> str:
