@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def test_images_that_end_on_several_ranks_come_out_in_order() -> None:
                 on_event(who, word)
                 ended.release()
 
+            time.sleep(0.1)  # the first image is pushed before any rank can take it
             return super().run(rank, event, on_start)
 
     with ImageSession(Late().run, ImageStreamOptions(ranks=2, seed=1), {}) as stream:

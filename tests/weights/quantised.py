@@ -136,7 +136,10 @@ def _opaque(width: int) -> nn.Module:
 def _packed_object(width: int) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is to remove these dtypes
-        return torch.ao.nn.quantized.dynamic.Linear(width, width)
+        linear = torch.ao.nn.quantized.dynamic.Linear(width, width)
+        weight = torch.quantize_per_tensor(torch.randn(width, width), 0.05, 0, torch.qint8)
+    linear.set_weight_bias(weight, torch.randn(width))  # as made, its weight is memory that nothing has written
+    return linear
 
 
 OPAQUE: dict[str, Callable[[int], nn.Module]] = {"opaque": _opaque, "object": _packed_object}

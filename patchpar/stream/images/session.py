@@ -34,7 +34,7 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
     def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[ImageResult]:
         """Push all of these, as fast as there is credit, and yield their images. The stream ends with them."""
         for arguments in requests:
-            while self._driver.has_waiting and not self.is_over:
+            while self._is_full():
                 if (result := next(self, None)) is None:
                     return
                 yield result
@@ -56,6 +56,12 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
     def dropped(self) -> int:
         """Frames that a newer one has replaced, and images dropped for a slow consumer or flushed."""
         return self._driver.replaced + super().dropped
+
+    def _is_full(self) -> bool:
+        """Wait until an image can be pushed, or one that is ready has to be taken first; returns whether it has to."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._outputs) or not self._driver.has_waiting or self.is_over)
+            return self._driver.has_waiting and not self.is_over
 
     def _check_running(self) -> None:
         if not self._driver.takes_more:
