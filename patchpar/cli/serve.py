@@ -10,10 +10,12 @@ import typer
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
 from patchpar.cli.folded_help import more
+from patchpar.cli.pipeline_changes import LoraFlag
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
     from patchpar.serving.api_keys import ApiKeys
+    from patchpar.serving.lora_registry import RegisteredLora
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
@@ -28,6 +30,7 @@ class ServeFlags:
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
     dtype: Format = None
     task: Annotated[str | None, more("image-to-image: edits by a text-to-image model.")] = None
+    lora: Annotated[list[str] | None, more("NAME=PATH[:scale], a LoRA that requests may select; repeatable.")] = None
     variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
     host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000
@@ -75,6 +78,7 @@ def serve_images(request: ServeFlags) -> None:
             per_request=request.per_request,
             options=options,
             measured=_measured(request, plan),
+            loras=_loras(request.lora),
         )
         settings = ServerSettings(
             host=request.host,
@@ -97,6 +101,19 @@ def _keys(file: Path | None, flag: str) -> "ApiKeys":
     from patchpar.serving.api_keys import ApiKeys
 
     return ApiKeys() if file is None else ApiKeys.read(file, flag)
+
+
+def _loras(texts: "list[str] | None") -> "tuple[RegisteredLora, ...]":
+    from patchpar.serving.lora_registry import RegisteredLora
+
+    found = []
+    for text in texts or ():
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise PlanError(f"--lora {text}: write NAME=PATH, such as ink=ink.safetensors; requests use the name")
+        flag = LoraFlag.parse(path)
+        found.append(RegisteredLora(name=name, source=flag.source, scale=flag.scale))
+    return tuple(found)
 
 
 def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:

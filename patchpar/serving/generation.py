@@ -11,13 +11,13 @@ from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError, 
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Cancelled, Job
 from patchpar.serving.latent_preview import ColourMap
+from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.partial_images import CompletedImage, PartialImages
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.served_task import check_servable, check_task
@@ -65,6 +65,7 @@ class ImageGenerator:
         self.served = served
         self.ranks = RankPool(len(served.devices))
         self.task: PipelineTask | None = None
+        self.loras = LoraRegistry()
         self._is_warm = False
         self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
@@ -109,6 +110,8 @@ class ImageGenerator:
         self.task = purpose_of(pipe.description.pipeline)
         check_task(self.task)
         pipe.set_progress_bar_config(disable=True)
+        for lora in self.served.loras:
+            self.loras.load(lora, pipe)
         self._tokenizer = getattr(pipe, "tokenizer", None)
         try:
             self._tokens(ANY_PROMPT)
@@ -139,10 +142,23 @@ class ImageGenerator:
         arguments, size = warm_up_arguments(self.description, plan)
         for group in groups:
             partial = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
-            made = self._finished(job, self._submit(job, arguments, plan, group, partial.previews), group)
+            begun = self._submit(
+                job, arguments, plan, group, previews=partial.previews, adapters=self.loras.adapters({})
+            )
+            made = self._finished(job, begun, group)
             images = getattr(made.output, "images", None)
             if images is not None and hasattr(images[0], "convert"):
                 partial.fit(images[0])
+
+    def add_lora(self, job: Job, lora: RegisteredLora) -> None:
+        """Load a LoRA while nothing else runs. Raises PlanError, and what diffusers raises."""
+        job.show(note=f"loading LoRA {lora.name}")
+        self.loras.load(lora, self.pipe)
+
+    def remove_lora(self, job: Job, name: str) -> None:
+        """Delete a LoRA while nothing else runs. Raises RequestError, 404, for an unknown name."""
+        job.show(note=f"deleting LoRA {name}")
+        self.loras.remove(name, self.pipe)
 
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         """Return the images of a call. Raises Cancelled, PlanError, and what the pipeline raises.
@@ -160,7 +176,9 @@ class ImageGenerator:
                     self._colours, size=call.size, count=call.partial_images, image_index=number, send=job.send
                 )
                 previews = partial.previews if call.partial_images else None
-                made = self._finished(job, self._submit(job, _seeded(call, seed), plan, ranks, previews), ranks)
+                adapters = self.loras.adapters(call.loras)
+                begun = self._submit(job, _seeded(call, seed), plan, ranks, previews=previews, adapters=adapters)
+                made = self._finished(job, begun, ranks)
                 image = _image_of(made.output)
                 partial.fit(image)
                 done.append(
@@ -180,7 +198,9 @@ class ImageGenerator:
         """Return the frames of a call. Raises as `generate` does."""
         plan = self.served.plan if call.plan is None else call.plan
         with self.ranks.taken(self._count(job, plan)) as ranks:
-            made = self._finished(job, self._submit(job, _seeded(call, call.seed), plan, ranks), ranks)
+            adapters = self.loras.adapters(call.loras)
+            begun = self._submit(job, _seeded(call, call.seed), plan, ranks, adapters=adapters)
+            made = self._finished(job, begun, ranks)
         return GeneratedVideo(frames=frames_of(made.output), run=made.run, reason=made.reason)
 
     def _count(self, job: Job, plan: Plan | str) -> int:
@@ -193,11 +213,11 @@ class ImageGenerator:
         arguments: Mapping[str, Any],
         plan: Plan | str,
         ranks: tuple[int, ...],
-        previews: Previews | None = None,
+        **options: Any,
     ) -> PipelineJob:
-        """Begin a call of the pipeline, which ends when the job is cancelled."""
+        """Begin a call of the pipeline, which ends when the job is cancelled. `options`: of `submit`."""
         everywhere = len(ranks) == len(self.served.devices)
-        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, previews=previews)
+        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, **options)
         job.when_cancelled(call.cancel)
         return call
 

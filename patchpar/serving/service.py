@@ -13,6 +13,7 @@ from patchpar.serving.job import Job
 from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import CLOSE_SECONDS, QueueClosed, QueueFull, WorkQueue
 from patchpar.serving.kept_jobs import KeptJobs
+from patchpar.serving.lora_registry import RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
@@ -86,6 +87,7 @@ class ImageService:
             served=self.generator.served,
             limits=self.settings.limits,
             needs_image=task is not None and task.begins_with == "image",
+            loras=self.generator.loras,
         )
 
     def submit(self, request: GenerationRequest, uploads: Uploads = NO_UPLOADS) -> QueuedImages:
@@ -111,7 +113,7 @@ class ImageService:
         if self._is_draining:
             raise _draining()
         if self._rules is None:
-            raise RequestError("the model is being loaded", status=503, code="loading", retry_after=LOADING_SECONDS)
+            raise _loading()
         return self._rules
 
     def _queued(self, request: PipelineFields, call: ImageCall, work: Callable[[Job], Any]) -> Job:
@@ -137,6 +139,22 @@ class ImageService:
                 param="model",
                 code="model_not_found",
             )
+
+    def add_lora(self, lora: RegisteredLora) -> Job:
+        """Load a LoRA once what runs has ended, before anything else starts. Raises RequestError, 503."""
+        return self._alone(lambda job: self.generator.add_lora(job, lora))
+
+    def remove_lora(self, name: str) -> Job:
+        """Delete a LoRA as `add_lora` loads one. Requests that wait for it fail. Raises RequestError: 404, 503."""
+        return self._alone(lambda job: self.generator.remove_lora(job, name))
+
+    def _alone(self, work: Callable[[Job], Any]) -> Job:
+        if self._rules is None:
+            raise _loading()
+        try:
+            return self._queue.put_first(work, takes=self._devices)
+        except QueueClosed:
+            raise _draining() from None
 
     def drain(self, seconds: float) -> bool:
         """Accept nothing more, and finish what was accepted within `seconds`. Return whether it has all ended."""
@@ -190,6 +208,10 @@ class ImageService:
     def _wait_seconds(self) -> int:
         """Return the seconds until the queue is likely to be shorter: those of the last request, for Retry-After."""
         return max(1, min(MAX_RETRY_SECONDS, round(self._seconds)))
+
+
+def _loading() -> RequestError:
+    return RequestError("the model is being loaded", status=503, code="loading", retry_after=LOADING_SECONDS)
 
 
 def _draining() -> RequestError:

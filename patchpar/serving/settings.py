@@ -8,6 +8,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole
 from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.lora_registry import RegisteredLora
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 
@@ -18,7 +19,8 @@ class ServedModel:
 
     `per_request`: the devices that work on a request with an automatic plan; None is all of them, or what a policy
     gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
-    what they are. Raises PlanError for a plan with axis data.
+    what they are. `loras`: those that requests may select. Raises PlanError for a plan with axis data, and two LoRAs of
+    one name.
     """
 
     model: str
@@ -27,6 +29,7 @@ class ServedModel:
     per_request: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     measured: tuple[Any, ...] = ()
+    loras: tuple[RegisteredLora, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan) and self.plan.data > 1:
@@ -34,6 +37,9 @@ class ServedModel:
                 f"plan {self.plan}: axis data divides prompts, and a server makes one image after another: use cfg, "
                 "patch or stage"
             )
+        names = [each.name for each in self.loras]
+        if len(set(names)) < len(names):
+            raise PlanError(f"--lora: {', '.join(names)}: each needs a name of its own")
         most = len(self.devices)
         if isinstance(self.plan, Plan) and (self.plan.world_size > most or self.plan.divides_weights):
             self.plan.check_devices(most)

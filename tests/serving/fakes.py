@@ -15,6 +15,7 @@ from patchpar.plan.plan import Plan
 from patchpar.serving.generation import GeneratedImages, PoolState
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job
+from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.settings import ServedModel
@@ -54,6 +55,8 @@ class FakeGenerator:
         self.state: PoolState = "loading"
         self.ranks = RankPool(len(self.served.devices))
         self.task: PipelineTask | None = None
+        self.loras = LoraRegistry()
+        self.pipe: Any = None
         self.makes_videos = False
         self.description = MODEL
         self.gate, self.started = threading.Event(), threading.Event()
@@ -75,9 +78,16 @@ class FakeGenerator:
     def repair(self, job: Job) -> None:
         self.warm_up(job)
 
+    def add_lora(self, job: Job, lora: RegisteredLora) -> None:
+        self.loras.load(lora, self.pipe)
+
+    def remove_lora(self, job: Job, name: str) -> None:
+        self.loras.remove(name, self.pipe)
+
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         self.calls.append(call)
         self.started.set()
+        self.loras.adapters(call.loras)
         error, self.error = self.error, None
         if error is not None:
             self.state = "lost"

@@ -38,7 +38,8 @@ def _add_models(app: FastAPI, service: ImageService) -> None:
     started = int(time.time())
 
     def described() -> dict[str, Any]:
-        return {"id": service.name, "object": "model", "created": started, "owned_by": "patchpar"}
+        names = {"id": service.name, "object": "model", "created": started, "owned_by": "patchpar"}
+        return {**names, "adapters": list(service.generator.loras.names)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
