@@ -1,8 +1,8 @@
 """Which of the loaded adapters act in a call, set on this rank alone; afterwards they are as `set_adapters` left them.
 
 Nothing is loaded or verified anew: a denoiser that comes back to adapters it has had is known again, see
-`shard.denoiser`. PEFT's layers are set one by one, since `set_adapters` of a pipeline leaves a network as it is that has
-none of the adapters.
+`shard.denoiser`. PEFT's layers are set one by one, since `set_adapters` of a pipeline does not touch networks that
+have none of the adapters.
 """
 
 from collections.abc import Iterator, Mapping

@@ -17,7 +17,7 @@ Adapters = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """Who gets latents on the way, an earlier call to go on with, and the adapters that act; None for the pipeline's."""
+    """Who gets latents, an earlier call to go on with, and the adapters that act; None for the pipeline's."""
 
     previews: Previews | None = None
     resume: SuspendedCall | None = None

@@ -33,13 +33,17 @@ class RegisteredLora:
             raise PlanError(f"LoRA {self.name}: scale {self.scale:g}: use -{MAX_SCALE:g} to {MAX_SCALE:g}")
 
     def load_into(self, pipe: Any) -> None:
-        """Load it on all ranks. Raises PlanError for a model without LoRAs, and a file that has none for it."""
+        """Load it on all ranks, to act in no call that does not select it.
+
+        Raises PlanError for a model without LoRAs, and a file that has none for it.
+        """
         if METHOD not in pipe.description.methods:
             raise PlanError(f"LoRA {self.name}: this model, a {pipe.description.pipeline}, takes no LoRAs")
         path = Path(self.source).expanduser()
         where = (str(path.parent), {"weight_name": path.name}) if path.is_file() else (self.source, {})
         try:
             pipe.load_lora_weights(where[0], adapter_name=self.name, **where[1])
+            pipe.disable_lora()
         except (ValueError, KeyError, TypeError, OSError) as error:  # of diffusers, for other models' files
             with suppress(Exception):  # what was loaded of it until then
                 pipe.delete_adapters(self.name)

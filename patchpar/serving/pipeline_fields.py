@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,7 +12,7 @@ MAX_SEED = 2**63 - 1
 MAX_DEADLINE = 24 * 3600 * 1000
 MAX_SCALE, MAX_LORAS = 10.0, 8
 Text = Annotated[str, Field(max_length=32_000)]
-NOT_THERE_YET = ("degree", "previews", "exactness")
+NOT_THERE_YET = ("degree", "previews")
 """Extensions that are planned; a request with one is refused, so that none is ignored."""
 
 _UPLOADS = "send it as a file of a form (multipart/form-data), to /v1/images/edits or /v1/videos; never a path or URL"
@@ -42,7 +42,8 @@ class PipelineFields(BaseModel):
     """Arguments of the pipeline and of its call. None is a field that was left out. `height` and `width` in pixels.
 
     `deadline_ms`: milliseconds from the arrival of the request. `priority`: those of a higher one come first.
-    `lora`: those that act, each as a name and a scale; in a form their JSON.
+    `lora`: those that act, each as a name and a scale; in a form their JSON. `exactness`: "exact" keeps it out of
+    batches.
     """
 
     model_config = STRICT
@@ -65,6 +66,7 @@ class PipelineFields(BaseModel):
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE)] | None = None
     lora: Loras | None = None
+    exactness: Literal["any", "exact"] | None = None
 
 
 F = TypeVar("F", bound=PipelineFields)

@@ -12,11 +12,12 @@ from patchpar.models.info import PipelineInfo
 from patchpar.models.task import PipelineTask
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
-from patchpar.serving.generation import GeneratedImages, PoolState
+from patchpar.serving.generated import GeneratedImages
+from patchpar.serving.generation import PoolState
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job
 from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
-from patchpar.serving.partial_images import CompletedImage, PartialImage
+from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.settings import ServedModel
 
@@ -57,7 +58,7 @@ class FakeGenerator:
         self.task: PipelineTask | None = None
         self.loras = LoraRegistry()
         self.pipe: Any = None
-        self.makes_videos = False
+        self.makes_videos = self.can_batch = False
         self.description = MODEL
         self.gate, self.started = threading.Event(), threading.Event()
         self.gate.set()
@@ -99,8 +100,18 @@ class FakeGenerator:
         for number, image in enumerate(images):
             for index in range(call.partial_images):
                 job.send(PartialImage(image_index=number, index=index, image=image))
-            job.send(CompletedImage(image_index=number, image=image, run=run, reason="none", prompt_tokens=3))
-        return GeneratedImages(images=images, runs=(run,) * call.count, reason="there is one device", prompt_tokens=3)
+            job.send(
+                CompletedImage(
+                    image_index=number, image=image, figures=ImageFigures.of(run), reason="none", prompt_tokens=3
+                )
+            )
+        return GeneratedImages(
+            images=images,
+            runs=(run,) * call.count,
+            figures=(ImageFigures.of(run),) * call.count,
+            reason="there is one device",
+            prompt_tokens=3,
+        )
 
     def close(self) -> None:
         self.is_closed = True

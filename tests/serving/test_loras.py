@@ -110,6 +110,8 @@ class LoraPipeline:
     def load_lora_weights(self, source: str, adapter_name: str, **options: Any) -> None:
         self.loaded.append(adapter_name)
 
+    def disable_lora(self) -> None: ...
+
     def delete_adapters(self, name: str) -> None:
         self.loaded.remove(name)
 
