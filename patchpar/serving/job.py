@@ -80,7 +80,7 @@ class Job:
         self.kept = kept
         """What the work keeps of itself, to go on with after it was suspended."""
         self.done_steps = 0
-        self.mates: tuple[Job, ...] = ()
+        self.peers: tuple[Job, ...] = ()
         """Jobs that this one makes the results of, in one call."""
         self._leader: Job | None = None
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def _is_wanted_by_none(self) -> bool:
-        return all(each._is_unwanted for each in (self, *self.mates))
+        return all(each._is_unwanted for each in (self, *self.peers))
 
     def suspend(self) -> None:
         """Let it wait again, at its next check. Its work goes on from what it has kept when it is run again."""

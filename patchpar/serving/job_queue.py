@@ -28,11 +28,11 @@ class QueueClosed(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class JobStart:
-    """The job to start now, and what it takes of the capacity. `mates`: jobs whose results it makes too."""
+    """The job to start now, and what it takes of the capacity. `peers`: jobs whose results it makes too."""
 
     job: Job
     takes: int
-    mates: tuple[Job, ...] = ()
+    peers: tuple[Job, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,10 @@ class WorkQueue:
 
     def _take_back(self, job: Job) -> None:
         """Let jobs wait again that have not ended: a suspended one, and those joined with it. Needs the lock."""
-        mates, job.mates = job.mates, ()
-        for mate in mates:
-            mate.part()
-        for each in (*reversed(mates), job):
+        peers, job.peers = job.peers, ()
+        for peer in peers:
+            peer.part()
+        for each in (*reversed(peers), job):
             self._running.remove(each)
             if not each.view.is_over:
                 self._waiting.insert(0, each)
@@ -182,13 +182,13 @@ class WorkQueue:
                     return None
                 self._changed.wait()
             job, job.takes = start.job, start.takes
-            for each in (job, *start.mates):
+            for each in (job, *start.peers):
                 self._waiting.remove(each)
                 self._running.append(each)
-            for mate in start.mates:
-                mate.takes = 0
-                mate.join(job)
-            job.mates = start.mates
+            for peer in start.peers:
+                peer.takes = 0
+                peer.join(job)
+            job.peers = start.peers
             self._free -= job.takes
             self._update_positions()
             return job

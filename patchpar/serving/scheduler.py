@@ -65,10 +65,10 @@ class JobScheduler:
         first = next(iter(self._policy(state)), None)
         if isinstance(first, StartRequest):
             job = first.request.name
-            return JobStart(job, first.degree, self._mates(job, waiting))
+            return JobStart(job, first.degree, self._peers(job, waiting))
         return None if first is None else JobSuspend(first.request.request.name)
 
-    def _mates(self, job: Job, waiting: Sequence[Job]) -> tuple[Job, ...]:
+    def _peers(self, job: Job, waiting: Sequence[Job]) -> tuple[Job, ...]:
         """Return the jobs that wait and can be made in one call with this one, in order."""
         key = job.facts.batch_key
         if key is None or job.kept is not None:
@@ -100,7 +100,7 @@ class JobScheduler:
             costs=self.costs.costs(facts.shape, facts.degrees),
             deadline=facts.deadline,
             priority=facts.priority,
-            suspensions=job.suspensions if facts.can_suspend and not job.mates else MAX_SUSPENSIONS,
+            suspensions=job.suspensions if facts.can_suspend and not job.peers else MAX_SUSPENSIONS,
         )
 
     def _running(self, job: Job, now: float) -> RunningRequest:

@@ -240,21 +240,21 @@ class ImageService:
 
     def _batch(self, job: Job) -> GeneratedImages:
         """Make the images of a job and of those that have joined it. Each has an event of its own image."""
-        calls = [each.source.call for each in (job, *job.mates)]
+        calls = [each.source.call for each in (job, *job.peers)]
         try:
             made: list[GeneratedImages] = self._run(job, lambda: self.generator.generate_batch(job, calls))
         except (Cancelled, Suspended):
             raise  # those who have joined wait again
         except Exception as error:
             if is_out_of_memory(error):
-                for each in (job, *job.mates):
+                for each in (job, *job.peers):
                     each.facts = replace(each.facts, batch_key=None)  # alone it may fit
                 raise Suspended from error
-            for mate in job.mates:
-                mate.fail(error)
+            for peer in job.peers:
+                peer.fail(error)
             raise
         self.metrics.observe_batch(len(made))
-        for each, images in zip((job, *job.mates), made, strict=True):
+        for each, images in zip((job, *job.peers), made, strict=True):
             each.send(completed(images))
             if each is not job:
                 each.finish(images)
@@ -262,7 +262,7 @@ class ImageService:
         return made[0]
 
     def _images(self, job: Job, call: ImageCall) -> GeneratedImages:
-        if job.mates:
+        if job.peers:
             return self._batch(job)
         images: GeneratedImages = self._run(job, lambda: self.generator.generate(job, call))
         self._ended(job, images.runs)

@@ -63,15 +63,15 @@ def frames_in(data: bytes) -> list[Any]:
 
 def received(socket: Any, until_type: str) -> tuple[list[dict[str, Any]], bytes]:
     """JSON messages and media of a WebSocket, up to a message of that type."""
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     media = b""
-    while not said or said[-1]["type"] != until_type:
+    while not messages or messages[-1]["type"] != until_type:
         message = socket.receive()
         if message.get("bytes") is not None:
             media += message["bytes"]
         else:
-            said.append(json.loads(message["text"]))
-    return said, media
+            messages.append(json.loads(message["text"]))
+    return messages, media
 
 
 def made(pipe: StreamingPipeline, seed: int) -> list[Any]:
@@ -87,8 +87,8 @@ def off(found: list[Any], wanted: list[Any]) -> float:
 def test_the_video_of_a_stream_is_that_of_python(client: Any, face: StreamingPipeline) -> None:
     created = client.post(STREAMS, json=SHORT).json()
     with client.websocket_connect(f"{WS}{STREAMS}/{created['id']}") as socket:
-        said, media = received(socket, "media_end")
-    assert {"media_init", "status"} <= {each["type"] for each in said}
+        messages, media = received(socket, "media_end")
+    assert {"media_init", "status"} <= {each["type"] for each in messages}
     found = frames_in(media)
     until(lambda: client.get(f"{STREAMS}/{created['id']}").json()["status"] == "finished", "its end")
     assert len(found) == len(made(face, 3))
@@ -107,9 +107,9 @@ def test_audio_and_controls(client: Any, streams: StreamService) -> None:
         for _ in range(4):
             socket.send_bytes(bytes(16000))
         socket.send_json({"type": "param", "name": "audio_scale", "value": 0.5})
-        said, _ = received(socket, "effect")
-        assert said[-1]["of"] == "param"
-        assert said[-1]["block"] >= 0
+        messages, _ = received(socket, "effect")
+        assert messages[-1]["of"] == "param"
+        assert messages[-1]["block"] >= 0
         until(lambda: stream.seconds > 0, "frames")
         socket.send_json({"type": "parm"})
         assert received(socket, "error")[0][-1]["error"]["param"] == "type"
@@ -120,7 +120,7 @@ def test_audio_and_controls(client: Any, streams: StreamService) -> None:
         assert received(socket, "error")[0][-1]["error"]["code"] == "above_limit"
         assert client.post(f"{path}/controls", json={"type": "interrupt"}).json()["of"] == "interrupt"
         socket.send_json({"type": "stop"})
-        said, _ = received(socket, "media_end")
+        messages, _ = received(socket, "media_end")
     assert client.get(path).json()["status"] in ("finished", "running")
 
 

@@ -134,8 +134,8 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
     first.close()
     asks.join(20)
     error = error_of(answers[0], 503)
-    told = error["message"].rpartition("/")[2]
-    assert (error["code"], told.startswith("job_")) == ("draining", True)
+    moved = error["message"].rpartition("/")[2]
+    assert (error["code"], moved.startswith("job_")) == ("draining", True)
 
     resumed = Resumed(pipe, monkeypatch)
     second = server_of(pipe, tmp_path)
@@ -144,7 +144,7 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
     try:
         again = client.post(f"{PATH}?async=true", json={**BODY, "n": 2}, headers={"Idempotency-Key": "mine"})
         assert again.json()["id"] == running
-        for name, seeds, steps in ((running, (5, 6), STEPS), (waiting, (9,), 2), (told, (11,), 2)):
+        for name, seeds, steps in ((running, (5, 6), STEPS), (waiting, (9,), 2), (moved, (11,), 2)):
             kept = second.kept.get(name, "job", "")
             assert kept.ended.wait(120), name
             result = client.get(f"/v1/jobs/{name}").json()["result"]
