@@ -83,6 +83,7 @@ class Job:
         self.peers: tuple[Job, ...] = ()
         """Jobs that this one makes the results of, in one call."""
         self._leader: Job | None = None
+        self._takes_alone = takes
         self._lock = threading.Lock()
         self._view = JobView()
         self._is_unwanted = False
@@ -183,13 +184,13 @@ class Job:
             self.finish(result)
 
     def join(self, leader: "Job") -> None:
-        """Wait for the result that another job makes."""
-        self._leader = leader
+        """Wait for the result that another job makes, without taking anything of the capacity."""
+        self._leader, self._takes_alone, self.takes = leader, self.takes, 0
         self._begin()
 
     def part(self) -> None:
         """Wait again, alone, unless the job that it has joined has made its result."""
-        self._leader = None
+        self._leader, self.takes = None, self._takes_alone
         if not self._view.is_over:
             self._wait_again()
 

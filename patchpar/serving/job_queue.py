@@ -172,7 +172,7 @@ class WorkQueue:
         for each in (*reversed(peers), job):
             self._running.remove(each)
             if not each.view.is_over:
-                self._waiting.insert(0, each)
+                self._waiting.insert(sum(other.is_urgent for other in self._waiting), each)
 
     def _next(self) -> Job | None:
         """Wait for a job that there is room for; None when the queue is closed and empty."""
@@ -186,7 +186,6 @@ class WorkQueue:
                 self._waiting.remove(each)
                 self._running.append(each)
             for peer in start.peers:
-                peer.takes = 0
                 peer.join(job)
             job.peers = start.peers
             self._free -= job.takes
