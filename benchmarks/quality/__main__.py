@@ -60,6 +60,7 @@ FULL = Defaults(
         "frozen",
         "displaced:group_norm=separate",
         "displaced:group_norm=stale",
+        "displaced:preset=paper",
         "displaced",
         "displaced:group_norm=guarded",
         "displaced:group_norm=sync",
@@ -78,7 +79,7 @@ FULL = Defaults(
     captions=32,
 )
 QUICK = Defaults(
-    strategy=("naive", "frozen", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled"),
+    strategy=("naive", "frozen", "displaced:preset=paper", "pcpp", "fresh-edges", "fresh-edges:context=pooled"),
     ranks=(4,),
     size=((256, 256),),
     steps=(20,),
