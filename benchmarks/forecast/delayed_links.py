@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--strategy", action="append", help=f"default: {', '.join(STRATEGIES)}")
     parser.add_argument("--latency", type=float, action="append", help=f"milliseconds; default: {LATENCIES_MS}")
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}, at {LATENCIES_OF_LOADS} ms")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps on each link")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps on each link")
     parser.add_argument("--overtake", type=int, default=0, help="bytes that need not queue behind more; 0: one queue")
     parser.add_argument("--write", type=Path, help="also write the page to this file")
     options = parser.parse_args()
