@@ -144,11 +144,8 @@ class TimedPlans:
         if key not in self._found:
             assert self._folder is not None
             try:
-                simulator, branches = (
-                    Simulator(self._folder, machine, self._options, call or {}),
-                    model.branches(kwargs),
-                )
-                self._found[key] = search(machine, branches, "exact", simulator.of, in_order=True)
+                simulator = Simulator(self._folder, machine, self._options, call or {})
+                self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of, in_order=True)
             except PlanError as error:
                 self._found[key] = error
         found = self._found[key]

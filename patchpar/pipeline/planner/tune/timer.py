@@ -21,8 +21,8 @@ DISTURBED = 0.03
 """Of a run: one that waited longer for a core does not count."""
 REPEATS, ROUNDS = 3, 6
 THREADS = Path("/proc/self/task")
-"""On Linux, a folder for each thread of this process; its file `schedstat` has the nanoseconds for which it ran, and for
-which it was ready to run and did not."""
+"""On Linux, a folder for each thread of this process; its file `schedstat` has the nanoseconds for which it ran, and
+for which it was ready to run and did not."""
 
 
 class TimedRun(NamedTuple):
