@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks.page import write_page
 from patchpar.launch.local import LocalExecutor
-from patchpar.pipeline.planner.tune.timer import DISTURBED
+from patchpar.pipeline.planner.tune.timer import PREEMPTED
 from patchpar.plan.link_model import LinkModel, TimedMessage
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Send, Tape, TapeEntry, Wait
@@ -147,7 +147,7 @@ def measured(ranks: LocalExecutor, link: LinkModel, timed: int) -> Measured:
     for _ in range(TRIES):
         found = ranks.call("measure_waits", (link.latency, link.rate, link.overtake), settle, timed, expected=600.0)
         steps = [statistics.fmean(each.seconds) for each in found]
-        if all(each.cores <= DISTURBED * mean for mean, each in zip(steps, found, strict=True)):
+        if all(each.cores <= PREEMPTED * mean for mean, each in zip(steps, found, strict=True)):
             break
     return Measured(steps[0], tuple(mean - each.messages for mean, each in zip(steps, found, strict=True)))
 

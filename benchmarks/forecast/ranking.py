@@ -20,7 +20,7 @@ from benchmarks.page import publish
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.planner.simulate import Simulator
-from patchpar.pipeline.planner.tune.timer import DISTURBED, TimedRun
+from patchpar.pipeline.planner.tune.timer import PREEMPTED, TimedRun
 from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, ENGINE, measured
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.plan import Plan
@@ -55,8 +55,8 @@ class Row:
     link: str
     predicted: dict[str, float]
     found: dict[str, float]
-    disturbed: tuple[str, ...] = ()
-    """Plans of which other processes disturbed every measurement."""
+    preempted: tuple[str, ...] = ()
+    """Plans of which other processes preempted every measurement."""
 
     @property
     def chosen(self) -> str:
@@ -81,7 +81,7 @@ class Row:
     def line(self) -> str:
         """Return the row of the table."""
         times = [
-            f"{1e3 * self.predicted[plan]:.0f} / {1e3 * self.found[plan]:.0f}{'?' * (plan in self.disturbed)}"
+            f"{1e3 * self.predicted[plan]:.0f} / {1e3 * self.found[plan]:.0f}{'?' * (plan in self.preempted)}"
             for plan in PLANS
         ]
         return f"| {self.setting} | {self.link} | {' | '.join(times)} | `{self.chosen}` | {self.loss:+.0%} |"
@@ -119,14 +119,14 @@ def rows_of(machine: MeasuredMachine, setting: str, steps: int, turns: int) -> I
             found = {plan: median(calm(each) or [run.seconds for run in each]) for plan, each in times.items()}
             unsure = tuple(plan for plan, each in times.items() if not calm(each))
             predicted = predictions(with_link(machine, link), model, int(side))
-            row = Row(setting=setting, link=name, predicted=predicted, found=found, disturbed=unsure)
+            row = Row(setting=setting, link=name, predicted=predicted, found=found, preempted=unsure)
             print(row.line(), flush=True)
             yield row
 
 
 def calm(runs: Sequence[TimedRun]) -> list[float]:
-    """Return the seconds of those runs that no other process disturbed."""
-    return [run.seconds for run in runs if not run.is_disturbed]
+    """Return the seconds of those runs that no other process preempted."""
+    return [run.seconds for run in runs if not run.is_preempted]
 
 
 def page(machine: MeasuredMachine, rows: Sequence[Row]) -> Iterator[str]:
@@ -138,7 +138,7 @@ def page(machine: MeasuredMachine, rows: Sequence[Row]) -> Iterator[str]:
         "By `python -m benchmarks.forecast.ranking`. Two ranks of one thread each on two CPU cores; messages arrive no "
         "earlier than the link would bring them. Milliseconds of a later step: predicted / measured. Loss: how much "
         "longer the step of the chosen plan is than the shortest that was measured. Where a rank waited for its core "
-        f"for more than {DISTURBED:.0%} of a step, the step was measured again; else it has a question mark."
+        f"for more than {PREEMPTED:.0%} of a step, the step was measured again; else it has a question mark."
     )
     yield ""
     yield f"The choice has the shortest step, or one at most {WITHIN:.0%} longer, in {right} of {len(rows)} settings."

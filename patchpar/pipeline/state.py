@@ -97,8 +97,8 @@ class PipelineState:
             choice = rule(self.described, self.ranks.world_size if ranks is None else len(ranks), kwargs, self.weights)
             if self.weights.plan is None and ranks is None:
                 timed = self.timed.better(choice, self.described, kwargs)
-                in_place = timed.ranks == tuple(range(len(timed.ranks)))
-                choice = timed if in_place or self.ranks.kind == "local" else choice  # others keep their first ranks
+                is_prefix = timed.ranks == tuple(range(len(timed.ranks)))
+                choice = timed if is_prefix or self.ranks.kind == "local" else choice  # others keep their first ranks
             self.reason = choice.explanation
             self.advise(choice.advice)
         return choice

@@ -29,11 +29,11 @@ def test_the_fastest_plan_is_right_and_another_costs_what_it_is_longer() -> None
     assert wrong.loss > WITHIN
 
 
-def test_disturbed_steps_are_left_out_and_marked_where_there_are_no_others() -> None:
+def test_preempted_steps_are_left_out_and_marked_where_there_are_no_others() -> None:
     assert calm([TimedRun(1.0), TimedRun(9.0, 0.5), TimedRun(1.2, 0.01)]) == [1.0, 1.2]
     unsure = Row(setting="s", link="l", predicted=dict.fromkeys(PLANS, 1.0), found=dict.fromkeys(PLANS, 1.0))
     assert "?" not in unsure.line()
-    assert replace(unsure, disturbed=("cfg=2",)).line().count("1000 / 1000?") == 1
+    assert replace(unsure, preempted=("cfg=2",)).line().count("1000 / 1000?") == 1
 
 
 def test_a_link_is_added_to_that_of_the_machine() -> None:

@@ -53,7 +53,7 @@ def test_an_example_with_a_wrong_flag_would_be_seen() -> None:
         GROUP.commands["generate"].make_context("generate", ["a fox", "--device", "2"])
 
 
-def test_a_verb_imports_neither_other_verbs_nor_what_draws_a_progress_bar() -> None:
+def test_a_verb_imports_neither_other_verbs_nor_progress_bars() -> None:
     """So that a plan that is kept is printed in half a second."""
     code = "import sys, typer, patchpar.cli as c; typer.main.get_command(c.app).commands['plan']; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -79,7 +79,7 @@ def test_a_machine_on_which_others_always_have_the_core_is_busy() -> None:
     assert device.timer.best(device.work) == pytest.approx(0.01)  # of a kernel the least seconds, after some tries
 
 
-def test_a_kernel_is_repeated_until_two_runs_are_undisturbed() -> None:
+def test_a_kernel_is_repeated_until_two_runs_had_the_core() -> None:
     device = FakeDevice(iter([0.01, 0.02, 0.01, 0.012]), iter([0.0, 0.5, 0.0, 0.0]))
     assert device.timer.best(device.work) == pytest.approx(0.01)
     assert device.runs == 4
@@ -178,7 +178,7 @@ def test_all_ranks_time_a_call_together_in_two_rounds() -> None:
     assert ranks.called[names.index("fit")][1] == [pytest.approx([0.01] * 4)] * len(CALLS_ON_CPU)
 
 
-def test_one_rank_that_is_disturbed_makes_the_machine_busy() -> None:
+def test_one_rank_that_is_preempted_makes_the_machine_busy() -> None:
     ranks = BusyRanks()
     assert measured(ranks, "float32", CALLS_ON_CPU) is None  # type: ignore[arg-type]
     assert [name for name, *_ in ranks.called].count("timed") == ROUNDS

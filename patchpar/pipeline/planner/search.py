@@ -83,7 +83,7 @@ def search(
     if not found.fits_one_device:
         for plan in divided_models(machine.devices, branches):
             found.try_divided(plan)
-    return found.result(machine, swaps=not in_order)
+    return found.result(machine, may_exchange=not in_order)
 
 
 class _Search:
@@ -169,10 +169,10 @@ class _Search:
         least = base.step.seconds - base.step.exposed.get(KEYS, 0.0)
         return base.step.seconds > CLOSE * least and self._may_win(least, base.plan)
 
-    def result(self, machine: AnyMachine, *, swaps: bool) -> PlanSearchResult:
-        """Return all, the best with its ranks where they are fastest; as they are without `swaps`."""
+    def result(self, machine: AnyMachine, *, may_exchange: bool) -> PlanSearchResult:
+        """Return all, the best with its ranks where they are fastest. `may_exchange`: ranks may change devices."""
         best, *others = ranked(self.forecasts)
-        if swaps and fits(best) and not machine.is_uniform and best.plan.world_size > 1:
+        if may_exchange and fits(best) and not machine.is_uniform and best.plan.world_size > 1:
             best = placed(best, machine.devices, self._simulate)
         return PlanSearchResult(ranked=[best, *others], refused=self._refused, skipped=self._skipped)
 

@@ -17,7 +17,7 @@ from patchpar.launch.accelerators import device_module
 
 AGREE = 0.05
 """Two medians differ by at most this much on a machine that does nothing else."""
-DISTURBED = 0.03
+PREEMPTED = 0.03
 """Of a run: one that waited longer for a core does not count."""
 REPEATS, ROUNDS = 3, 6
 THREADS = Path("/proc/self/task")
@@ -32,17 +32,17 @@ class TimedRun(NamedTuple):
     waited: float = 0.0
 
     @property
-    def is_disturbed(self) -> bool:
+    def is_preempted(self) -> bool:
         """Whether the run does not tell how long it takes alone."""
-        return self.waited > DISTURBED * self.seconds
+        return self.waited > PREEMPTED * self.seconds
 
 
 def settled(rounds: Sequence[Sequence[TimedRun]]) -> float | None:
     """Return the seconds of a run that was measured in rounds; None until the last two medians agree.
 
-    Rounds of which most runs were disturbed do not count.
+    Rounds of which most runs were preempted do not count.
     """
-    calm = [[run.seconds for run in each if not run.is_disturbed] for each in rounds]
+    calm = [[run.seconds for run in each if not run.is_preempted] for each in rounds]
     medians = [median(left) for left, each in zip(calm, rounds, strict=True) if 2 * len(left) > len(each)]
     if len(medians) < 2 or abs(medians[-1] / medians[-2] - 1) > AGREE:
         return None
@@ -80,13 +80,13 @@ class DeviceTimer:
         return TimedRun(seconds / times, max(0.0, self._waited() - before) / times)
 
     def best(self, run: Callable[[], object], least: float = 0.01) -> float:
-        """Return the least seconds of a short run, which is repeated for at least so many seconds, twice undisturbed.
+        """Return the least seconds of a short run, of at least so many seconds together, twice with the core to itself.
 
-        Of a run that is disturbed again and again the least seconds are returned too.
+        Of a run that is preempted again and again the least seconds are returned too.
         """
         times = max(1, round(least / max(self.once(run).seconds, 1e-7)))
         runs: list[TimedRun] = []
-        while len(runs) < REPEATS * 2 and sum(not each.is_disturbed for each in runs) < 2:
+        while len(runs) < REPEATS * 2 and sum(not each.is_preempted for each in runs) < 2:
             runs.append(self.once(run, times))
         return min(each.seconds for each in runs)
 
