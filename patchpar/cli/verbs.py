@@ -7,10 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from patchpar.cli.flags import takes
-from patchpar.cli.folded_help import FoldedHelp
+from patchpar.cli.folded_help import FoldedHelp, ScreenHelp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +63,12 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             command="compare",
             example='"a red house" --devices 2 --plan patch=2',
         ),
+        "bench": Verb(
+            module="bench.command",
+            flags="BenchFlags",
+            command="bench",
+            example='"a red house" --devices cpu:2 --strategy pcpp --steps 8',
+        ),
         "simulate": Verb(
             module="simulate",
             flags="SimulateFlags",
@@ -88,7 +93,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 )
 
 
-class LazyVerbs(TyperGroup):
+class LazyVerbs(ScreenHelp):
     """A group whose commands are the verbs."""
 
     def __init__(self, **options: Any) -> None:
