@@ -13,7 +13,7 @@ import torch
 
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.planner.tune.kernel_rates import measured_device
-from patchpar.pipeline.planner.tune.real_calls import denoiser_calls
+from patchpar.pipeline.planner.tune.real_calls import RandomDenoiser
 from patchpar.pipeline.planner.tune.timer import DeviceTimer
 from patchpar.plan.replay.measured_device import MeasuredCall, fitted
 
@@ -23,17 +23,19 @@ CALIBRATING = (("embedded", 128), ("embedded-dit", 384))
 
 def lines() -> Iterator[str]:
     """Yield the table. Raises RuntimeError where two measurements of a call do not agree."""
-    timer = DeviceTimer(torch.device("cpu"), time.thread_time)
+    timer = DeviceTimer(torch.device("cpu"), time.thread_time, lambda: 0.0)
     start = time.thread_time()
     rates = measured_device(timer, torch.float32, "CPU", 0)
     taken = time.thread_time() - start
     calls: dict[tuple[str, int], MeasuredCall] = {}
     for name, sizes in SIZES.items():
-        found = denoiser_calls(timer, torch.float32, embedded_model(name), sizes)
-        for size, call in zip(sizes, found, strict=True):
-            if call.seconds is None:
+        model = RandomDenoiser(embedded_model(name), timer.device, torch.float32)
+        for size in sizes:
+            call = model.call(size)
+            seconds = timer.steady(call.run)
+            if seconds is None:
                 raise RuntimeError(f"{name} at {size}: two measurements differ by more than 5 %: something else runs")
-            calls[name, size] = MeasuredCall(operators=call.operators, seconds=call.seconds)
+            calls[name, size] = MeasuredCall(operators=call.operators, seconds=seconds)
     device = fitted(rates, [calls[each] for each in CALIBRATING])
     yield (
         f"One thread, seconds of the processor. Rates were measured in {taken:.1f} s. Calibrated by "

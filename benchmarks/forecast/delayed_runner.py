@@ -12,6 +12,7 @@ from patchpar.comm.transport import DelayedTransport, Transport
 from patchpar.launch.executor import RankContext
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.planner.tune.timer import TimedRun, waited_for_cores
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 
@@ -35,15 +36,19 @@ class DelayedRunner(PipelineRunner):
         self.pipe.set_progress_bar_config(disable=True)
         self._connected()
 
-    def step_seconds(self, plan: str, link: tuple[float, float], kwargs: Mapping[str, Any], steps: int) -> float:
-        """Seconds of a later step: of a call of `2 * steps`, without a call of `steps`. Needs all ranks."""
+    def step_seconds(self, plan: str, link: tuple[float, float], kwargs: Mapping[str, Any], steps: int) -> TimedRun:
+        """Seconds of a later step: of a call of `2 * steps`, without a call of `steps`. Needs all ranks.
+
+        And those of it for which other processes had the core of this rank.
+        """
         assert self.line is not None
         self.line.latency, self.line.rate = link
         options = CallOptions(plan=Plan.parse(plan), verify=False)
-        seconds = []
+        calls = []
         for count in (steps, steps, 2 * steps):  # the first installs the plan
             generator = torch.Generator().manual_seed(0)
-            start = time.perf_counter()
+            start, before = time.perf_counter(), waited_for_cores()
             self.generate({**kwargs, "num_inference_steps": count, "generator": generator}, options)
-            seconds.append(time.perf_counter() - start)
-        return (seconds[2] - seconds[1]) / steps
+            calls.append(TimedRun(time.perf_counter() - start, waited_for_cores() - before))
+        _, short, long = calls
+        return TimedRun((long.seconds - short.seconds) / steps, (long.waited + short.waited) / (3 * steps))

@@ -20,7 +20,8 @@ from benchmarks.page import publish
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.planner.simulate import Simulator
-from patchpar.pipeline.planner.tune.tune import ENGINE, SIZES, measured
+from patchpar.pipeline.planner.tune.timer import PREEMPTED, TimedRun
+from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, ENGINE, measured
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
@@ -42,6 +43,8 @@ LINKS = {
 SETTINGS = ("embedded:256", "embedded:384", "embedded-dit:256", "embedded-dit:512")
 CALL = {"prompt": "a red house on the left, green hills at sunset", "output_type": "latent"}
 WITHIN = 0.05
+MOST_TURNS = 3
+"""Times the turns that are asked for, where others disturb them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Row:
     link: str
     predicted: dict[str, float]
     found: dict[str, float]
+    preempted: tuple[str, ...] = ()
+    """Plans of which other processes preempted every measurement."""
 
     @property
     def chosen(self) -> str:
@@ -75,7 +80,10 @@ class Row:
 
     def line(self) -> str:
         """Return the row of the table."""
-        times = [f"{1e3 * self.predicted[plan]:.0f} / {1e3 * self.found[plan]:.0f}" for plan in PLANS]
+        times = [
+            f"{1e3 * self.predicted[plan]:.0f} / {1e3 * self.found[plan]:.0f}{'?' * (plan in self.preempted)}"
+            for plan in PLANS
+        ]
         return f"| {self.setting} | {self.link} | {' | '.join(times)} | `{self.chosen}` | {self.loss:+.0%} |"
 
 
@@ -103,16 +111,22 @@ def rows_of(machine: MeasuredMachine, setting: str, steps: int, turns: int) -> I
     with LocalExecutor(["cpu", "cpu"], RUNNER, deadline=300.0) as ranks:
         ranks.call("open", model, expected=120.0)
         for name, link in LINKS.items():
-            times: dict[str, list[float]] = {plan: [] for plan in PLANS}
-            for _ in range(turns):
-                for plan in PLANS:
+            times: dict[str, list[TimedRun]] = {plan: [] for plan in PLANS}
+            for turn in range(MOST_TURNS * turns):
+                for plan in [each for each in PLANS if turn < turns or len(calm(times[each])) < turns]:
                     seconds = ranks.call("step_seconds", plan, (link.latency, link.rate), call, steps, expected=600.0)
-                    times[plan].append(seconds[0])
-            found = {plan: median(each) for plan, each in times.items()}
+                    times[plan].append(TimedRun(seconds[0].seconds, max(each.waited for each in seconds)))
+            found = {plan: median(calm(each) or [run.seconds for run in each]) for plan, each in times.items()}
+            unsure = tuple(plan for plan, each in times.items() if not calm(each))
             predicted = predictions(with_link(machine, link), model, int(side))
-            row = Row(setting=setting, link=name, predicted=predicted, found=found)
+            row = Row(setting=setting, link=name, predicted=predicted, found=found, preempted=unsure)
             print(row.line(), flush=True)
             yield row
+
+
+def calm(runs: Sequence[TimedRun]) -> list[float]:
+    """Return the seconds of those runs that no other process preempted."""
+    return [run.seconds for run in runs if not run.is_preempted]
 
 
 def page(machine: MeasuredMachine, rows: Sequence[Row]) -> Iterator[str]:
@@ -123,7 +137,8 @@ def page(machine: MeasuredMachine, rows: Sequence[Row]) -> Iterator[str]:
     yield (
         "By `python -m benchmarks.forecast.ranking`. Two ranks of one thread each on two CPU cores; messages arrive no "
         "earlier than the link would bring them. Milliseconds of a later step: predicted / measured. Loss: how much "
-        "longer the step of the chosen plan is than the shortest that was measured."
+        "longer the step of the chosen plan is than the shortest that was measured. Where a rank waited for its core "
+        f"for more than {PREEMPTED:.0%} of a step, the step was measured again; else it has a question mark."
     )
     yield ""
     yield f"The choice has the shortest step, or one at most {WITHIN:.0%} longer, in {right} of {len(rows)} settings."
@@ -143,9 +158,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     with LocalExecutor(["cpu", "cpu"], ENGINE, deadline=300.0) as ranks:
-        machine = measured(ranks, "float32", SIZES)
+        machine = measured(ranks, "float32", CALLS_ON_CPU)
     if machine is None:
-        parser.error("two measurements of one call differ by more than 5 %: run it when nothing else runs")
+        parser.error("others took cores, or two measurements of one call differ by 5 %: run it when nothing else runs")
     rows = [
         row
         for setting in options.setting or SETTINGS

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -19,6 +19,7 @@ from benchmarks.scaling import large
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import DelayedTransport, Incoming, Messages, Outgoing, Transport, Work, connect
 from patchpar.launch.executor import RankContext
+from patchpar.pipeline.planner.tune.timer import waited_for_cores
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies import parse_strategy
@@ -114,6 +115,14 @@ def _sleep(*_: object) -> None:
 MODELS = {"large": large, "sleeping": sleeping}
 
 
+class WaitedSteps(NamedTuple):
+    """Seconds of steps, and of a step in the mean those of waits for messages, and for cores that others had."""
+
+    seconds: list[float]
+    messages: float
+    cores: float
+
+
 class Steps:
     """Steps of one strategy at a time, on one of two ranks. `bare` is the way to the other."""
 
@@ -153,14 +162,14 @@ class Steps:
         self._steps(settle)
         return self._steps(timed)
 
-    def measure_waits(self, link: tuple[float, float, int], settle: int, timed: int) -> tuple[list[float], float]:
-        """The same as `measure`, and the mean seconds of a step that this rank has waited for messages."""
+    def measure_waits(self, link: tuple[float, float, int], settle: int, timed: int) -> WaitedSteps:
+        """The same as `measure`, with the mean seconds of a step that this rank waited for messages, and for cores."""
         self._link(*link)
         self.meet.same(torch.zeros(1))
         self._steps(settle)
-        before = self.recorder.waited
+        before, for_cores = self.recorder.waited, waited_for_cores()
         times = self._steps(timed)
-        return times, (self.recorder.waited - before) / timed
+        return WaitedSteps(times, (self.recorder.waited - before) / timed, (waited_for_cores() - for_cores) / timed)
 
     def record(self, *, without_waits: bool = False) -> dict[str, Any]:
         """One step's exchanges over the bare link, as (seam, sent, needed, bytes, age) in seconds of computing.

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from patchpar.errors import PatchparError, PlanError
 
@@ -53,6 +51,9 @@ def stdout_kept_clean(wanted: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr; yields a function to call with (step, number of steps). `first`: initial text."""
+    from rich.console import Console  # slow, and needed by the verbs that generate only
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

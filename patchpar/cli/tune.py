@@ -15,6 +15,7 @@ from patchpar.cli.shutdown import ended_at_once
 
 if TYPE_CHECKING:
     from patchpar.pipeline.planner.tune.tune import TuneResult
+    from patchpar.plan.replay.measured_device import MeasuredDevice
     from patchpar.plan.replay.measured_machine import MeasuredMachine
 
 
@@ -60,7 +61,10 @@ def lines(found: TuneResult, seconds: float) -> Iterator[str]:
     machine = found.machine
     if machine is None:
         kept = "the figures measured before stay" if found.kept_before is not None else "nothing was kept"
-        yield f"busy      two measurements of one call differ by more than 5 %: {kept}; run it when nothing else runs"
+        yield (
+            "busy      other processes took cores from this one, or two measurements of one call differ by more than "
+            f"5 %: {kept}; run it when nothing else runs"
+        )
         return
     yield f"machine   {machine}, in {seconds:.1f} s"
     for name, text in _device_lines(machine):
@@ -71,10 +75,16 @@ def lines(found: TuneResult, seconds: float) -> Iterator[str]:
 
 
 def _device_lines(machine: MeasuredMachine) -> Iterator[tuple[str, str]]:
-    device = machine.device
-    fastest = max(each.rate for each in device.products)
-    yield "products", f"up to {fastest / 1e9:,.0f} GFLOP/s in {device.dtype}"
-    yield "calls", f"{device.scale:.2f} times the sum of their kernels, and {1e6 * device.overhead:.1f} µs per kernel"
+    for device in _kinds(machine):
+        of = f"{device.name}: " if machine.is_mixed else ""
+        fastest = max(each.rate for each in device.products)
+        yield "products", f"{of}up to {fastest / 1e9:,.0f} GFLOP/s in {device.dtype}"
+        times = f"{device.scale:.2f} times the sum of their kernels, and {1e6 * device.overhead:.1f} µs per kernel"
+        yield "calls", f"{of}{times}"
+
+
+def _kinds(machine: MeasuredMachine) -> list[MeasuredDevice]:
+    return list({each.name: each for each in (machine.device, *machine.mixed)}.values())
 
 
 def _as_dict(found: TuneResult, seconds: float) -> dict[str, Any]:
@@ -82,5 +92,6 @@ def _as_dict(found: TuneResult, seconds: float) -> dict[str, Any]:
     if machine is None:
         return {"busy": True, "machine": None, "seconds": seconds}
     links = [{"pairs": each.pairs, "latency": each.latency, "rate": each.rate} for each in machine.links]
-    device = {"name": machine.device.name, "scale": machine.device.scale, "overhead": machine.device.overhead}
-    return {"busy": False, "machine": str(machine), "device": device, "links": links, "seconds": seconds}
+    kinds = [{"name": each.name, "scale": each.scale, "overhead": each.overhead} for each in _kinds(machine)]
+    measured = {"machine": str(machine), "device": kinds[0], "kinds": kinds, "links": links}
+    return {"busy": False, **measured, "seconds": seconds}

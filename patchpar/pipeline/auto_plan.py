@@ -31,11 +31,15 @@ UNITS_PER_BAND = 2  # with fewer, halos and waiting cost more than a further ran
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """A plan and the reason for it. `advice`: another plan that the user may prefer for this size, or empty."""
+    """A plan and the reason for it. `advice`: another plan that the user may prefer for this size, or empty.
+
+    `ranks`: those to take, in order; empty for the first ones.
+    """
 
     plan: Plan
     reason: str
     advice: str = ""
+    ranks: tuple[int, ...] = ()
 
     @property
     def explanation(self) -> str:

@@ -46,6 +46,7 @@ class PipelineJob:
         self._state, self._caller, self._placement = state, caller, placement
         self._recovery = Recovery(state, caller, placement)
         self._generators: tuple[TensorBytes, ...] = ()
+        self._best: tuple[int, ...] | None = None  # ranks that an automatic plan takes; None: the first ones
         self._suspended: SuspendedCall | None = None
         self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
@@ -218,12 +219,13 @@ class PipelineJob:
         state, placement, kwargs = self._state, self._placement, self._caller.kwargs
         plan = placement.plan
         if plan is None:
-            plan, self.reason = state.choose(placement.rule, placement.ranks, kwargs)
+            choice = state.choose(placement.rule, placement.ranks, kwargs)
+            plan, self.reason, self._best = choice.plan, choice.explanation, choice.ranks or None
         names = state.request.devices.names
         check_plan_for(state.described, plan, kwargs, [names[rank] for rank in self._ranks_of(plan)])
         return plan
 
     def _ranks_of(self, plan: Plan) -> tuple[int, ...]:
-        named = self._placement.ranks
+        named = self._placement.ranks or self._best
         ranks = tuple(range(plan.world_size)) if named is None else named[: plan.world_size]
         return tuple(sorted(ranks)) if self._state.ranks.has_groups else ranks  # groups are of ranks in order

@@ -107,11 +107,11 @@ class Recovery:
         if plan.data > 1 or plan.divides_weights or depends_on_plan:
             return None
         try:
-            fewer, reason = self._state.choose(self._placement.rule, left, self._caller.kwargs)
-            self._check(fewer, left)
+            fewer = self._state.choose(self._placement.rule, left, self._caller.kwargs)
+            self._check(fewer.plan, left)
         except PlanError:
             return None
-        return (fewer, reason) if fewer.data == 1 else None
+        return (fewer.plan, fewer.explanation) if fewer.plan.data == 1 else None
 
     def _check(self, plan: Plan, ranks: Sequence[int]) -> None:
         names = self._state.request.devices.names

@@ -13,7 +13,7 @@ from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.info import PipelineInfo
-from patchpar.pipeline.auto_plan import Rule
+from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.messages import CallbackChange, MethodResult
@@ -91,15 +91,17 @@ class PipelineState:
             before, self._last_queued = self._last_queued, is_queued
         return before
 
-    def choose(self, rule: Rule, ranks: Sequence[int] | None, kwargs: Mapping[str, Any]) -> tuple[Plan, str]:
+    def choose(self, rule: Rule, ranks: Sequence[int] | None, kwargs: Mapping[str, Any]) -> PlanChoice:
         """Return the plan with "auto" of a call on `ranks`, None for all, and the reason for it."""
         with self._changes:
             choice = rule(self.described, self.ranks.world_size if ranks is None else len(ranks), kwargs, self.weights)
             if self.weights.plan is None and ranks is None:
-                choice = self.timed.better(choice, self.described, kwargs)
+                timed = self.timed.better(choice, self.described, kwargs)
+                is_prefix = timed.ranks == tuple(range(len(timed.ranks)))
+                choice = timed if is_prefix or self.ranks.kind == "local" else choice  # others keep their first ranks
             self.reason = choice.explanation
             self.advise(choice.advice)
-        return choice.plan, choice.explanation
+        return choice
 
     def ended(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
         """Keep the statistics of a call, and return them with its forecast."""

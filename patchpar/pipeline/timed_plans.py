@@ -87,12 +87,12 @@ class TimedPlans:
             return choice
         try:
             found = self._searched(model, kwargs, machine)
-            best = found.best.plan
+            best, order = found.best.plan, found.best.order
         except PlanError as error:
             return replace(choice, reason=f"{choice.reason}; no forecast: {error}")
         if best.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
             return choice
-        return replace(choice, plan=best, reason=_reason(found))
+        return replace(choice, plan=best, reason=_reason(found), ranks=order[: best.world_size])
 
     def planned(self, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlannedCall:
         """Return the plan of a call. Raises PlanError without a measurement, and for a call without a forecast."""
@@ -145,7 +145,7 @@ class TimedPlans:
             assert self._folder is not None
             try:
                 simulator = Simulator(self._folder, machine, self._options, call or {})
-                self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of)
+                self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of, in_order=True)
             except PlanError as error:
                 self._found[key] = error
         found = self._found[key]

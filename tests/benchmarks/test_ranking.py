@@ -1,8 +1,11 @@
 """A choice of a plan is judged by what was measured, and links of the machine are those of the setting."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.forecast.ranking import PLANS, WITHIN, Row, with_link
+from benchmarks.forecast.ranking import PLANS, WITHIN, Row, calm, with_link
+from patchpar.pipeline.planner.tune.timer import TimedRun
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
@@ -24,6 +27,13 @@ def test_the_fastest_plan_is_right_and_another_costs_what_it_is_longer() -> None
     assert (wrong.chosen, wrong.best) == ("patch=2", "cfg=2")
     assert wrong.loss == pytest.approx(0.5)
     assert wrong.loss > WITHIN
+
+
+def test_preempted_steps_are_left_out_and_marked_where_there_are_no_others() -> None:
+    assert calm([TimedRun(1.0), TimedRun(9.0, 0.5), TimedRun(1.2, 0.01)]) == [1.0, 1.2]
+    unsure = Row(setting="s", link="l", predicted=dict.fromkeys(PLANS, 1.0), found=dict.fromkeys(PLANS, 1.0))
+    assert "?" not in unsure.line()
+    assert replace(unsure, preempted=("cfg=2",)).line().count("1000 / 1000?") == 1
 
 
 def test_a_link_is_added_to_that_of_the_machine() -> None:

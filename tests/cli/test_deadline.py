@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patchpar.cli.app import AppFlags, demo_package, serve_app
+from patchpar.cli.demo import AppFlags, demo_package, serve_app
 from patchpar.cli.flags import ImageFlags
 from patchpar.cli.stream.flags import StreamFlags
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +51,15 @@ def test_its_example_can_be_typed(run: Any, verb: str) -> None:
 def test_an_example_with_a_wrong_flag_would_be_seen() -> None:
     with pytest.raises(Exception, match="No such option"):
         GROUP.commands["generate"].make_context("generate", ["a fox", "--device", "2"])
+
+
+def test_a_verb_imports_neither_other_verbs_nor_progress_bars() -> None:
+    """So that a plan that is kept is printed in half a second."""
+    code = "import sys, typer, patchpar.cli as c; typer.main.get_command(c.app).commands['plan']; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "patchpar.cli.plan" in loaded
+    others = {"patchpar.cli.generate", "patchpar.cli.demo", "rich", "torch", "diffusers", "numpy"}
+    assert not others.intersection(loaded)
 
 
 @pytest.mark.parametrize("verb", VERBS)

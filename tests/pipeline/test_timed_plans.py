@@ -23,6 +23,7 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
 from patchpar.shard.verification_cache import VerificationCache
 from tests.planner.test_search import forecast_of
+from tests.planner.test_uneven_devices import Simulated, measured_of
 from tests.unit.test_measured_machine import DEVICE
 
 DEVICES = ("cpu", "cpu")
@@ -68,6 +69,17 @@ def test_devices_that_make_a_call_slower_stay_idle(monkeypatch: pytest.MonkeyPat
     alone: Any = SimpleNamespace(branches=lambda kwargs: 1, splits_into_bands=True, splits_into_tokens=False)
     assert timed(monkeypatch, kept, with_exchange(5.0)).better(RULE, alone, CALL).plan == Plan()
     assert timed(monkeypatch, kept, with_exchange(0.0)).better(RULE, alone, CALL).plan == Plan(patch=2)
+
+
+def test_the_ranks_of_devices_of_several_kinds_are_named(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    """The first device is slow, and links are: the call runs on the second alone."""
+    machine = measured_of(9.0, 1.0, latency=1e3)
+    kept.keep(DEVICES, machine)
+    simulate = Simulated(machine)
+    monkeypatch.setattr(timed_plans, "Simulator", lambda *_: SimpleNamespace(of=simulate))
+    alone: Any = SimpleNamespace(branches=lambda kwargs: 1, splits_into_bands=True, splits_into_tokens=False)
+    found = TimedPlans("model", {}, DEVICES, kept).better(RULE, alone, CALL)
+    assert (found.plan, found.ranks) == (Plan(), (1,))
 
 
 @pytest.mark.parametrize(
@@ -179,3 +191,15 @@ def test_a_real_pipeline_plans_its_calls(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert pipe.last_run is not None
         assert pipe.last_run.forecast == pytest.approx(found.forecast.seconds)
         assert "as measured" in pipe.explain()
+
+
+@pytest.mark.breadth
+def test_a_real_call_runs_on_the_faster_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    KeptMachines.in_home().keep(DEVICES, measured_of(9.0, 1.0, latency=1e3))
+    with ParallelPipeline.from_pretrained("embedded", devices=2) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        pipe("a fox", height=64, width=64, num_inference_steps=1)
+        assert pipe.plan == Plan()
+        assert pipe.last_run is not None
+        assert [each.rank for each in pipe.last_run.ranks] == [1]

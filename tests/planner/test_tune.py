@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,14 @@ from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.planner.tune import rank as rank_module
+from patchpar.pipeline.planner.tune import timer as timer_module
 from patchpar.pipeline.planner.tune import tune as tune_module
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.planner.tune.kernel_rates import measured_device
 from patchpar.pipeline.planner.tune.rank import TuningRank
-from patchpar.pipeline.planner.tune.real_calls import denoiser_calls
-from patchpar.pipeline.planner.tune.timer import DeviceTimer
-from patchpar.pipeline.planner.tune.tune import measured, tune
+from patchpar.pipeline.planner.tune.real_calls import RandomDenoiser
+from patchpar.pipeline.planner.tune.timer import REPEATS, ROUNDS, DeviceTimer, TimedRun, waited_for_cores
+from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, measured, tune
 from patchpar.plan.replay.measured_machine import MeasuredLink, MeasuredMachine
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard import verification_cache
@@ -36,26 +37,62 @@ DEVICES = ("cpu", "cpu")
 MACHINE = MeasuredMachine(device=DEVICE, devices=2, links=())
 
 
-def timer_of(seconds: Iterator[float]) -> DeviceTimer:
-    """A timer whose runs take so many seconds, one after the other."""
-    now = [0.0]
+class FakeDevice:
+    """Runs that take so many seconds, one after the other, and wait for a core for a part of them."""
 
-    def clock() -> float:
-        return now[0]
+    def __init__(self, seconds: Iterator[float], waited: Iterator[float] = repeat(0.0)) -> None:  # noqa: B008
+        self._seconds, self._parts = seconds, waited
+        self.now = self.waited = 0.0
+        self.timer = DeviceTimer(torch.device("cpu"), lambda: self.now, lambda: self.waited)
+        self.runs = 0
 
-    timer = DeviceTimer(torch.device("cpu"), clock)
-    timer.work = lambda: now.__setitem__(0, now[0] + next(seconds))  # type: ignore[attr-defined]
-    return timer
+    def work(self) -> None:
+        seconds, part = next(self._seconds), next(self._parts)
+        self.now, self.waited, self.runs = self.now + seconds, self.waited + part * seconds, self.runs + 1
 
 
 def test_two_medians_that_agree_are_the_time_of_a_run() -> None:
-    timer = timer_of(iter([0.09, 0.01, 0.01, 0.01, 0.0102, 0.3]))
-    assert timer.steady(timer.work) == pytest.approx(0.0101)  # type: ignore[attr-defined]
+    device = FakeDevice(iter([0.09, 0.01, 0.01, 0.01, 0.0102, 0.3]))
+    assert device.timer.steady(device.work) == pytest.approx(0.0101)
 
 
 def test_a_busy_machine_is_told() -> None:
-    timer = timer_of(0.001 * 1.2**number for number in count())
-    assert timer.steady(timer.work) is None  # type: ignore[attr-defined]
+    device = FakeDevice(0.001 * 1.2**number for number in count())
+    assert device.timer.steady(device.work) is None
+    assert device.runs == ROUNDS * REPEATS
+
+
+def test_runs_for_which_others_had_the_core_do_not_count() -> None:
+    """One of three is left out; of a round with two there is no median. Control: without the waits they count."""
+    seconds = [0.01, 0.02, 0.01, 0.03, 0.04, 0.01, 0.01, 0.01, 0.02]
+    waited = [0.0, 0.5, 0.0, 0.7, 0.7, 0.0, 0.0, 0.0, 0.5]
+    device = FakeDevice(iter(seconds), iter(waited))
+    assert device.timer.steady(device.work) == pytest.approx(0.01)
+    device = FakeDevice(chain(seconds, repeat(0.05)))
+    assert device.timer.steady(device.work) == pytest.approx(0.05)
+
+
+def test_a_machine_on_which_others_always_have_the_core_is_busy() -> None:
+    """Although all runs take equally long."""
+    device = FakeDevice(repeat(0.01), repeat(0.5))
+    assert device.timer.steady(device.work) is None
+    assert device.timer.best(device.work) == pytest.approx(0.01)  # of a kernel the least seconds, after some tries
+
+
+def test_a_kernel_is_repeated_until_two_runs_had_the_core() -> None:
+    device = FakeDevice(iter([0.01, 0.02, 0.01, 0.012]), iter([0.0, 0.5, 0.0, 0.0]))
+    assert device.timer.best(device.work) == pytest.approx(0.01)
+    assert device.runs == 4
+
+
+def test_the_system_tells_how_long_threads_waited_for_a_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for thread, nanoseconds in (("1", 2 * 10**9), ("2", 5 * 10**8)):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"123 {nanoseconds} 7\n")
+    monkeypatch.setattr(timer_module, "THREADS", tmp_path)
+    assert waited_for_cores() == pytest.approx(2.5)
+    monkeypatch.setattr(timer_module, "THREADS", tmp_path / "none")
+    assert waited_for_cores() == 0.0
 
 
 def test_links_are_measured_through_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,23 +114,52 @@ def test_links_are_measured_through_the_transport(monkeypatch: pytest.MonkeyPatc
 
 
 class FakeRanks:
-    """Four ranks on two hosts, of which the links between hosts are slow and share a card."""
+    """Four ranks on two hosts, of which the links between hosts are slow and share a card.
+
+    `names` of their devices; the last one is slow. `seconds` of each run, by rank.
+    """
 
     world_size = 4
+    names = ("A", "A", "A", "A")
+    seconds = (0.01, 0.01, 0.01, 0.01)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.called: list[tuple[Any, ...]] = []
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        if method == "device":
-            return [replace(DEVICE, scale=each, memory=10 + rank) for rank, each in enumerate((1.0, 1.2, 1.4, 9.0))]
+        self.called.append((method, *args))
+        if method == "timed":
+            return [[TimedRun(each)] * REPEATS for each in self.seconds]
+        if method == "fit":
+            scales = (1.0, 1.2, 1.4, 9.0)
+            return [
+                replace(DEVICE, name=name, scale=scale, memory=10 + rank)
+                for rank, (name, scale) in enumerate(zip(self.names, scales, strict=True))
+            ]
         if method == "link":
             near = args[0] // 2 == args[1] // 2
             return [MeasuredLink(pair=args, latency=1e-5, rate=1e10 if near else 1e9), None, None, None]
-        (pairs,) = args
-        near = pairs[0][0] // 2 == pairs[0][1] // 2
-        return [2 * tune_module.LARGE_MESSAGE / (2e10 if near else 5e8)] * 4
+        if method == "all_at_once":
+            (pairs,) = args
+            near = pairs[0][0] // 2 == pairs[0][1] // 2
+            return [2 * tune_module.LARGE_MESSAGE / (2e10 if near else 5e8)] * 4
+        return [None] * 4
+
+
+class MixedRanks(FakeRanks):
+    names = ("A", "A", "B", "B")
+
+
+class BusyRanks(FakeRanks):
+    """The last rank has the core for half of the time."""
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        found = super().call(method, *args)
+        return [*found[:3], [TimedRun(0.01, 0.005)] * REPEATS] if method == "timed" else found
 
 
 def test_pairs_are_sorted_into_classes_with_what_they_share() -> None:
-    found = measured(FakeRanks(), "float32", (64, 128))  # type: ignore[arg-type]
+    found = measured(FakeRanks(), "float32", CALLS_ON_CPU)  # type: ignore[arg-type]
     assert found is not None
     fast, slow = found.links
     assert fast.pairs == ((0, 1), (2, 3))
@@ -101,6 +167,37 @@ def test_pairs_are_sorted_into_classes_with_what_they_share() -> None:
     assert slow.shared == pytest.approx(4 * 5e8)
     assert found.device.scale == pytest.approx(1.3)
     assert found.device.memory == 10
+    assert not found.is_mixed
+
+
+def test_all_ranks_time_a_call_together_in_two_rounds() -> None:
+    ranks = FakeRanks()
+    measured(ranks, "float32", CALLS_ON_CPU)  # type: ignore[arg-type]
+    names = [name for name, *_ in ranks.called]
+    assert names[: 2 + 3 * len(CALLS_ON_CPU)] == ["rates", *["prepare", "timed", "timed"] * len(CALLS_ON_CPU), "fit"]
+    assert ranks.called[names.index("fit")][1] == [pytest.approx([0.01] * 4)] * len(CALLS_ON_CPU)
+
+
+def test_one_rank_that_is_preempted_makes_the_machine_busy() -> None:
+    ranks = BusyRanks()
+    assert measured(ranks, "float32", CALLS_ON_CPU) is None  # type: ignore[arg-type]
+    assert [name for name, *_ in ranks.called].count("timed") == ROUNDS
+
+
+def test_devices_of_each_kind_have_rates_of_their_own(tmp_path: Path) -> None:
+    found = measured(MixedRanks(), "float32", CALLS_ON_CPU)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.is_mixed
+    assert not found.is_uniform
+    assert [found.device_at(number).name for number in range(4)] == ["A", "A", "B", "B"]
+    assert [found.device_at(number).scale for number in range(4)] == pytest.approx([1.1, 1.1, 5.2, 5.2])
+    assert [found.device_at(number).memory for number in range(4)] == [10, 10, 12, 12]
+    assert str(found) == "2xA+2xB, measured"
+    kept = KeptMachines(VerificationCache(tmp_path))
+    kept.keep(DEVICES, found)
+    assert kept.of(DEVICES) == found
+    kept.scale(DEVICES, 2.0)
+    assert [kept.of(DEVICES).device_at(number).scale for number in (0, 3)] == pytest.approx([2.2, 10.4])
 
 
 def test_figures_are_kept_by_device_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +214,6 @@ def test_figures_are_kept_by_device_and_version(tmp_path: Path, monkeypatch: pyt
 
 
 class FakeExecutor(FakeRanks):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
     def __enter__(self) -> FakeExecutor:
         return self
 
@@ -127,9 +221,8 @@ class FakeExecutor(FakeRanks):
         pass
 
 
-class BusyExecutor(FakeExecutor):
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return [DEVICE, None]
+class BusyExecutor(BusyRanks, FakeExecutor):
+    pass
 
 
 def test_a_busy_machine_keeps_its_old_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,15 +252,13 @@ def test_the_verb_says_that_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch,
     assert "patchpar tune --devices cpu:3" in refused.stderr
 
 
-def test_the_operators_of_a_real_call_are_those_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_of_a_real_call_are_those_of_the_network() -> None:
     """A larger image has as many, with more FLOPs."""
-    monkeypatch.setattr(DeviceTimer, "steady", lambda self, run: self.once(run))
-    timer = DeviceTimer(torch.device("cpu"))
-    small, large = denoiser_calls(timer, torch.float32, embedded_model("embedded-dit"), (64, 128))
+    model = RandomDenoiser(embedded_model("embedded-dit"), torch.device("cpu"), torch.float32)
+    small, large = (model.call(size) for size in (64, 128))
     assert len(small.operators) == len(large.operators) > 50
     assert flops(large.operators) > 1.1 * flops(small.operators)
-    assert small.seconds is not None
-    assert small.seconds > 0
+    assert DeviceTimer(torch.device("cpu")).once(small.run).seconds > 0
 
 
 def flops(operators: tuple[Operator, ...]) -> int:

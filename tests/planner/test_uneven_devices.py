@@ -21,8 +21,10 @@ from patchpar.plan.bands import starts_of
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
 from patchpar.plan.replay.tape import Boundary, Operator, Send, Wait
 from patchpar.shard.verification_cache import VerificationCache
+from tests.unit.test_measured_machine import DEVICE
 
 ROWS = 128
 BYTES = 2 * 10**8
@@ -49,7 +51,7 @@ def recorded(plan: Plan, sent: int, rank: int) -> RecordedRank:
 class Simulated:
     """Forecasts of such steps, without a model."""
 
-    def __init__(self, machine: Machine, sent: int = 0) -> None:
+    def __init__(self, machine: Machine | MeasuredMachine, sent: int = 0) -> None:
         self.machine, self._sent, self.asked = machine, sent, list[Plan]()
 
     def __call__(self, plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
@@ -114,6 +116,38 @@ def test_no_subset_of_the_devices_is_faster(seed: int) -> None:
             plan = Plan(patch=count, ratio=ratio_of([rates[each] for each in taken]) if count > 1 else ())
             order = (*taken, *(each for each in range(3) if each not in taken))
             assert found.step.seconds <= 1.05 * CLOSE * simulate(plan, order).step.seconds
+
+
+def measured_of(*scales: float, latency: float = 1e-5) -> MeasuredMachine:
+    """Devices whose kernels take so many times as long, each kind with a name of its own."""
+    devices = tuple(replace(DEVICE, name=f"kind {scale:g}", scale=scale, memory=2**40) for scale in scales)
+    pairs = tuple(combinations(range(len(scales)), 2))
+    links = (LinkClass(pairs=pairs, latency=latency, rate=1e10),)
+    return MeasuredMachine(device=devices[0], devices=len(devices), links=links, mixed=devices)
+
+
+def test_measured_devices_of_several_kinds_have_parts_by_speed_in_the_order_of_devices() -> None:
+    """As `plan="auto"` takes them: ranks are in ascending order. Control: taken as alike, the slow one ends last."""
+    machine = measured_of(3.0, 1.0, 1.5)
+    found = search(machine, 1, "exact", Simulated(machine), in_order=True).best
+    assert found.order == (0, 1, 2)
+    assert found.plan.ratio[1] > found.plan.ratio[2] > found.plan.ratio[0]
+    even = Simulated(machine)(Plan(patch=3), found.order)
+    assert found.step.seconds < 0.8 * even.step.seconds
+    assert search(machine, 1, "exact", Simulated(machine)).best.order == (1, 2, 0), "the fastest first"
+
+
+def test_guidance_branches_in_the_order_of_devices_have_parts_for_the_slower_one() -> None:
+    machine = measured_of(1.0, 2.0, 1.0, 4.0)
+    found = UnevenDevices(machine, Simulated(machine), in_order=True)(Plan(cfg=2, patch=2))
+    assert found.order == (0, 1, 2, 3)
+    assert found.plan.ratio[0] > 2 * found.plan.ratio[1]
+
+
+def test_measured_devices_that_do_not_help_stay_idle() -> None:
+    machine = measured_of(9.0, 1.0, latency=1e3)
+    found = search(machine, 1, "exact", Simulated(machine), in_order=True).best
+    assert (found.plan, found.order) == (Plan(), (1, 0))
 
 
 def test_equal_devices_have_no_ratio() -> None:

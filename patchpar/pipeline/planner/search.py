@@ -64,12 +64,16 @@ class PlanSearchResult:
         return {"plans": plans, "refused": dict(self.refused), "too_slow": [str(plan) for plan in self.skipped]}
 
 
-def search(machine: AnyMachine, branches: int, strategy: Any, simulate: Simulate) -> PlanSearchResult:
+def search(
+    machine: AnyMachine, branches: int, strategy: Any, simulate: Simulate, *, in_order: bool = False
+) -> PlanSearchResult:
     """Return what plans for at most all devices of a machine take, for a call with so many guidance branches.
 
-    `strategy`: of plans with axis patch. Raises what `simulate` raises for one device.
+    `strategy`: of plans with axis patch. `in_order`: ranks are not swapped, so that each sits on a device after that of
+    the rank before. Raises what `simulate` raises for one device.
     """
-    found = _Search(UnevenDevices(machine, simulate) if machine.is_mixed else simulate, branches, latency_of(machine))
+    on_devices = UnevenDevices(machine, simulate, in_order=in_order) if machine.is_mixed else simulate
+    found = _Search(on_devices, branches, latency_of(machine))
     for plan in found.in_order(list(candidates(machine.devices, branches, strategy, every=machine.is_mixed))):
         found.try_unless_slow(plan)
     for base in list(found.forecasts):
@@ -79,7 +83,7 @@ def search(machine: AnyMachine, branches: int, strategy: Any, simulate: Simulate
     if not found.fits_one_device:
         for plan in divided_models(machine.devices, branches):
             found.try_divided(plan)
-    return found.result(machine)
+    return found.result(machine, may_exchange=not in_order)
 
 
 class _Search:
@@ -165,10 +169,10 @@ class _Search:
         least = base.step.seconds - base.step.exposed.get(KEYS, 0.0)
         return base.step.seconds > CLOSE * least and self._may_win(least, base.plan)
 
-    def result(self, machine: AnyMachine) -> PlanSearchResult:
-        """Return all, the best with its ranks where they are fastest."""
+    def result(self, machine: AnyMachine, *, may_exchange: bool) -> PlanSearchResult:
+        """Return all, the best with its ranks where they are fastest. `may_exchange`: ranks may change devices."""
         best, *others = ranked(self.forecasts)
-        if fits(best) and not machine.is_uniform and best.plan.world_size > 1:
+        if may_exchange and fits(best) and not machine.is_uniform and best.plan.world_size > 1:
             best = placed(best, machine.devices, self._simulate)
         return PlanSearchResult(ranked=[best, *others], refused=self._refused, skipped=self._skipped)
 

@@ -22,10 +22,13 @@ UNITS = 128
 
 
 class UnevenDevices:
-    """Simulates plans on the devices of a mixed machine that suit them. Raises what `simulate` raises."""
+    """Simulates plans on the devices of a mixed machine that suit them. Raises what `simulate` raises.
 
-    def __init__(self, machine: AnyMachine, simulate: Simulate) -> None:
-        self._simulate, self._devices = simulate, machine.devices
+    `in_order`: the ranks of a plan sit on devices in ascending order, as where they have NCCL's groups.
+    """
+
+    def __init__(self, machine: AnyMachine, simulate: Simulate, *, in_order: bool = False) -> None:
+        self._simulate, self._devices, self._in_order = simulate, machine.devices, in_order
         by_kind: dict[str, float] = {}
         for number in range(machine.devices):
             name = machine.device_at(number).name
@@ -57,6 +60,9 @@ class UnevenDevices:
         taken = self._fastest[: plan.world_size]
         parts = [taken[first : first + beside] for first in range(0, len(taken), beside)]
         ranks = [part[number] for number in range(beside) for part in parts]
+        if self._in_order:
+            ranks = sorted(taken)
+            parts = [ranks[first :: plan.patch] for first in range(plan.patch)]
         return self._order(ranks), [1 / max(self._seconds[device] for device in part) for part in parts]
 
     def _order(self, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
-"""This machine as `patchpar tune` has measured it: equal devices, and the links between each two of them by class."""
+"""This machine as `patchpar tune` has measured it: devices by kind, and the links between each two of them by class."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from statistics import median
 
 from patchpar.errors import PlanError
@@ -39,25 +40,34 @@ class LinkClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMachine:
-    """`devices` of one host, all like `device`. `links`: every pair is in one class."""
+    """`devices` of one host, all like `device`. `links`: every pair is in one class.
+
+    `mixed`: the devices in order, where they are of several kinds; `device` is the first of them.
+    """
 
     device: MeasuredDevice
     devices: int
     links: tuple[LinkClass, ...]
+    mixed: tuple[MeasuredDevice, ...] = ()
 
     def device_at(self, number: int) -> MeasuredDevice:
         """Return the device of that number."""
-        return self.device
+        return self.mixed[number] if self.mixed else self.device
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its devices are of several kinds: what was measured is taken to be alike."""
-        return False
+        """Whether its devices are of several kinds."""
+        return bool(self.mixed)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether links between any two devices are alike."""
-        return len(self.links) <= 1
+        """Whether all devices are alike, and so are links between any two."""
+        return len(self.links) <= 1 and not self.mixed
+
+    def scaled(self, factor: float) -> "MeasuredMachine":
+        """Return the machine whose kernels take so many times the seconds."""
+        of = {each.name: replace(each, scale=each.scale * factor) for each in (self.device, *self.mixed)}
+        return replace(self, device=of[self.device.name], mixed=tuple(of[each.name] for each in self.mixed))
 
     def topology(self) -> Topology:
         """Return the routes between its devices. A route raises PlanError for a device that no link reaches."""
@@ -80,7 +90,8 @@ class MeasuredMachine:
             yield f"links {pairs}: measured, {link.rate / 1e9:.3g} GB/s and {1e6 * link.latency:.0f} µs{shared}"
 
     def __str__(self) -> str:
-        return f"{self.devices}x{self.device.name}, measured"
+        kinds = groupby(self.device_at(number).name for number in range(self.devices))
+        return f"{'+'.join(f'{len(list(alike))}x{name}' for name, alike in kinds)}, measured"
 
 
 def classes_of(links: Sequence[MeasuredLink]) -> list[LinkClass]:

@@ -1,7 +1,7 @@
 """Measurements of this machine, kept in a file for each set of devices. Those of another version are not found."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from patchpar.errors import PlanError
@@ -46,8 +46,7 @@ class KeptMachines:
         """Multiply the seconds of kernels of a kept measurement, which real calls have shown to be wrong."""
         found = self.find(devices)
         if found is not None:
-            device = replace(found.device, scale=found.device.scale * factor)
-            self.keep(devices, replace(found, device=device))
+            self.keep(devices, found.scaled(factor))
 
 
 def _facts(devices: Sequence[str]) -> dict[str, Any]:

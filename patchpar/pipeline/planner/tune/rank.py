@@ -11,8 +11,8 @@ from patchpar.launch.accelerators import device_module
 from patchpar.launch.executor import RankContext
 from patchpar.launch.host_memory import free_memory
 from patchpar.pipeline.planner.tune.kernel_rates import measured_device
-from patchpar.pipeline.planner.tune.real_calls import denoiser_calls
-from patchpar.pipeline.planner.tune.timer import DeviceTimer
+from patchpar.pipeline.planner.tune.real_calls import RandomDenoiser, RealCall
+from patchpar.pipeline.planner.tune.timer import DeviceTimer, TimedRun
 from patchpar.plan.replay.measured_device import MeasuredCall, MeasuredDevice, fitted
 from patchpar.plan.replay.measured_machine import LARGE_MESSAGE, MeasuredLink
 
@@ -23,23 +23,40 @@ SHORT, LONG = 20, 3
 
 
 class TuningRank:
-    """The engine of one rank that measures."""
+    """The engine of one rank that measures. Calls that all ranks time are made at the same time, as in a real call."""
 
     def __init__(self, context: RankContext) -> None:
         self._context, self._device = context, torch.device(context.device)
+        self._timer = DeviceTimer(self._device)
         self._transport: Transport | None = None
+        self._rates: MeasuredDevice | None = None
+        self._models: dict[tuple[str, str], RandomDenoiser] = {}
+        self._calls: list[RealCall] = []
 
-    def device(self, dtype: str, models: Sequence[tuple[str, tuple[int, ...]]]) -> MeasuredDevice | None:
-        """Measure kernels, then calls of these model folders at these sizes; None if the machine is busy."""
-        timer, kind = DeviceTimer(self._device), getattr(torch, dtype)
-        rates = measured_device(timer, kind, _name_of(self._device), _memory_of(self._device))
-        calls = []
-        for folder, sizes in models:
-            for call in denoiser_calls(timer, kind, Path(folder), sizes):
-                if call.seconds is None:
-                    return None
-                calls.append(MeasuredCall(operators=call.operators, seconds=call.seconds))
-        return fitted(rates, sorted(calls, key=lambda call: call.seconds))
+    def rates(self, dtype: str) -> None:
+        """Measure kernels in `dtype`."""
+        name, memory = _name_of(self._device), _memory_of(self._device)
+        self._rates = measured_device(self._timer, getattr(torch, dtype), name, memory)
+
+    def prepare(self, dtype: str, folder: str, size: int) -> None:
+        """Make a call of a model folder's denoiser once, for square images of so many pixels on a side."""
+        key = folder, dtype
+        if key not in self._models:
+            self._models[key] = RandomDenoiser(Path(folder), self._device, getattr(torch, dtype))
+        self._calls.append(self._models[key].call(size))
+
+    def timed(self) -> list[TimedRun]:
+        """Return a round of the call that was prepared last."""
+        return self._timer.round(self._calls[-1].run)
+
+    def fit(self, seconds: Sequence[Sequence[float]]) -> MeasuredDevice:
+        """Return the device with what the calls have shown. `seconds` of each call, by rank."""
+        assert self._rates is not None
+        calls = [
+            MeasuredCall(operators=call.operators, seconds=taken[self._context.rank])
+            for call, taken in zip(self._calls, seconds, strict=True)
+        ]
+        return fitted(self._rates, sorted(calls, key=lambda call: call.seconds))
 
     def link(self, lower: int, higher: int) -> MeasuredLink | None:
         """Measure the link between two ranks; the lower one returns it."""

@@ -1,6 +1,6 @@
-"""Calls of a model's denoiser with random values: their operators, recorded without values, and their seconds."""
+"""Calls of a model's denoiser with random values, and their operators, recorded without values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from patchpar.models.info import denoisers_of
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.planner.tape_recorder import ENCODE
-from patchpar.pipeline.planner.tune.timer import DeviceTimer
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import SdpaMode
@@ -31,30 +30,34 @@ SPREAD = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedCall:
-    """The operators of one call of a denoiser, and the median of its seconds; None on a machine that is busy."""
+class RealCall:
+    """A call of a denoiser that can be made again and again, with its operators."""
 
     operators: tuple[Operator, ...]
-    seconds: float | None
+    run: Callable[[], object]
 
 
-def denoiser_calls(timer: DeviceTimer, dtype: torch.dtype, folder: Path, sizes: tuple[int, ...]) -> Iterator[TimedCall]:
-    """Yield a call of the first denoiser of a model folder for square images of these sizes in pixels, in order.
+class RandomDenoiser:
+    """The first denoiser of a model folder with random weights on a device. No weight is read. Raises PlanError."""
 
-    Its weights are random and not read. Raises PlanError, and UnsupportedModel for a model that is never called.
-    """
-    silence_libraries()
-    pipe = empty_pipeline(folder, {"torch_dtype": dtype})
-    pipe.set_progress_bar_config(disable=True)
-    empty = next(iter(denoisers_of(pipe).values()))
-    real = _with_random_weights(empty, timer.device)
-    for size in sizes:
-        args, kwargs = _call_of(pipe, empty, {"prompt": ANY_PROMPT, "height": size, "width": size})
-        operators = _operators(empty, args, kwargs)
-        args, kwargs = tree_map(lambda x: _filled(x, timer.device), (args, kwargs))
-        with torch.no_grad():
-            real(*args, **kwargs)  # memory is allocated, kernels are chosen
-            yield TimedCall(operators=operators, seconds=timer.steady(partial(real, *args, **kwargs)))
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        silence_libraries()
+        self._pipe = empty_pipeline(folder, {"torch_dtype": dtype})
+        self._pipe.set_progress_bar_config(disable=True)
+        self._empty = next(iter(denoisers_of(self._pipe).values()))
+        self._device, self._real = device, _with_random_weights(self._empty, device)
+
+    def call(self, size: int) -> RealCall:
+        """Return its call for a square image of so many pixels on a side, made once already.
+
+        Raises UnsupportedModel for a model that is never called.
+        """
+        found = _call_of(self._pipe, self._empty, {"prompt": ANY_PROMPT, "height": size, "width": size})
+        operators = _operators(self._empty, *found)
+        args, kwargs = tree_map(lambda x: _filled(x, self._device), found)
+        run = torch.no_grad()(partial(self._real, *args, **kwargs))
+        run()  # memory is allocated, kernels are chosen
+        return RealCall(operators=operators, run=run)
 
 
 def _with_random_weights(empty: nn.Module, device: torch.device) -> nn.Module:

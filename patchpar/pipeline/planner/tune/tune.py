@@ -2,6 +2,7 @@
 
 All ranks compute at the same time, as in a call: those of a CPU share its memory and its clocks. Links are measured
 pair by pair; pairs that are alike are a class, and what all pairs of a class send at once shows what they share.
+Devices of several kinds have rates of their own.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
+from patchpar.pipeline.planner.tune.timer import ROUNDS, TimedRun, settled
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.measured_machine import (
     LARGE_MESSAGE,
@@ -24,9 +26,10 @@ from patchpar.plan.replay.measured_machine import (
 )
 
 ENGINE = "patchpar.pipeline.planner.tune.rank:TuningRank"
-SIZES = (128, 512)
-"""Pixels of the sides of images, a small and a large one, that real calls are measured with."""
-MODELS = ("embedded", "embedded-dit")
+CALLS = (("embedded", 128), ("embedded", 512), ("embedded-dit", 128), ("embedded-dit", 512))
+"""Models, and pixels of the sides of images, small and large, that real calls are measured with."""
+CALLS_ON_CPU = (("embedded", 128), ("embedded-dit", 384))
+"""The same for a CPU, on which a large call of the UNet takes seconds: docs/figures/prices.md is measured with them."""
 MOST_MEASURED = 28
 """Pairs of which each is measured: those of eight devices."""
 
@@ -39,36 +42,60 @@ class TuneResult:
     kept_before: MeasuredMachine | None
 
 
-def tune(
-    devices: Sequence[str], dtype: str, kept: KeptMachines | None = None, sizes: tuple[int, ...] = SIZES
-) -> TuneResult:
+def tune(devices: Sequence[str], dtype: str, kept: KeptMachines | None = None) -> TuneResult:
     """Measure these devices, and keep the figures unless other processes are too busy. Raises LaunchError."""
     kept = kept or KeptMachines.in_home()
     before = kept.find(devices)
+    calls = CALLS_ON_CPU if "cpu" in devices else CALLS
     with LocalExecutor(devices, ENGINE, preload=[ENGINE.partition(":")[0]]) as ranks:
-        machine = measured(ranks, dtype, sizes)
+        machine = measured(ranks, dtype, calls)
     if machine is not None:
         kept.keep(devices, machine)
     return TuneResult(machine=machine, kept_before=before)
 
 
-def measured(ranks: Executor, dtype: str, sizes: tuple[int, ...]) -> MeasuredMachine | None:
+def measured(ranks: Executor, dtype: str, calls: Sequence[tuple[str, int]]) -> MeasuredMachine | None:
     """Return what the ranks measure together; None if two measurements of one of them do not agree."""
-    models = [(str(embedded_model(name)), sizes) for name in MODELS]
-    devices = ranks.call("device", dtype, models)
-    if any(each is None for each in devices):
-        return None
-    return MeasuredMachine(device=_slowest(devices), devices=len(devices), links=tuple(_links(ranks)))
+    ranks.call("rates", dtype)
+    seconds: list[list[float]] = []
+    for model, size in calls:
+        ranks.call("prepare", dtype, str(embedded_model(model)), size)
+        taken = _seconds(ranks)
+        if taken is None:
+            return None
+        seconds.append(taken)
+    devices = by_kind(ranks.call("fit", seconds))
+    mixed = tuple(devices) if len({each.name for each in devices}) > 1 else ()
+    return MeasuredMachine(device=devices[0], devices=len(devices), links=tuple(_links(ranks)), mixed=mixed)
 
 
-def _slowest(devices: Sequence[MeasuredDevice]) -> MeasuredDevice:
-    """Return the rates of a device in the middle, with the scale and overhead of all in the middle."""
-    return replace(
-        devices[0],
-        scale=median(each.scale for each in devices),
-        overhead=median(each.overhead for each in devices),
-        memory=min(each.memory for each in devices),
-    )
+def _seconds(ranks: Executor) -> list[float] | None:
+    """Return the seconds of the prepared call on each rank, all at the same time; None if one does not settle."""
+    rounds: list[list[Sequence[TimedRun]]] = [[] for _ in range(ranks.world_size)]
+    found: list[float | None] = [None] * ranks.world_size
+    for _ in range(ROUNDS):
+        for rank, runs in enumerate(ranks.call("timed")):
+            rounds[rank].append(runs)
+            found[rank] = found[rank] or settled(rounds[rank])
+        taken = [each for each in found if each is not None]
+        if len(taken) == len(found):
+            return taken
+    return None
+
+
+def by_kind(devices: Sequence[MeasuredDevice]) -> list[MeasuredDevice]:
+    """Return for each device the rates of its kind, by name: of the first such device, with the medians of all such."""
+    alike = {each.name: [other for other in devices if other.name == each.name] for each in devices}
+    kinds = {
+        name: replace(
+            found[0],
+            scale=median(each.scale for each in found),
+            overhead=median(each.overhead for each in found),
+            memory=min(each.memory for each in found),
+        )
+        for name, found in alike.items()
+    }
+    return [kinds[each.name] for each in devices]
 
 
 def _links(ranks: Executor) -> list[LinkClass]:
