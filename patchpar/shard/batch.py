@@ -14,7 +14,7 @@ may be shorter in a part than in the whole:
     part 1    [image text text]                           padded with zeros where the parts are joined
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +138,31 @@ class Batch:
             }
         if type(tree) in (list, tuple):
             return type(tree)(self.part(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
+        return tree
+
+    def at_rows(self, tree: Any, rows: Sequence[int], change: Callable[[Tensor, int], Tensor], path: str = "") -> Any:
+        """Return the arguments (args, kwargs) with these rows of the batch, in this order, also several times.
+
+        `change(x, count)`: what a tensor of any shape that carries them becomes, with `count` entries for each row
+        along its dim 0. Lists with an entry for each image are not changed otherwise.
+        """
+        if isinstance(tree, Tensor):
+            dim = self.known[path] if path in self.known else self._dim(tree)
+            if dim is None:
+                return tree
+            each = tree.shape[dim] // self.size
+            index = [row * each + at for row in rows for at in range(each)]
+            taken = tree.index_select(dim, torch.tensor(index, device=tree.device))
+            return change(taken, each) if dim == 0 else taken
+        if isinstance(tree, list) and self._is_per_item(tree):
+            return [tree[row] for row in rows]
+        if isinstance(tree, dict) and type(tree) is dict:
+            return {
+                key: value if key in SHARED_NAMES else self.at_rows(value, rows, change, f"{path}.{key}")
+                for key, value in tree.items()
+            }
+        if type(tree) in (list, tuple):
+            return type(tree)(self.at_rows(item, rows, change, f"{path}[{at}]") for at, item in enumerate(tree))
         return tree
 
     def _is_per_item(self, items: list[Any]) -> bool:
