@@ -61,14 +61,9 @@ class PromptRows:
         at = {place: row for row, place in enumerate(self.places)}
         return [at.get(place, place % self.own) for place in range(self.total)]
 
-    def filled(self, x: Tensor, each: int) -> Tensor:
-        """Return `x` [total * each, ...] with other values in the rows of other prompts, if it is of images or text."""
-        if x.ndim <= 2 or not x.is_floating_point():  # timesteps, sizes, pooled text
-            return x
-        others = [place for place in range(self.total) if place not in self.places]
-        factors = x.new_ones(self.total)
-        factors[others] = FILLED
-        return x * factors.repeat_interleave(each).view(-1, *[1] * (x.ndim - 1))
+    def factors(self) -> list[float]:
+        """Return for each row of all prompts by what is multiplied what stands there: 1 for our own."""
+        return [1.0 if place in self.places else FILLED for place in range(self.total)]
 
     def ours_in(self, outputs: Sequence[Tensor], *, by_item: bool) -> list[Tensor]:
         """Return our rows of the tensors of an output, or with `by_item`, our items of one tensor for each row."""
@@ -140,7 +135,7 @@ class PromptCheck:
             )
 
         def for_all() -> list[Tensor]:
-            args, kwargs = batch.at_rows(call, rows.sources(), rows.filled)
+            args, kwargs = batch.at_rows(call, rows.sources(), rows.factors())
             with caches_set_aside(self.denoiser):
                 return rows.ours_in(floats_in(plain(*args, **kwargs)), by_item=batch.by_item)
 
