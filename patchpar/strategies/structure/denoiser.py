@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import describe
 from patchpar.plan.exchange_policy import ExchangePolicy
@@ -24,6 +24,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import count_branches
 from patchpar.shard.stale.extrapolation import timestep_of
+from patchpar.shard.step_caches import cache_of
 from patchpar.shard.transformer.probe.capture import parameter_names
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.unet.discover import splits_into_bands
@@ -178,7 +179,8 @@ class HighResDenoiser:
             )
 
     def reset(self) -> None:
-        """Begin an image."""
+        """Begin an image. Raises UnsupportedModel for a denoiser with a cache of diffusers."""
+        self._refuse_cache()
         self._after.end()
         self._branches.clear()
         self._content.reset()
@@ -188,6 +190,14 @@ class HighResDenoiser:
             self._fresh.begin(self.pipe.scheduler)
         if not self.method.guidance.lag:  # with lag the guidance needs each branch of the previous step
             self._after.begin(self.pipe.scheduler, watched=self.watched)
+
+    def _refuse_cache(self) -> None:
+        name = cache_of(self.denoiser)
+        if name is not None:
+            raise UnsupportedModel(
+                f"{name} skips blocks by what the last call of {type(self.denoiser).__name__} has kept, which is of "
+                "another patch with strategy=structure: use disable_cache(), or strategy=exact"
+            )
 
     def finish(self) -> None:
         """End an image. Raises ExchangeError, and UnsupportedModel if its latents were never completed."""
