@@ -187,8 +187,8 @@ def found(
     verifications = None
     if trusted is not None:
         verifications = VerificationCache(Path(folder) / str(this.rank), trusted=frozenset(trusted))
-    size = Plan.parse(plan).data
-    part = PromptSlice.of(options, this.rank if size > 1 else 0, size)
+    data = this.mesh(**Plan.parse(plan).degrees())["data"]
+    part = PromptSlice.of(options, data.rank, data.size)
     try:
         got = _planned(this, plan, plant, options, verifications, when)
     except PatchparError as error:

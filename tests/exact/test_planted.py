@@ -124,25 +124,29 @@ def test_without_the_comparison_patches_are_silently_wrong(ranks: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("plan", "options"),
+    ("plan", "options", "is_refused"),
     first_of(
         [
-            ("patch=2", TWO),
-            ("patch=2", {}),
-            ("cfg=2", {}),
-            ("cfg=2", TWO),
-            ("data=2", TWO),
-            ("data=2", TWO | UNGUIDED),
-            (STRUCTURE, LARGE),
+            ("patch=2", TWO, True),
+            ("patch=2", {}, True),
+            ("cfg=2", {}, True),
+            ("cfg=2", TWO, False),
+            ("data=2", TWO, False),
+            ("data=2", TWO | UNGUIDED, True),
         ],
-        ("patch=2", {}),
-        ("cfg=2", {}),
+        ("patch=2", {}, True),
+        ("cfg=2", {}, True),
     ),
     ids=str,
 )
-def test_merged_tokens(ranks: Any, tmp_path: Path, plan: str, options: dict[str, Any]) -> None:
+def test_merged_tokens(ranks: Any, tmp_path: Path, plan: str, options: dict[str, Any], is_refused: bool) -> None:
     """Bands, and halves of a batch of odd size, match other tokens; two prompts on two ranks match the same ones."""
-    is_refused = plan != "cfg=2" and plan != "data=2" if "prompt" in options else True
-    is_refused |= options == TWO | UNGUIDED
     for found in ranks.run(FOUND, 2, plan, "merged", str(tmp_path), options):
         assert "MergingBlock" in found["message"] if is_refused else is_exact(found), found
+
+
+@pytest.mark.breadth
+def test_merged_tokens_of_patches(ranks: Any, tmp_path: Path) -> None:
+    """Its hook on the whole network is called once in a step, with the whole image: patches have fewer tokens."""
+    for found in ranks.run(FOUND, 2, STRUCTURE, "merged", str(tmp_path), LARGE):
+        assert max(found["error"], found["effect"]) <= LIMIT, found

@@ -14,7 +14,7 @@ from .generation import large
 
 
 def test_they_are_refused_until_they_are_disabled() -> None:
-    tiny, strategy = build("sd3"), StructureGuidance(native=64)
+    tiny, strategy = build("flux"), StructureGuidance(native=64)
     tiny.denoiser.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     words = r"FirstBlockCacheConfig skips blocks by what .*is of another patch.*use disable_cache\(\)"
     with pytest.raises(UnsupportedModel, match=words), large(tiny, strategy, None, Axis("patch")):
