@@ -139,7 +139,7 @@ class PromptCheck:
             with caches_set_aside(self.denoiser):
                 return rows.ours_in(floats_in(plain(*args, **kwargs)), by_item=batch.by_item)
 
-        exactly = None if self.is_alone else partial(plain, *call[0], **call[1])
+        exactly: Callable[[], Any] | None = None if self.is_alone else partial(plain, *call[0], **call[1])
         if cache_of(self.denoiser) is not None and form in self._seen:
             exactly = self._nothing_to_compare
         cut: Cut = rows.cut
