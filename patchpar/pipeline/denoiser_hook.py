@@ -1,19 +1,23 @@
 """Hooks that replace the forward of a denoiser, and of a network that conditions it (ControlNet)."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from diffusers.hooks import ModelHook
 from torch import nn
 
+from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import with_own_lists
 from patchpar.pipeline.installed_weights import InstalledWeights
+from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
@@ -27,6 +31,7 @@ from patchpar.shard.unsupported_model import (
 )
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
+from patchpar.strategies.data.prompt_check import PromptCheck
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -53,6 +58,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """What runs the denoiser's own forward, if the plan divides its blocks."""
         self.divided: PipedOnStages | StagedPatches | None = None
         """What runs it in these stages piece by piece, or on a patch of the image, if the plan says so."""
+        self.prompts: PromptCheck | None = None
+        """What compares foreign code with a call for all prompts, if the plan divides these."""
         self._looked: int | None = None  # the evaluation of this image in which the denoiser was last inspected
         self._by_branch: Sequence[nn.Module] = ()
         self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
@@ -61,9 +68,25 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """Run calls in pieces or patches, by the stages of `divided`; those for a comparison, whole in its stages."""
         self.divided, self.stages = divided, divided.stages
 
-    def begin(self, *, watched: bool) -> None:
-        """Begin an image. `watched`: a callback runs between its steps, which may change the denoiser."""
+    def watch_prompts(self, module: nn.Module, mesh: AxisComm, data: Axis, verifications: Any) -> None:
+        """Compare foreign code with a call for all prompts, if `data` divides them and calls are verified at all.
+
+        `mesh`: the ranks that compute the same prompts.
+        """
+        if data.size == 1 or verifications is None:
+            return
+        is_alone = self.plan.world_size == self.plan.data
+        check = ForeignCheck(module, mesh, verifications, self._is_comparing)
+        self.prompts = PromptCheck(module, data, check, is_alone=is_alone)
+
+    def begin(self, *, watched: bool, call: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Begin an image. `watched`: a callback runs between its steps, which may change the denoiser.
+
+        `call`: of the pipeline, for all prompts. Raises PlanError for too few prompts.
+        """
         self._watched, self._looked = watched, None
+        if self.prompts is not None:
+            self.prompts.begin(call)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
@@ -88,7 +111,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                         self._by_branch = layer.layers_of(module)
                     layer.by_branch = self._by_branch
                     layer.carriers = {} if self.check is None else self.check.carriers_of(plain, kept)
-            result = self._checked(partial(forward, *args, **kwargs), plain, kept)
+            split = partial(self._checked, partial(forward, *args, **kwargs), plain, kept)
+            result = split() if self.prompts is None else self.prompts.run(split, plain, kept)
             if before is not None:
                 refuse_what_processors_keep(module, str(self.plan), before)
         age = "stale" if self._stale_calls() > stale_before else "exact"
@@ -105,6 +129,12 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.check.inner = [layer.foreign for layer in shared]
         remembers = any(layer.history is not None for layer in shared) or cache_of(self.check.denoiser) is not None
         return self.check.run(split, plain, call, remembers=remembers)
+
+    def _is_comparing(self) -> bool:
+        """Whether a layer compares a call, which is no part of the pipeline's."""
+        shared = [layer.foreign for layer in self.layers if isinstance(layer, SharedDenoiser)]
+        checks = shared if self.check is None else [*shared, self.check.foreign]
+        return any(each.is_comparing for each in checks)
 
     def pass_over(self, *args: Any, **kwargs: Any) -> None:
         """Count a call of the denoiser whose output is known already."""
@@ -138,7 +168,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return False
         self._looked = self.clock.evaluation
         self.votes.renew()
-        for layer in (*self.layers, self.stages, self.divided, self.check):
+        for layer in (*self.layers, self.stages, self.divided, self.check, self.prompts):
             if hasattr(layer, "unsure"):
                 layer.unsure = True
         return True
@@ -150,6 +180,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return "Use tensor=1, and give the devices to another axis"
         if self.plan.stage > 1:
             return "Use stage=1"
+        if self.plan.cfg == 1:
+            return "Use data=1, and give the devices to another axis, e.g. patch"
         return f"Use cfg=1, and give the devices to another axis, e.g. patch={self.plan.cfg}"
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:

@@ -94,8 +94,9 @@ class InstalledPlan:
                 by_branch = partial(self.guidance.layers_of, module)
                 together = mesh.of_one_image() if plan.stage > 1 else None  # a plain forward takes all stages
                 check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch, together=together)
-            votes = CacheVote(module, comm, (mesh["patch"], mesh["cfg"]), clock)
+            votes = CacheVote(module, comm, [mesh[name] for name in ("patch", "cfg", "data")], clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
+            hook.watch_prompts(module, (comm, mesh.of_one_image()), mesh["data"], verifications)
             hook.weights = self.weights
             self._divide_blocks(module, hook, plan, verifications, in_patches)
             self._register(module, hook)
@@ -243,12 +244,12 @@ class InstalledPlan:
         """Whether images are made of patches by structure guidance, which may compute only some guidance branches."""
         return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
-    def begin(self, *, tracing: bool, watched: bool = False) -> StatsRecorder:
-        """Begin an image. `watched`: a callback gets the latents between the steps. Raises UnsupportedModel."""
+    def begin(self, *, tracing: bool, watched: bool = False, call: Any = MappingProxyType({})) -> StatsRecorder:
+        """Begin the image of a `call`, `watched` by a callback or not. Raises UnsupportedModel, PlanError."""
         for hooked in self._hooked:
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):
-                hooked.hook.begin(watched=watched)
+                hooked.hook.begin(watched=watched, call=call)
             if not hooked.is_reached:
                 hooked.reinstall()
         if self.weights is not None:

@@ -140,6 +140,35 @@ class Batch:
             return type(tree)(self.part(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
         return tree
 
+    def at_rows(self, tree: Any, rows: Sequence[int], factors: Sequence[float], path: str = "") -> Any:
+        """Return the arguments (args, kwargs) with these rows of the batch, in this order, also several times.
+
+        Images and texts are multiplied by the factors, one for each of `rows`; timesteps, sizes and pooled texts, which
+        have fewer dims, are not.
+        """
+        if isinstance(tree, Tensor):
+            dim = self.known[path] if path in self.known else self._dim(tree)
+            return tree if dim is None else self._tensor_at(tree, dim, rows, factors)
+        if isinstance(tree, list) and self._is_per_item(tree):
+            return [_scaled(tree[row], factor) for row, factor in zip(rows, factors, strict=True)]
+        if isinstance(tree, dict) and type(tree) is dict:
+            return {
+                key: value if key in SHARED_NAMES else self.at_rows(value, rows, factors, f"{path}.{key}")
+                for key, value in tree.items()
+            }
+        if type(tree) in (list, tuple):
+            return type(tree)(self.at_rows(item, rows, factors, f"{path}[{at}]") for at, item in enumerate(tree))
+        return tree
+
+    def _tensor_at(self, x: Tensor, dim: int, rows: Sequence[int], factors: Sequence[float]) -> Tensor:
+        each = x.shape[dim] // self.size
+        index = [row * each + at for row in rows for at in range(each)]
+        taken = x.index_select(dim, torch.tensor(index, device=x.device))
+        if x.ndim < 3 or not x.is_floating_point():
+            return taken
+        scales = torch.tensor(factors, dtype=x.dtype, device=x.device).repeat_interleave(each)
+        return taken * scales.view(-1, *[1] * (x.ndim - dim - 1))
+
     def _is_per_item(self, items: list[Any]) -> bool:
         if len(items) != self.size or self.by_item:
             return len(items) == self.size
@@ -178,6 +207,12 @@ class Batch:
             for x, parts in zip(tensors, zip(*of_parts, strict=True), strict=True)
         ]
         return self.join([with_tensors(whole, parts) for parts in zip(*cut, strict=True)])
+
+
+def _scaled(item: Any, factor: float) -> Any:
+    """Return an item of a list, an image [C, ...] or text [tokens, C], multiplied; others as they are."""
+    is_scaled = isinstance(item, Tensor) and item.ndim > 1 and item.is_floating_point()
+    return factor * item if is_scaled and factor != 1 else item
 
 
 def largest_of(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -28,12 +28,15 @@ DECIDES_ALIKE = {
     "MagCacheConfig": "by the number of the step",
     "TaylorSeerCacheConfig": "by the number of the step",
 }
+BY_STEP = frozenset({"FasterCacheConfig", "PyramidAttentionBroadcastConfig", "TextKVCacheConfig"})
+"""Of a denoiser with whole images these too decide alike on all ranks."""
 CONFIGURED_BY = {
     "first_block_cache": "FirstBlockCacheConfig",
     "mag_cache": "MagCacheConfig",
     "taylorseer_cache": "TaylorSeerCacheConfig",
     "faster_cache": "FasterCacheConfig",
     "pyramid_attention_broadcast": "PyramidAttentionBroadcastConfig",
+    "sea_cache": "SeaCacheConfig",
 }
 DECISION = "_should_compute_remaining_blocks"
 
@@ -65,18 +68,18 @@ def cache_of(denoiser: nn.Module) -> str | None:
 
 
 class CacheVote:
-    """Makes the first-block caches of a denoiser decide alike on the ranks of `patch`, and of `cfg` for a whole batch.
+    """Makes the first-block caches of a denoiser decide alike on the ranks of `axes`, those of `cfg` for a whole batch.
 
-    Their criterion, the mean change of the first block's residual, is computed over the tokens of all ranks, so the
-    decision is that of plain diffusers.
+    Their criterion, the mean change of the first block's residual, is computed over the prompts and tokens of all
+    ranks, so the decision is that of plain diffusers.
     """
 
-    def __init__(self, denoiser: nn.Module, comm: Communicator, axes: tuple[Axis, Axis], clock: StepClock) -> None:
-        self.denoiser, self.comm, self.clock = denoiser, comm, clock
-        self.patch, self.cfg = axes
+    def __init__(self, denoiser: nn.Module, comm: Communicator, axes: Sequence[Axis], clock: StepClock) -> None:
+        self.denoiser, self.comm, self.clock, self.axes = denoiser, comm, clock, tuple(axes)
 
     def renew(self) -> None:
-        """Install the vote in the caches that are enabled now."""
+        """Install the vote in the caches that are enabled now. Raises UnsupportedModel for those that have none."""
+        self._refuse_others()
         for hook in _cache_hooks(self.denoiser):
             if isinstance(hook, FBCHeadBlockHook):
                 setattr(hook, DECISION, partial(self._decide, hook))
@@ -85,6 +88,17 @@ class CacheVote:
         """Remove the vote: each rank decides by its own tensors."""
         for hook in _cache_hooks(self.denoiser):
             vars(hook).pop(DECISION, None)
+
+    def _refuse_others(self) -> None:
+        """Raise UnsupportedModel for a cache that decides by tensors of all prompts or branches, and has no vote."""
+        name, batch = cache_of(self.denoiser), [axis for axis in self.axes if axis.name != "patch" and axis.size > 1]
+        if name is None or not batch or name in DECIDES_ALIKE or name in BY_STEP:
+            return
+        plan = ",".join(f"{axis.name}={axis.size}" for axis in batch)
+        raise UnsupportedModel(
+            f"{name} cannot be used with {plan}: it may decide by the whole batch which blocks to skip, of which each "
+            f"rank has a part: use {', '.join(sorted(DECIDES_ALIKE))}, or one device"
+        )
 
     def _decide(self, hook: Any, residual: Tensor) -> bool:
         """Whether to compute the remaining blocks. Raises ExchangeError."""
@@ -96,7 +110,9 @@ class CacheVote:
 
     def _sum_over_ranks(self, own: Sequence[Tensor]) -> list[float]:
         votes = torch.stack([x.float() for x in own])
-        for axis in (self.patch, *([self.cfg] if self.clock.branches > 1 else [])):
+        for axis in self.axes:
+            if axis.name == "cfg" and self.clock.branches == 1:
+                continue  # each rank has calls of its own
             votes = torch.stack(AllGather(self.comm, axis, "cache", "vote on a cached step").same(votes)).sum(0)
         return [float(x) for x in votes]
 

@@ -133,6 +133,38 @@ def test_what_a_model_says_of_itself_counts() -> None:
             assert (found and (found.steps, found.guidance)) == (few if is_distilled else None)
 
 
+NAMED = {
+    ("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large-turbo"): (4, 0.0),
+    ("StableDiffusion3Img2ImgPipeline", "/models/SD3.5_Turbo/"): (4, 0.0),
+    ("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large"): None,
+    ("ZImagePipeline", "/cache/models--Tongyi-MAI--Z-Image-Turbo/snapshots/0123456789abcdef"): (8, 0.0),
+    ("ZImagePipeline", "Tongyi-MAI/Z-Image"): None,
+    ("ZImagePipeline", "turbo/Z-Image"): None,
+    ("ZImagePipeline", "someone/Z-Image-De-Turbo"): None,
+    ("StableDiffusionXLPipeline", "someone/sdxl-lightning"): (4, 0.0),
+    ("StableDiffusionXLPipeline", "someone/SDXL_Lightning_8step"): (8, 0.0),
+    ("StableDiffusionXLPipeline", "someone/hyper-sdxl"): None,
+    ("FluxPipeline", "someone/FLUX.1-schnell-fp8"): (4, 0.0),
+    ("FluxPipeline", "someone/FLUX.1-lite"): None,
+}
+
+
+@pytest.mark.parametrize(("kind", "path"), NAMED)
+def test_a_name_counts_where_the_configuration_says_nothing(kind: str, path: str) -> None:
+    """Of the repository, which may be in the hub's cache, or of the folder; not of its owner."""
+    pipe = type(kind, (), {"config": {"_name_or_path": path}, "scheduler": None})()
+    found = few_steps_of(pipe, {"guidance_embeds": False})
+    assert (found and (found.steps, found.guidance)) == NAMED[kind, path]
+
+
+def test_the_name_is_that_of_the_folder_it_was_loaded_from(tmp_path: Path) -> None:
+    for name, few in (("sd3.5-turbo", (4, 0.0)), ("sd3.5", None)):
+        pipe = tiny.build("sd3").pipe
+        pipe.save_pretrained(tmp_path / name)
+        found = describe(load_pipeline(str(tmp_path / name), {})).few_steps
+        assert (found and (found.steps, found.guidance)) == few
+
+
 def test_the_embedded_models_have_theirs_whatever_their_class_says() -> None:
     known = Defaults(height=256, width=256, steps=20, guidance=4.0)
     assert defaults_before("embedded") == defaults_of("embedded-dit", describe(tiny.build("sdxl").pipe)) == known

@@ -77,6 +77,40 @@ def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
     assert reported[0] != reported[1]
 
 
+PROMPTS = ["a red house", "three tall pines by a lake"]
+
+
+def first_change(prompts: list[str]) -> float:
+    """The measure of a first-block cache in the first step that it may leave out."""
+    found, measured = tiny.build("flux"), []
+
+    def noted(hook: Any, residual: Tensor) -> bool:
+        before = hook.state_manager.get_state().head_block_residual
+        if before is not None:
+            measured.append(float((residual - before).abs().mean() / before.abs().mean()))
+        return True
+
+    found.denoiser.enable_cache(FirstBlockCacheConfig(threshold=1.0))
+    with patch.object(FBCHeadBlockHook, "_should_compute_remaining_blocks", noted):
+        found.pipe(**arguments(PipelineCase(name="flux", plan="", steps=2, options={"prompt": prompts}), found))
+    return measured[0]
+
+
+def test_prompts_on_several_ranks_decide_together(ranks: Any) -> None:
+    """As in one process, by the mean of all prompts: this rank's alone would decide otherwise."""
+    measures = [first_change(PROMPTS), first_change(PROMPTS[:1])]
+    assert abs(measures[0] / measures[1] - 1) > 1e-4
+    cache = FirstBlockCacheConfig(threshold=sum(measures) / 2)
+    case = PipelineCase(name="flux", plan="data=2", steps=STEPS, cache=cache, options={"prompt": PROMPTS})
+    together, alone = tiny.build("flux"), tiny.build("flux")
+    for each in (together, alone):
+        each.denoiser.enable_cache(cache)
+    want = latents_of(together.pipe(**arguments(case, together)))[:1]
+    by_itself = latents_of(alone.pipe(**arguments(case, alone) | {"prompt": PROMPTS[:1], "negative_prompt": None}))
+    (got,) = generate(ranks, case)
+    assert relative(got, want) <= EXACT < relative(by_itself, want)
+
+
 @pytest.mark.parametrize(
     ("cache", "plan", "words"),
     [

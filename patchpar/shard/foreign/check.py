@@ -48,7 +48,8 @@ class GuardedCall:
 
     `cuts`: how its tensors were divided; `exactly`: the split call to compare if `split` uses values of earlier steps;
     `shaken`: the plain call with a latent that is rounded otherwise, by a seed;
-    `divides`: whether ranks have computed parts of the call, rather than some of several calls; `what` differs if it
+    `divides`: whether ranks have computed parts of the call, rather than some of several calls; `computes`: what each
+    call is for, if calls of one step are for different things, between which nothing may be kept; `what` differs if it
     differs, `mixed` is what foreign code then mixes, and `way_out` is what to do, for messages.
     """
 
@@ -59,6 +60,7 @@ class GuardedCall:
     exactly: Run | None = None
     shaken: Callable[[int], Any] | None = None
     divides: Callable[[], bool] = lambda: True
+    computes: str = ""
     what: str
     mixed: str
     way_out: str
@@ -125,9 +127,10 @@ class ForeignCheck:
             return call.split()
         self._before = before = self._state()
         own, output = self._noted(call.split)
-        if not call.divides():
-            if self.names:
-                self._refuse_changed(before, call)
+        divides = call.divides()
+        if self.names and (call.computes or not divides):
+            self._refuse_changed(before, call)
+        if not divides:
             return output
         known = (call.form, True) in self._forms and self._proved.issuperset(own)
         after = self._state()
@@ -194,6 +197,12 @@ class ForeignCheck:
         return listed(self.names or self._all)
 
     @property
+    def suspected(self) -> str:
+        """What names a network that fails in messages, with the foreign code in it, if there is any."""
+        found = self.blamed
+        return f"This model, or {found[0].lower()}{found[1:]}," if self._all else "This model"
+
+    @property
     def is_needed(self) -> bool:
         """Whether the network holds foreign code, and calls are compared at all."""
         return bool(self._all) and self.verifications is not None
@@ -215,7 +224,7 @@ class ForeignCheck:
         if before.has_written_tensors:
             raise UnsupportedModel(
                 f"{self.blamed} writes into tensors that it keeps from one call to the next, which cannot be put back "
-                "after a comparison with the plain call: let it keep new tensors instead, use one device, or data=N"
+                "after a comparison with the plain call: let it keep new tensors instead, or use one device"
             )
 
     def _blame(self, call: GuardedCall) -> tuple[str, str]:
@@ -224,9 +233,11 @@ class ForeignCheck:
 
     def _refuse_changed(self, before: SavedState, call: GuardedCall) -> None:
         if before.has_changed:
+            reason = f"each rank makes only some of the calls of {call.what}"
+            if call.computes:
+                reason = f"each call of {call.what} is for {call.computes}, and each rank makes only some of them"
             raise UnsupportedModel(
-                f"{self.blamed} keeps something from one call to the next, but each rank makes only some of the calls "
-                f"of {call.what}: {call.way_out}"
+                f"{self.blamed} keeps something from one call to the next, but {reason}: {call.way_out}"
             )
 
     def _learn(self, form: Any, whole: list[FunctionCall], own: list[FunctionCall], cuts: Sequence[Cut]) -> None:

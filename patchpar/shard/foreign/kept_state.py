@@ -8,9 +8,10 @@ generators. Tensors are kept by reference.
 import copy
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +77,8 @@ class SavedState:
             wanted = {key: self._entry(number, key, value, twins or {}) for key, value in entries.items()}
             if not _are_same(holder.read(), wanted):
                 holder.write(wanted)
-        for restore, state in self._random:
-            restore(state)
+        for state in self._random:
+            state.write(state.value)
 
     def _entry(self, number: int, key: Any, value: Any, twins: Mapping[int, Tensor]) -> Any:
         kept = self._copies.get((number, key))
@@ -94,8 +95,13 @@ class SavedState:
 
     @property
     def has_changed(self) -> bool:
-        """Whether any of it is another value now; tensors that were written to count."""
-        return self.has_written_tensors or any(not _are_same(holder.read(), entries) for holder, entries in self._saved)
+        """Whether any of it is another value now: also where a tensor was written to, or random numbers were taken."""
+        return (
+            self.has_written_tensors
+            or any(not _are_same(holder.read(), entries) for holder, entries in self._saved)
+            or any(not _is_as_copied(self._saved[at][1][key], kept) for (at, key), kept in self._copies.items())
+            or any(not _is_equal_state(state.read(), state.value) for state in self._random)
+        )
 
 
 def _copied(value: Any, copier: Any) -> Any:
@@ -113,6 +119,9 @@ def _are_same(now: Entries, wanted: Entries) -> bool:
 
 
 def _is_equal_number(one: Any, other: Any) -> bool:
+    """Whether both are the same number or text, or tuples of such."""
+    if type(one) is tuple and type(other) is tuple:
+        return len(one) == len(other) and all(map(_is_equal_number, one, other))
     return type(one) is type(other) and isinstance(one, (int, float, str, bytes, torch.Size)) and one == other
 
 
@@ -128,13 +137,43 @@ def _replaced(value: Any, twins: Mapping[int, Tensor]) -> Any:
     return value
 
 
-def _random_states(device: torch.device) -> list[tuple[Any, Any]]:
-    """Return the states of the generators that code may take numbers from, each with what sets it."""
-    found: list[tuple[Any, Any]] = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
-    of_device = accelerators.random_state(device)
-    if of_device is not None:
-        found.append((lambda state: accelerators.set_random_state(state, device), of_device))
+class _RandomState(NamedTuple):
+    """The state of a generator, as it was, and what reads and sets it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    value: Any
+
+
+def _random_states(device: torch.device) -> list[_RandomState]:
+    """Return the states of the generators that code may take numbers from."""
+    pairs: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+    ]
+    if accelerators.random_state(device) is not None:
+        pairs.append(
+            (partial(accelerators.random_state, device), lambda state: accelerators.set_random_state(state, device))
+        )
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found.append((numpy.random.set_state, numpy.random.get_state()))
-    return found
+        pairs.append((numpy.random.get_state, numpy.random.set_state))
+    return [_RandomState(read, write, read()) for read, write in pairs]
+
+
+def _is_equal_state(now: Any, then: Any) -> bool:
+    """Whether two states of a generator, which may hold tensors and arrays, are equal."""
+    if isinstance(now, tuple) and isinstance(then, tuple):
+        return len(now) == len(then) and all(map(_is_equal_state, now, then))
+    if isinstance(now, Tensor):
+        return torch.equal(now, then)
+    return bool(now.tobytes() == then.tobytes()) if hasattr(now, "tobytes") else bool(now == then)
+
+
+def _is_as_copied(value: Any, kept: Any) -> bool:
+    """Whether what changes without being replaced is as its copy. What cannot be compared counts as changed."""
+    if isinstance(value, torch.Generator):
+        return torch.equal(value.get_state(), kept)
+    if isinstance(value, random.Random):
+        return value.getstate() == kept.getstate()
+    return _is_equal_state(value, kept)

@@ -138,7 +138,7 @@ class PatchedDenoiser(SharedDenoiser):
         assert self.verifications is not None
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
         what = f"the denoiser split into {self.patch.axis.size} bands"
-        way_out = f". This model mixes positions in a way patchpar does not know: {WAY_OUT}"
+        way_out = f". {self.foreign.suspected} mixes positions in a way patchpar does not know: {WAY_OUT}"
         try:
             return verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         except BaseException:

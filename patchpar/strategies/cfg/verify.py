@@ -13,7 +13,7 @@ from torch import nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in, with_own_lists
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
@@ -104,7 +104,12 @@ class GuidanceCheck:
         """Return which dims of the arguments carry the batch, see `BatchArguments.of`. Raises as `run`."""
         self._look()
         with self.foreign.set_aside(plain) as from_before:
-            return self.carriers.of(from_before, call)
+            try:
+                return self.carriers.of(from_before, call)
+            except VerificationError as error:
+                if not self.foreign.names:
+                    raise
+                raise VerificationError(f"{error}. {self.foreign.blamed} may mix guidance branches") from error
 
     def _look(self) -> None:
         """Discard what is known of a denoiser that has changed."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.models.info import describe
 from patchpar.plan.exchange_policy import ExchangePolicy
@@ -24,6 +24,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import count_branches
 from patchpar.shard.stale.extrapolation import timestep_of
+from patchpar.shard.step_caches import cache_of
 from patchpar.shard.transformer.probe.capture import parameter_names
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.unet.discover import splits_into_bands
@@ -37,6 +38,7 @@ from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.interlaced_stage import InterlacedStage
 from patchpar.strategies.structure.native_size import NativeSize
 from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
+from patchpar.strategies.structure.patch_check import PatchCheck
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
 from patchpar.strategies.structure.sizing import check_room, check_teams
@@ -53,7 +55,7 @@ class HighResDenoiser:
     `pipe` is the pipeline that the denoiser belongs to: its scheduler gives the noise level of a timestep. Call `reset`
     before every image, `finish` after it. `watched`: a callback reads latents between the steps, on all ranks; set it
     before `reset`. `exchange` is "on", or "off" as a negative control: predictions of other ranks are then 0.
-    `verifications`: of teams, which are verified at their first use.
+    `verifications`: of teams, which are verified at their first use, and of foreign code.
     """
 
     history = None  # no stale state, so that no step is marked as exact
@@ -80,6 +82,10 @@ class HighResDenoiser:
         self._detail = WindowStage(method, mesh, self.clock, denoiser)
         self._after = AfterGuidance(mesh, self.clock, pipe)
         self.team = team_of(denoiser, mesh, method.bands, self.native, verifications)
+        self._check = None
+        if verifications is not None:
+            of_team = None if self.team is None else self.team.foreign
+            self._check = PatchCheck(denoiser, self._comm, verifications, of_team)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
@@ -125,7 +131,11 @@ class HighResDenoiser:
         if self.team is not None:
             self.team.exchange, in_bands = self.exchange, partial(self.team.denoise, forward)
         return DenoiserCall(
-            forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW), in_bands=in_bands
+            forward=forward,
+            layout=layout,
+            branches=self._branches_of(layout.x_BCHW),
+            in_bands=in_bands,
+            check=self._check if self.exchange == "on" else None,
         )
 
     def _branches_of(self, x_BCHW: Tensor) -> int:
@@ -169,7 +179,8 @@ class HighResDenoiser:
             )
 
     def reset(self) -> None:
-        """Begin an image."""
+        """Begin an image. Raises UnsupportedModel for a denoiser with a cache of diffusers."""
+        self._refuse_cache()
         self._after.end()
         self._branches.clear()
         self._content.reset()
@@ -179,6 +190,14 @@ class HighResDenoiser:
             self._fresh.begin(self.pipe.scheduler)
         if not self.method.guidance.lag:  # with lag the guidance needs each branch of the previous step
             self._after.begin(self.pipe.scheduler, watched=self.watched)
+
+    def _refuse_cache(self) -> None:
+        name = cache_of(self.denoiser)
+        if name is not None:
+            raise UnsupportedModel(
+                f"{name} skips blocks by what the last call of {type(self.denoiser).__name__} has kept, which is of "
+                "another patch with strategy=structure: use disable_cache(), or strategy=exact"
+            )
 
     def finish(self) -> None:
         """End an image. Raises ExchangeError, and UnsupportedModel if its latents were never completed."""
@@ -194,12 +213,13 @@ class HighResDenoiser:
     @property
     def unsure(self) -> bool:
         """Whether the denoiser may have changed since the last call."""
-        return self.team is not None and self.team.unsure
+        return any(each.unsure for each in (self.team, self._check) if each is not None)
 
     @unsure.setter
     def unsure(self, value: bool) -> None:
-        if self.team is not None:
-            self.team.unsure = value
+        for each in (self.team, self._check):
+            if each is not None:
+                each.unsure = value
 
     def forget(self) -> None:
         """Forget state of earlier calls, which only teams hold."""

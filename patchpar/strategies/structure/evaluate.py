@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from patchpar.shard.batch import Batch
+from patchpar.shard.verification import Call
+from patchpar.strategies.structure.patch_check import PatchCall, PatchCheck
 from patchpar.strategies.structure.patch_inputs import PatchInputs, PatchPosition
 from patchpar.strategies.structure.work_schedule import Evaluation, Schedule, Unit, evaluations_of
 
@@ -24,13 +26,15 @@ def nothing_around(_: Evaluation) -> AbstractContextManager[object]:
 class DenoiserCall:
     """A call of the denoiser for the whole image, in `branches` of guidance: its own forward and the arguments.
 
-    `in_bands`: the forward as a team of ranks computes it, where there are teams.
+    `in_bands`: the forward as a team of ranks computes it, where there are teams. `check`: of foreign code, if there is
+    any verification.
     """
 
     forward: Callable[..., Any]
     layout: PatchInputs
     branches: int
     in_bands: Callable[..., Any] | None = None
+    check: PatchCheck | None = None
 
     def evaluated(
         self, schedule: Schedule, rank: int, patch_at: PatchAt, around: Around = nothing_around
@@ -40,33 +44,46 @@ class DenoiserCall:
         if not split_units or self.in_bands is None:
             return self.predictions(whole_units, patch_at, around)
         found = self.predictions(whole_units, patch_at, around)[0] if whole_units else {}
-        more, like = replace(self, forward=self.in_bands).predictions(split_units, patch_at)
+        more, like = self.predictions(split_units, patch_at, forward=self.in_bands)
         return found | more, like
 
     def predictions(
-        self, units: Sequence[Unit], patch_at: PatchAt, around: Around = nothing_around
+        self,
+        units: Sequence[Unit],
+        patch_at: PatchAt,
+        around: Around = nothing_around,
+        forward: Callable[..., Any] | None = None,
     ) -> tuple[dict[Unit, Tensor], Any]:
         """Return the predictions x_BChw of `units`, and one output of the denoiser.
 
-        `patch_at`: a patch's latent x_BChw with all branches, and its position. `around` is entered for every call.
-        Without units the first one is computed, for the structure of the output.
+        `patch_at`: a patch's latent x_BChw with all branches, and its position. `around` is entered for every call of
+        `forward`, the denoiser's own unless given. Without units the first one is computed, for the structure of the
+        output.
         """
         found: dict[Unit, Tensor] = {}
         like: Any = None
         for evaluation in evaluations_of(tuple(units) or (Unit(0, 0),), self.branches):
             x_BChw, position = patch_at(evaluation.patch)
-            args, kwargs = self.layout.for_patch(x_BChw, position)
-            with around(evaluation):
-                like = self._call(args, kwargs, evaluation.branches)
+            whole = self.layout.for_patch(x_BChw, position)
+            like = self._call(forward or self.forward, whole, evaluation, around)
             prediction = self.layout.map_of(like, position.size)
             parts = prediction.chunk(len(evaluation.branches))
             for branch, part in zip(evaluation.branches, parts, strict=True):
                 found[Unit(evaluation.patch, branch)] = part
         return found, like
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], branches: Sequence[int]) -> Any:
-        if len(branches) == self.branches:
-            return self.forward(*args, **kwargs)
-        batch, (branch,) = Batch(len(self.layout.x_BCHW)), branches
-        own = batch.part((args, kwargs), branch, self.branches)
-        return self.forward(*own[0], **own[1])
+    def _call(self, forward: Callable[..., Any], whole: Call, evaluation: Evaluation, around: Around) -> Any:
+        """Return the output for the branches of an evaluation, of the arguments of all branches."""
+        own, branch = whole, None
+        if len(evaluation.branches) < self.branches:
+            (branch,) = evaluation.branches
+            own = Batch(len(self.layout.x_BCHW)).part(whole, branch, self.branches)
+
+        def split() -> Any:
+            with around(evaluation):
+                return forward(*own[0], **own[1])
+
+        if self.check is None:
+            return split()
+        call = PatchCall(plain=self.forward, whole=whole, own=own, branch=branch, branches=self.branches)
+        return self.check.run(split, call)
