@@ -16,6 +16,8 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import uncompiled
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.strategies import parse_strategy
@@ -33,12 +35,16 @@ SKIPS_ALL = 1e9  # a threshold of the first-block cache under which every change
 
 @torch.no_grad()
 def every_strategy(this: PoolRank, name: str) -> dict[str, Any]:
-    """By strategy and kind of weights: whether the outputs of all steps are equal, or why the network is refused."""
+    """By strategy and kind of weights: whether the outputs of all steps are equal, or why the network is refused.
+
+    Its tokens are searched with whole weights, and with each kind of divided ones, under the first strategy.
+    """
     found: dict[str, Any] = {}
+    plans: dict[str | None, TokenPlan] = {}
     for strategy in STRATEGIES:
-        wanted = _under(this, name, strategy, None)
+        wanted = _under(this, name, strategy, None, plans)
         for kind in KINDS:
-            divided = _under(this, name, strategy, kind)
+            divided = _under(this, name, strategy, kind, plans)
             refused = divided if isinstance(divided, str) and divided == wanted else ""
             found[f"{strategy} {kind}"] = refused or _alike(divided, wanted)
     return found
@@ -48,19 +54,25 @@ def _alike(found: Any, wanted: Any) -> bool:
     return not isinstance(found, str) and not isinstance(wanted, str) and equal(found, wanted)
 
 
-def _under(this: PoolRank, name: str, strategy: str, kind: str | None) -> list[Tensor] | str:
+def _under(
+    this: PoolRank, name: str, strategy: str, kind: str | None, plans: dict[str | None, TokenPlan]
+) -> list[Tensor] | str:
     """The outputs of steps of an image in patches, or why there are none. Weights are as before afterwards."""
     network, call = built(name)
     before, clock, comm, axis = state_of(network), StepClock(), this.comm(), this.mesh(patch=this.world)["patch"]
     weights = None if kind is None else _divided(this, network, call(), kind)
     patched = parse_strategy(strategy).install(network, comm, axis, clock=clock)
     outputs: list[Tensor] = []
+    if kind in plans and isinstance(patched, TokenDenoiser):
+        patched.use_plan(plans[kind])
     try:
         for given in _inputs(name, call()):
             clock.next_call()
             outputs += [x.clone() for x in tensors(patched.denoise(network.forward, **given))]
             clock.tick()
         patched.finish()
+        if isinstance(patched, TokenDenoiser) and patched.plan is not None:
+            plans[kind] = patched.plan
     except UnsupportedModel as error:
         return str(error)
     finally:
