@@ -37,10 +37,10 @@ SKIPS_ALL = 1e9  # a threshold of the first-block cache under which every change
 def every_strategy(this: PoolRank, name: str) -> dict[str, Any]:
     """By strategy and kind of weights: whether the outputs of all steps are equal, or why the network is refused.
 
-    Its tokens are searched with whole weights, and with each kind of divided ones, under the first strategy.
+    Its tokens are searched once with whole weights and once with divided ones, which takes most of the time.
     """
     found: dict[str, Any] = {}
-    plans: dict[str | None, TokenPlan] = {}
+    plans: dict[bool, TokenPlan] = {}
     for strategy in STRATEGIES:
         wanted = _under(this, name, strategy, None, plans)
         for kind in KINDS:
@@ -55,7 +55,7 @@ def _alike(found: Any, wanted: Any) -> bool:
 
 
 def _under(
-    this: PoolRank, name: str, strategy: str, kind: str | None, plans: dict[str | None, TokenPlan]
+    this: PoolRank, name: str, strategy: str, kind: str | None, plans: dict[bool, TokenPlan]
 ) -> list[Tensor] | str:
     """The outputs of steps of an image in patches, or why there are none. Weights are as before afterwards."""
     network, call = built(name)
@@ -63,8 +63,8 @@ def _under(
     weights = None if kind is None else _divided(this, network, call(), kind)
     patched = parse_strategy(strategy).install(network, comm, axis, clock=clock)
     outputs: list[Tensor] = []
-    if kind in plans and isinstance(patched, TokenDenoiser):
-        patched.use_plan(plans[kind])
+    if isinstance(patched, TokenDenoiser) and (weights is None) in plans:
+        patched.use_plan(plans[weights is None])
     try:
         for given in _inputs(name, call()):
             clock.next_call()
@@ -72,7 +72,7 @@ def _under(
             clock.tick()
         patched.finish()
         if isinstance(patched, TokenDenoiser) and patched.plan is not None:
-            plans[kind] = patched.plan
+            plans[weights is None] = patched.plan
     except UnsupportedModel as error:
         return str(error)
     finally:
