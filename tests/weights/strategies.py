@@ -6,12 +6,14 @@ The oracle is the same with whole weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
+from patchpar.comm.pytree import map_leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import uncompiled
@@ -95,32 +97,34 @@ def _inputs(name: str, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of steps whose latents change a little, so that stale values are not fresh ones."""
     latent = TRANSFORMERS[name].tokens if name in TRANSFORMERS else "sample"
     for step in range(STEPS):
-        yield call | {latent: call[latent] * (1 + 0.1 * step)}
+        yield call | {latent: map_leaves(partial(torch.mul, other=1 + 0.1 * step), call[latent])}
 
 
 @torch.no_grad()
 def step_cache(this: PoolRank, name: str) -> dict[str, Any]:
-    """Calls of which the second leaves out all blocks but the first, if the class has the first-block cache."""
-    outputs: dict[str, list[Tensor]] = {}
-    for kind in ("whole", *KINDS):
-        network, call = built(name)
-        try:
-            network.enable_cache(FirstBlockCacheConfig(threshold=SKIPS_ALL))  # type: ignore[operator]
-        except (AttributeError, ValueError, NotImplementedError, KeyError) as error:
-            return {"none": f"{type(error).__name__}: {error}"}
-        weights = None if kind == "whole" else _divided(this, network, call(), kind)
-        outputs[kind] = []
-        with network.cache_context("image"):  # type: ignore[operator]
-            for given in _inputs(name, call()):
-                outputs[kind] += [x.clone() for x in tensors(network(**given))]
-        if weights is not None:
-            weights.restore()
+    """Calls of which the second leaves out all blocks but the first, if the first-block cache runs with the class."""
+    try:
+        outputs = {"whole": _cached(this, name, None)}
+    except (AttributeError, ValueError, NotImplementedError, LookupError, TypeError, RuntimeError) as error:
+        return {"none": f"{type(error).__name__}: {error}"}  # of diffusers alone
+    outputs |= {kind: _cached(this, name, kind) for kind in KINDS}
     without, call = built(name)
     plain = [x for given in _inputs(name, call()) for x in tensors(without(**given))]
     return {
         **{kind: equal(outputs[kind], outputs["whole"]) for kind in KINDS},
         "skips": not equal(outputs["whole"], plain),
     }
+
+
+def _cached(this: PoolRank, name: str, kind: str | None) -> list[Tensor]:
+    network, call = built(name)
+    network.enable_cache(FirstBlockCacheConfig(threshold=SKIPS_ALL))  # type: ignore[operator]
+    weights = None if kind is None else _divided(this, network, call(), kind)
+    with network.cache_context("image"):  # type: ignore[operator]
+        outputs = [x.clone() for given in _inputs(name, call()) for x in tensors(network(**given))]
+    if weights is not None:
+        weights.restore()
+    return outputs
 
 
 @torch.no_grad()
@@ -136,8 +140,8 @@ def compiled(this: PoolRank, name: str) -> dict[str, Any]:
         except (AttributeError, ValueError) as error:
             return {"none": f"{type(error).__name__}: {error}"}
         torch._dynamo.reset()
-        counters.clear()
         weights = None if kind == "whole" else _divided(this, network, call(), kind)
+        counters.clear()  # flex_attention makes a graph where it runs uncompiled, in the check before the first call
         outputs = [x.clone() for given in _inputs(name, call()) for x in tensors(network(**given))]
         found[kind] = outputs, counters["stats"]["unique_graphs"]
         if weights is not None:
