@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,27 +18,35 @@ from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 
 SECONDS = 0.02  # between two samples
-SEGMENT = "patchpar-weights"  # what the system calls the memory of hosted weights
+SEGMENT = "patchpar-weights"  # what the system calls memory for weights that other ranks map
+PRIVATE = ("Private_Clean:", "Private_Dirty:")
 
 
-def memory_of_process() -> tuple[int, int]:
-    """Bytes that only this process has, and those that it has together with others: both without untouched memory."""
-    sizes: dict[str, int] = {}
+def memory_of_process(*, with_shards: bool = False) -> int:
+    """Bytes that only this process has, without untouched memory.
+
+    `with_shards`: and those of shards that other ranks of the host have read, each divided by the number of ranks.
+    """
+    private = 0
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size, *_ = line.split()
-        sizes[name.rstrip(":")] = int(size) * 1024
-    private, shared = (sizes[f"{kind}_Clean"] + sizes[f"{kind}_Dirty"] for kind in ("Private", "Shared"))
-    return private, shared
+        private += int(size) * 1024 if name in PRIVATE else 0
+    return private + (_in_segments(("Pss:",)) - _in_segments(PRIVATE) if with_shards else 0)
 
 
 def unshared_host_memory() -> int:
     """Bytes of hosted weights that only this process has read or written so far: others have them from then on."""
+    return _in_segments(PRIVATE)
+
+
+def _in_segments(names: tuple[str, ...]) -> int:
+    """Bytes of memory for weights that several ranks map, of these kinds."""
     total, is_segment = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, size, *_ = line.split()
         if not name.endswith(":"):  # the first line of a mapping, with its addresses and the name of its file
             is_segment = SEGMENT in line
-        elif is_segment and name.startswith("Private_"):
+        elif is_segment and name in names:
             total += int(size) * 1024
     return total
 
@@ -50,10 +59,13 @@ def return_freed_memory() -> None:
 
 
 class PeakMemory:
-    """The most private memory within a `with` statement, sampled by a thread."""
+    """The most memory within a `with` statement, sampled by a thread; see `memory_of_process`."""
+
+    def __init__(self, *, with_shards: bool) -> None:
+        self._with_shards = with_shards
 
     def __enter__(self) -> PeakMemory:
-        self.bytes, self._ends = memory_of_process()[0], threading.Event()
+        self.bytes, self._ends = self._now(), threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
         return self
@@ -61,12 +73,15 @@ class PeakMemory:
     def _sample(self) -> None:
         while not self._ends.wait(SECONDS):
             with suppress(OSError):
-                self.bytes = max(self.bytes, memory_of_process()[0])
+                self.bytes = max(self.bytes, self._now())
+
+    def _now(self) -> int:
+        return memory_of_process(with_shards=self._with_shards)
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
         self._thread.join()
-        self.bytes = max(self.bytes, memory_of_process()[0])
+        self.bytes = max(self.bytes, self._now())
 
 
 class MeasuredRank(PipelineRunner):
@@ -78,16 +93,16 @@ class MeasuredRank(PipelineRunner):
 
     def measure(self, folder: str, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
         """Load a model and generate twice: bytes beyond those before it was loaded."""
-        before = memory_of_process()[0]
-        with PeakMemory() as loading:
+        before, peak = memory_of_process(), partial(PeakMemory, with_shards=plan.weights == "sharded")
+        with peak() as loading:
             self.load(folder, {"torch_dtype": dtype}, 0, plan)
         self.pipe.set_progress_bar_config(disable=True)
         return_freed_memory()
         unshared = unshared_host_memory()
-        with PeakMemory() as first:
+        with peak() as first:
             self._generate(plan)
         return_freed_memory()
-        with PeakMemory() as generating:
+        with peak() as generating:
             self._generate(plan)
         weights = self._installed.weights
         in_slots = [] if weights is None else [x for x in weights._sharded.values() if x is not None]

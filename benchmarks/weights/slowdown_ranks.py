@@ -29,18 +29,20 @@ from patchpar.shard.weights.stores import DeviceShards
 from patchpar.strategies.exact import ExactPatch
 
 FOLDERS = {"unet": "embedded", "transformer": "embedded-dit"}
-WARM = 2  # calls that are not timed
+KINDS = ("whole", "again", "sharded")
+"""Of weights; again: a second copy of whole ones, whose ratio to the first is what chance does to one."""
+WARM = 3  # calls that are not timed
 
 
 @dataclass(slots=True)
 class Turns:
-    """By turn: seconds of a call, and seconds of the processor, with whole and with sharded weights.
+    """By turn: seconds of a call, and seconds of the processor, of each of KINDS.
 
     `compute`: of each block, with whole weights; `gather`: of each block alone. `num_bytes`: of the blocks.
     """
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"whole": [], "sharded": []})
-    processor: dict[str, list[float]] = field(default_factory=lambda: {"whole": [], "sharded": []})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    processor: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     compute: list[list[float]] = field(default_factory=list)
     gather: list[list[float]] = field(default_factory=list)
     num_bytes: int = 0
@@ -64,15 +66,16 @@ class SlowdownRank:
         weights = ShardedWeights(sharded, DeviceShards(self._axis, torch.device("cpu")))
         weights.join(self._comm)
         keep_what_is_read_outside(weights, lambda: sharded(*args, **kwargs))
-        runs = {"whole": self._divided(whole), "sharded": self._divided(sharded)}
+        networks = {"whole": whole, "again": copy.deepcopy(whole), "sharded": sharded}
+        runs = {kind: self._divided(network) for kind, network in networks.items()}
         found = Turns(num_bytes=sum(weights.blocks[index].num_bytes for index in weights.in_slots))
         for turn in range(-WARM, turns):
             outputs = {}
-            for kind in runs if turn % 2 else reversed(runs):
+            for kind in (KINDS * 2)[turn % 3 :][:3]:
                 with self._timed(found, kind, turn >= 0):
                     outputs[kind] = runs[kind](*args, **kwargs)
                     weights.settle()
-            same = zip(*(tensors_in(each) for each in outputs.values()), strict=True)
+            same = zip(*(tensors_in(outputs[kind]) for kind in ("whole", "sharded")), strict=True)
             assert all(torch.equal(x, y) for x, y in same), "sharded weights give other bits"
         blocks = [whole.get_submodule(weights.blocks[index].name) for index in weights.in_slots]
         for _ in range(turns):

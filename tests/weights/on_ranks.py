@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
 from patchpar.shard.compiled import uncompiled
@@ -117,9 +118,13 @@ def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
         network(x)
     weights.settle()
     weights.comm.traffic.clear()
-    for _ in range(2):
-        network(x)
-    weights.settle()
+    copied: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = SharedMemoryTransport._copied
+        patch.setattr(SharedMemoryTransport, "_copied", lambda self, message: copied.append(1) or plain(self, message))
+        for _ in range(2):
+            network(x)
+        weights.settle()
     shards = [block.shard_bytes(this.world) for block in weights.blocks]
     traffic = weights.comm.traffic
     return {
@@ -129,6 +134,7 @@ def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
         "sent": dict(traffic.bytes_sent),
         "received": dict(traffic.bytes_received),
         "rounds": dict(traffic.rounds),
+        "copied": len(copied),
     }
 
 

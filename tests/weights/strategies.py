@@ -6,16 +6,20 @@ The oracle is the same with whole weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 from torch import Tensor
 
+from patchpar.comm.pytree import map_leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import uncompiled
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.strategies import parse_strategy
@@ -33,12 +37,16 @@ SKIPS_ALL = 1e9  # a threshold of the first-block cache under which every change
 
 @torch.no_grad()
 def every_strategy(this: PoolRank, name: str) -> dict[str, Any]:
-    """By strategy and kind of weights: whether the outputs of all steps are equal, or why the network is refused."""
+    """By strategy and kind of weights: whether the outputs of all steps are equal, or why the network is refused.
+
+    Its tokens are searched once with whole weights and once with divided ones, which takes most of the time.
+    """
     found: dict[str, Any] = {}
+    plans: dict[bool, TokenPlan] = {}
     for strategy in STRATEGIES:
-        wanted = _under(this, name, strategy, None)
+        wanted = _under(this, name, strategy, None, plans)
         for kind in KINDS:
-            divided = _under(this, name, strategy, kind)
+            divided = _under(this, name, strategy, kind, plans)
             refused = divided if isinstance(divided, str) and divided == wanted else ""
             found[f"{strategy} {kind}"] = refused or _alike(divided, wanted)
     return found
@@ -48,19 +56,25 @@ def _alike(found: Any, wanted: Any) -> bool:
     return not isinstance(found, str) and not isinstance(wanted, str) and equal(found, wanted)
 
 
-def _under(this: PoolRank, name: str, strategy: str, kind: str | None) -> list[Tensor] | str:
+def _under(
+    this: PoolRank, name: str, strategy: str, kind: str | None, plans: dict[bool, TokenPlan]
+) -> list[Tensor] | str:
     """The outputs of steps of an image in patches, or why there are none. Weights are as before afterwards."""
     network, call = built(name)
     before, clock, comm, axis = state_of(network), StepClock(), this.comm(), this.mesh(patch=this.world)["patch"]
     weights = None if kind is None else _divided(this, network, call(), kind)
     patched = parse_strategy(strategy).install(network, comm, axis, clock=clock)
     outputs: list[Tensor] = []
+    if isinstance(patched, TokenDenoiser) and (weights is None) in plans:
+        patched.use_plan(plans[weights is None])
     try:
         for given in _inputs(name, call()):
             clock.next_call()
             outputs += [x.clone() for x in tensors(patched.denoise(network.forward, **given))]
             clock.tick()
         patched.finish()
+        if isinstance(patched, TokenDenoiser) and patched.plan is not None:
+            plans[weights is None] = patched.plan
     except UnsupportedModel as error:
         return str(error)
     finally:
@@ -83,32 +97,34 @@ def _inputs(name: str, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of steps whose latents change a little, so that stale values are not fresh ones."""
     latent = TRANSFORMERS[name].tokens if name in TRANSFORMERS else "sample"
     for step in range(STEPS):
-        yield call | {latent: call[latent] * (1 + 0.1 * step)}
+        yield call | {latent: map_leaves(partial(torch.mul, other=1 + 0.1 * step), call[latent])}
 
 
 @torch.no_grad()
 def step_cache(this: PoolRank, name: str) -> dict[str, Any]:
-    """Calls of which the second leaves out all blocks but the first, if the class has the first-block cache."""
-    outputs: dict[str, list[Tensor]] = {}
-    for kind in ("whole", *KINDS):
-        network, call = built(name)
-        try:
-            network.enable_cache(FirstBlockCacheConfig(threshold=SKIPS_ALL))  # type: ignore[operator]
-        except (AttributeError, ValueError, NotImplementedError, KeyError) as error:
-            return {"none": f"{type(error).__name__}: {error}"}
-        weights = None if kind == "whole" else _divided(this, network, call(), kind)
-        outputs[kind] = []
-        with network.cache_context("image"):  # type: ignore[operator]
-            for given in _inputs(name, call()):
-                outputs[kind] += [x.clone() for x in tensors(network(**given))]
-        if weights is not None:
-            weights.restore()
+    """Calls of which the second leaves out all blocks but the first, if the first-block cache runs with the class."""
+    try:
+        outputs = {"whole": _cached(this, name, None)}
+    except (AttributeError, ValueError, NotImplementedError, LookupError, TypeError, RuntimeError) as error:
+        return {"none": f"{type(error).__name__}: {error}"}  # of diffusers alone
+    outputs |= {kind: _cached(this, name, kind) for kind in KINDS}
     without, call = built(name)
     plain = [x for given in _inputs(name, call()) for x in tensors(without(**given))]
     return {
         **{kind: equal(outputs[kind], outputs["whole"]) for kind in KINDS},
         "skips": not equal(outputs["whole"], plain),
     }
+
+
+def _cached(this: PoolRank, name: str, kind: str | None) -> list[Tensor]:
+    network, call = built(name)
+    network.enable_cache(FirstBlockCacheConfig(threshold=SKIPS_ALL))  # type: ignore[operator]
+    weights = None if kind is None else _divided(this, network, call(), kind)
+    with network.cache_context("image"):  # type: ignore[operator]
+        outputs = [x.clone() for given in _inputs(name, call()) for x in tensors(network(**given))]
+    if weights is not None:
+        weights.restore()
+    return outputs
 
 
 @torch.no_grad()
@@ -124,8 +140,8 @@ def compiled(this: PoolRank, name: str) -> dict[str, Any]:
         except (AttributeError, ValueError) as error:
             return {"none": f"{type(error).__name__}: {error}"}
         torch._dynamo.reset()
-        counters.clear()
         weights = None if kind == "whole" else _divided(this, network, call(), kind)
+        counters.clear()  # flex_attention makes a graph where it runs uncompiled, in the check before the first call
         outputs = [x.clone() for given in _inputs(name, call()) for x in tensors(network(**given))]
         found[kind] = outputs, counters["stats"]["unique_graphs"]
         if weights is not None:

@@ -73,6 +73,7 @@ def test_between_hosts_each_rank_copies_and_sends_its_part(ranks: Any) -> None:
     for found in ranks.run(f"{ON_RANKS}:bytes_of", 2, "hosted apart"):
         assert found["sent"] == {"weights": 2 * sum(found["shards"])}
         assert found["received"] == {"weights": 2 * sum(found["shards"]), "host": 2 * sum(found["shards"])}
+        assert found["copied"] == 2 * 4, "the control: parts in slots are copied for the others"
 
 
 @pytest.mark.parametrize(("name", "plan"), first_of(CASES, ("flux", "patch=1")))

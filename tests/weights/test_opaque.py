@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.weights.packed import packed_blocks
@@ -58,3 +59,20 @@ def test_a_network_with_no_others_is_refused_by_name(form: str) -> None:
     assert NAMED[form] in str(caught.value)
     assert "no weights that are plain tensors in memory" in str(caught.value)
     assert "use weights=whole, or a quantisation whose weights are tensors" in str(caught.value)
+
+
+@torch.no_grad()
+def test_blocks_in_the_graph_of_a_compiled_part_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """As token refiners of which compile_repeated_blocks() compiles the whole."""
+    network, x = nn.Sequential(networks.build("chain"), networks.build("chain")), networks.sample()
+    network[0].compile(backend="eager")
+    wanted, axis = network(x), Mesh(0, range(1), patch=1)["patch"]
+    with caplog.at_level(logging.WARNING):
+        weights = joined(network, Communicator(SharedMemoryTransport(0, {}, x.device, 1.0)), axis, "hosted")
+    assert [block.name for block in weights.blocks] == [f"1.blocks.{number}" for number in range(5)]
+    assert "Sequential: the blocks in 0 stay whole on every rank, since it is compiled" in caplog.text
+    assert all(equal(network(x), wanted) for _ in range(2))
+    weights.restore()
+    network[1].compile()
+    with pytest.raises(UnsupportedModel, match=r"compiled modules \(0\), whose graphs would contain the gathers"):
+        packed_blocks(network, x.device)

@@ -33,6 +33,7 @@ def test_bytes_are_those_of_the_shards(ranks: Any, world: int) -> None:
         gathered = 2 * sum(found["shards"]) * (world - 1)
         assert found["sent"] == found["received"] == {"weights": gathered}
         assert found["rounds"] == {"weights": 2 * 4}
+        assert not found["copied"], "the others read shards where they lie"
         padding = 4 * 64 * world
         assert found["held"] <= found["whole"] / world + 2 * max(found["shards"]) * world + padding
 

@@ -1,6 +1,7 @@
 """Transports carry the bytes of exchanges between ranks. The layers above do not know which transport they use.
 
-    shared_memory    ranks of one host: one copy into shared memory, a notification through a socket, one copy out
+    shared_memory    ranks of one host: one copy into shared memory, a notification through a socket, one copy out;
+                     tensors that lie in shared memory for good are not copied into it
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
     probe            a check that sends one message from each rank to each
     delayed          one of the first two with added latency and limited bandwidth, for measurements
@@ -9,7 +10,7 @@ Messages between two ranks arrive in the order they were sent. Every rank runs t
 so messages need no tags.
 """
 
-from patchpar.comm.transport.connect import alone, connect, extend, form_groups, watched
+from patchpar.comm.transport.connect import alone, connect, extend, form_groups, share_memory, unshare_memory, watched
 from patchpar.comm.transport.delayed import DelayedTransport
 from patchpar.comm.transport.message import (
     Arrived,
@@ -40,5 +41,7 @@ __all__ = [
     "connect",
     "extend",
     "form_groups",
+    "share_memory",
+    "unshare_memory",
     "watched",
 ]

@@ -1,12 +1,14 @@
 """Shared memory that one rank writes and its peers read: segments of anonymous memory, passed as file descriptors.
 
 A segment has no name, so nothing is left behind however a process ends. Space is allocated upwards; a segment whose
-messages have all been read is used again from offset 0. When none has room, a larger segment is added.
+messages have all been read is used again from offset 0. When none has room, a larger segment is added. Memory of this
+rank that keeps its values, such as shards of weights, can be a segment too: what lies in it is sent without a copy.
 """
 
 import mmap
 import os
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -23,24 +25,31 @@ def map_segment(descriptor: int) -> Tensor:
 
 @dataclass(slots=True)
 class Segment:
-    """One piece of shared memory [bytes]. `unread` counts receivers that have not read their message yet."""
+    """One piece of shared memory [bytes]. `unread` counts receivers that have not read their message yet.
+
+    `is_kept`: its bytes are values of this rank, so that no message is written to it.
+    """
 
     number: int
     descriptor: int
     memory: Tensor
     used: int = 0
     unread: int = 0
+    is_kept: bool = False
 
 
 class Arena:
     """This rank's outgoing shared memory."""
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        self.segments: dict[int, Segment] = {}  # by number; those that are kept, and messages' from the smallest on
+        self._numbers = count()
 
     def take(self, num_bytes: int) -> tuple[Segment, int]:
         """Allocate one message; return its segment and the offset there."""
-        for segment in self.segments:
+        for segment in self.segments.values():
+            if segment.is_kept:
+                continue
             if segment.unread == 0:
                 segment.used = 0
             if segment.used + num_bytes <= segment.memory.numel():
@@ -51,14 +60,44 @@ class Arena:
         return segment, offset
 
     def _grow(self, num_bytes: int) -> Segment:
-        largest = self.segments[-1].memory.numel() if self.segments else FIRST_SEGMENT // 2
-        descriptor = _anonymous_memory(max(2 * largest, aligned(num_bytes)))
-        self.segments.append(Segment(len(self.segments), descriptor, map_segment(descriptor)))
-        return self.segments[-1]
+        sizes = [segment.memory.numel() for segment in self.segments.values() if not segment.is_kept]
+        descriptor = _anonymous_memory(max(2 * max(sizes, default=FIRST_SEGMENT // 2), aligned(num_bytes)))
+        return self._add(descriptor, map_segment(descriptor), is_kept=False)
+
+    def _add(self, descriptor: int, memory: Tensor, *, is_kept: bool) -> Segment:
+        number = next(self._numbers)
+        self.segments[number] = Segment(number, descriptor, memory, is_kept=is_kept)
+        return self.segments[number]
+
+    def keep(self, descriptor: int, memory: Tensor) -> None:
+        """Add the `memory` [bytes] of a file as a segment. Its descriptor is duplicated."""
+        self._add(os.dup(descriptor), memory, is_kept=True)
+
+    def drop(self, memory: Tensor) -> int | None:
+        """Remove the segment of `memory` [bytes] that was kept, and return its number; None if there is none."""
+        for number, segment in self.segments.items():
+            if segment.is_kept and segment.memory.data_ptr() == memory.data_ptr():
+                os.close(self.segments.pop(number).descriptor)
+                return number
+        return None
+
+    def place_of(self, x: Tensor) -> tuple[Segment, int] | None:
+        """Return the segment in which a contiguous tensor of any shape is kept, and its offset; None otherwise."""
+        for segment in self.segments.values():
+            if segment.is_kept:
+                offset = x.data_ptr() - segment.memory.data_ptr()
+                if offset >= 0 and offset + x.numel() * x.element_size() <= segment.memory.numel():
+                    return segment, offset
+        return None
+
+    def free(self, number: int, messages: int) -> None:
+        """Note that so many messages in a segment, which may have been dropped, have been read or will never be."""
+        if number in self.segments:
+            self.segments[number].unread -= messages
 
     def close(self) -> None:
         """Close the descriptors of this rank; the memory is freed when the last reader unmaps it."""
-        for segment in self.segments:
+        for segment in self.segments.values():
             os.close(segment.descriptor)
         self.segments.clear()
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from patchpar.comm.transport.message import Transport
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
@@ -69,6 +70,21 @@ def watched(transport: T, rank: RankContext) -> T:
     """Return the same transport with the wait limit of `rank`, reporting its waits there."""
     transport.deadline, transport.waiting = rank.wait_limit, rank.waiting
     return transport
+
+
+def share_memory(transport: Transport, descriptor: int, memory: Tensor) -> None:
+    """Let the other ranks read messages where they lie in `memory` [bytes] of a file, where the transport can.
+
+    What is sent from it does not change until `unshare_memory`.
+    """
+    if isinstance(transport, SharedMemoryTransport):
+        transport.share(descriptor, memory)
+
+
+def unshare_memory(transport: Transport, memory: Tensor) -> None:
+    """End what `share_memory` began for `memory` [bytes]. Idempotent."""
+    if isinstance(transport, SharedMemoryTransport):
+        transport.unshare(memory)
 
 
 def form_groups(transport: Transport, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool) -> None:

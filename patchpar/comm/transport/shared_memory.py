@@ -5,6 +5,8 @@
     message: (segment, offset, bytes) ---->   copy out of the mapped segment
                                     <------   done: (segment)         the space may be used again
 
+A tensor in memory that `share` was called for is not copied by the sender.
+
 Measured on two CPU cores against gloo's point-to-point messages: benchmarks/transport.py.
 """
 
@@ -12,9 +14,7 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -22,74 +22,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport.arena import Arena, map_segment
+from patchpar.comm.transport.arena import Arena, Segment
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport.peer_socket import DONE, DROPPED, FRAME, MESSAGE, NEW_SEGMENT, ArrivedMessage, PeerSocket
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
 
-FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
-MESSAGE, NEW_SEGMENT, DONE = 1, 2, 3  # NEW_SEGMENT: a message with the descriptor of a segment new to the peer
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
 
 
-class _PeerSocket:
-    """The socket to one peer, and the frames received through it."""
-
-    def __init__(self, peer: int, link: socket.socket) -> None:
-        self.peer, self.link = peer, link
-        link.setblocking(False)
-        self.arrived: dict[int, tuple[int, int, int]] = {}  # by number, until fetched
-        self.num_arrived = 0  # messages so far
-        self.expected = 0  # messages that have a number
-        self.known: set[int] = set()  # our segments that the peer has mapped
-        self.unread: Counter[int] = Counter()  # messages to the peer in each of our segments
-        self.mapped: dict[int, Tensor] = {}  # the peer's segments here
-        self.closed = False
-        self._rest = b""
-        self._descriptors: list[int] = []
-
-    def read(self, arena: Arena) -> bool:
-        """Read the frames that have arrived; return whether there were any."""
-        if self.closed:
-            return False
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.link, 4096, 16)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data, descriptors = b"", []
-        self._descriptors += descriptors
-        self.closed = not data
-        data = self._rest + data
-        whole = len(data) // FRAME.size * FRAME.size
-        self._rest = data[whole:]
-        for kind, segment, offset, num_bytes in FRAME.iter_unpack(data[:whole]):
-            if kind == DONE:
-                arena.segments[segment].unread -= 1
-                self.unread[segment] -= 1
-                continue
-            if kind == NEW_SEGMENT:
-                descriptor = self._descriptors.pop(0)
-                self.mapped[segment] = map_segment(descriptor)
-                os.close(descriptor)
-            self.arrived[self.num_arrived] = (segment, offset, num_bytes)
-            self.num_arrived += 1
-        return True
-
-    def end(self, arena: Arena) -> None:
-        """Close it, and free the space of messages that the peer will not read. Those that have come are lost too."""
-        while self.read(arena):
-            pass
-        for segment, count in self.unread.items():
-            arena.segments[segment].unread -= count
-        self.arrived.clear()
-        self.mapped.clear()
-        self.closed = True
-        self.link.close()
-
-
-Numbered = tuple[_PeerSocket, int]
+Numbered = tuple[PeerSocket, int]
 """The socket through which a message comes, and its number among those of this socket."""
 
 
@@ -104,7 +47,7 @@ class SharedMemoryTransport(Poisonable):
     def __init__(self, rank: int, links: Mapping[int, socket.socket], device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = rank, device, deadline
         self.waiting: AbstractContextManager[None] = contextlib.nullcontext()
-        self._lines: dict[int, _PeerSocket] = {}
+        self._lines: dict[int, PeerSocket] = {}
         self._arena = Arena()
         self._spin = 0.0
         self.add(links)
@@ -114,7 +57,7 @@ class SharedMemoryTransport(Poisonable):
         for peer, link in links.items():
             if peer in self._lines:
                 self._lines[peer].end(self._arena)
-            self._lines[peer] = _PeerSocket(peer, link)
+            self._lines[peer] = PeerSocket(peer, link)
         self._spin = SPIN_SECONDS if len(self._lines) < _own_cores() else 0.0
 
     @property
@@ -130,6 +73,21 @@ class SharedMemoryTransport(Poisonable):
         while line.read(self._arena):
             pass
         return "ended" if line.closed else "open"
+
+    def share(self, descriptor: int, memory: Tensor) -> None:
+        """Let peers map the `memory` [bytes] of a file, so that a tensor in it is a message without a copy.
+
+        Such values do not change until `unshare`.
+        """
+        self._arena.keep(descriptor, memory)
+
+    def unshare(self, memory: Tensor) -> None:
+        """End what `share` began: peers free `memory` [bytes] when they have read what was sent from it. Idempotent."""
+        number = self._arena.drop(memory)
+        for line in self._lines.values():
+            if number is not None and number in line.known:
+                with contextlib.suppress(ExchangeError):  # a peer that has left has freed it
+                    self._send_frame(line, FRAME.pack(DROPPED, number, 0, 0), "unshare")
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones.
@@ -148,15 +106,9 @@ class SharedMemoryTransport(Poisonable):
         return line, line.expected - 1
 
     def _send(self, message: Outgoing, where: str) -> None:
-        room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
         for line in self._lines.values():
             line.read(self._arena)  # messages that have been read free their space
-        segment, offset = self._arena.take(room)
-        at, total = offset, 0
-        for x in message.tensors:
-            num_bytes = x.numel() * x.element_size()
-            segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x.detach())
-            at, total = at + aligned(num_bytes), total + num_bytes
+        segment, offset, total = self._in_place(message) or self._copied(message)
         for peer in message.peers:
             segment.unread += 1
             line = self._lines[peer]
@@ -169,7 +121,25 @@ class SharedMemoryTransport(Poisonable):
                     line, FRAME.pack(NEW_SEGMENT, segment.number, offset, total), where, segment.descriptor
                 )
 
-    def _send_frame(self, line: _PeerSocket, frame: bytes, where: str, descriptor: int | None = None) -> None:
+    def _in_place(self, message: Outgoing) -> tuple[Segment, int, int] | None:
+        """Return where the message lies, if peers can read it there: its segment, offset and bytes."""
+        if len(message.tensors) != 1 or not message.tensors[0].is_contiguous():
+            return None
+        place = self._arena.place_of(message.tensors[0])
+        return None if place is None else (*place, message.tensors[0].numel() * message.tensors[0].element_size())
+
+    def _copied(self, message: Outgoing) -> tuple[Segment, int, int]:
+        """Return where the message has been copied to: its segment, offset and bytes."""
+        room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
+        segment, offset = self._arena.take(room)
+        at, total = offset, 0
+        for x in message.tensors:
+            num_bytes = x.numel() * x.element_size()
+            segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x.detach())
+            at, total = at + aligned(num_bytes), total + num_bytes
+        return segment, offset, total
+
+    def _send_frame(self, line: PeerSocket, frame: bytes, where: str, descriptor: int | None = None) -> None:
         give_up = time.monotonic() + self.deadline
         while True:
             try:
@@ -190,7 +160,7 @@ class SharedMemoryTransport(Poisonable):
         """
         line, number = numbered
         try:
-            segment, offset, num_bytes = self._frame_of(line, number, where)
+            segment, memory, offset, num_bytes = self._frame_of(line, number, where)
         except ExchangeError as error:
             raise ExchangeError(f"{error}; expected from it: {_shapes(message)}") from error.__cause__
         if num_bytes != message.num_bytes:
@@ -202,7 +172,7 @@ class SharedMemoryTransport(Poisonable):
             raise ExchangeError(text)
         received = []
         for index, spec in enumerate(message.specs):
-            view = line.mapped[segment][offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+            view = memory[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
             into = None if message.into is None else message.into[index]
             received.append(view.to(self.device, copy=True) if into is None else into.copy_(view))
             offset += aligned(spec.num_bytes)
@@ -217,7 +187,7 @@ class SharedMemoryTransport(Poisonable):
             pass
         return number in line.arrived or line.closed
 
-    def _frame_of(self, line: _PeerSocket, number: int, where: str) -> tuple[int, int, int]:
+    def _frame_of(self, line: PeerSocket, number: int, where: str) -> ArrivedMessage:
         start = time.monotonic()
         while number not in line.arrived:
             if line.read(self._arena):
@@ -230,7 +200,7 @@ class SharedMemoryTransport(Poisonable):
                 self._sleep(start + self.deadline, where, line)
         return line.arrived.pop(number)
 
-    def _sleep(self, give_up: float, where: str, line: _PeerSocket, *, writing: bool = False) -> None:
+    def _sleep(self, give_up: float, where: str, line: PeerSocket, *, writing: bool = False) -> None:
         """Wait for a frame of any peer (or until `line` can be written) and read all, so that no socket fills up."""
         poll = select.poll()
         for other in self._lines.values():

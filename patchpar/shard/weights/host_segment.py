@@ -20,21 +20,21 @@ class HostSegment:
     """Memory of this rank, `memory` [bytes], that other processes of the host can open until `forget`."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._descriptor = anonymous_file("patchpar-weights")
-        os.ftruncate(self._descriptor, max(num_bytes, mmap.PAGESIZE))
-        self.memory = map_segment(self._descriptor)
+        self.descriptor = anonymous_file("patchpar-weights")
+        os.ftruncate(self.descriptor, max(num_bytes, mmap.PAGESIZE))
+        self.memory = map_segment(self.descriptor)
 
     @property
     def address(self) -> bytes:
         """What `opened` needs in another process."""
-        found = os.fstat(self._descriptor)
-        return json.dumps([this_host(), os.getpid(), self._descriptor, found.st_dev, found.st_ino]).encode()
+        found = os.fstat(self.descriptor)
+        return json.dumps([this_host(), os.getpid(), self.descriptor, found.st_dev, found.st_ino]).encode()
 
     def forget(self) -> None:
         """Let no other process open it any more. Mappings stay valid. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
     def __del__(self) -> None:
         self.forget()

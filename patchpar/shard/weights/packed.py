@@ -9,7 +9,7 @@ A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.compiled import compiled_in, is_compiled
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import is_alike
+from patchpar.shard.weights.compiled_parts import blocks_outside_graphs
 from patchpar.shard.weights.opaque import is_plain, opaque_weights
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
@@ -127,15 +127,10 @@ class PackedBlock:
 def packed_blocks(network: nn.Module, device: torch.device, *, on_the_host: bool = False) -> list[PackedBlock]:
     """Return the blocks of a network, in the order they are registered in, with the weights that can be packed.
 
-    `on_the_host`: whether weights may still be in host memory. Raises UnsupportedModel for a network without blocks,
-    with compiled modules, or with weights elsewhere.
+    Not those in the graphs of compiled modules. `on_the_host`: whether weights may still be in host memory. Raises
+    UnsupportedModel for a network without others, and with weights elsewhere.
     """
-    blocks, kind = blocks_of(network), type(network).__name__
-    if graphs := [path for path in compiled_in(network) if _contains_gathers(network, path, blocks)]:
-        raise UnsupportedModel(
-            f"{kind} has compiled modules ({graphs[0] or kind}), whose graphs would contain the gathers of sharded "
-            "weights: compile its blocks instead, by compile_repeated_blocks(), or use weights=whole"
-        )
+    blocks, kind = blocks_outside_graphs(network, blocks_of(network)), type(network).__name__
     allowed = [device, HOST] if on_the_host else [device]
     elsewhere = next((x.device for _, x in _tensors_of(network, blocks) if not _is_on(x.device, allowed)), None)
     if elsewhere is not None or _is_offloaded(network):
@@ -174,13 +169,6 @@ def resident_of(num_blocks: int, count: int) -> set[int]:
     """Return which of the blocks stay whole: `count` of them, or all, evenly spaced."""
     count = min(count, num_blocks)
     return {(2 * number + 1) * num_blocks // (2 * count) for number in range(count)}
-
-
-def _contains_gathers(network: nn.Module, path: str, blocks: Mapping[str, nn.Module]) -> bool:
-    """Whether blocks run within the graph of the compiled module at `path`, or it is a block that has been wrapped."""
-    module = network.get_submodule(path)
-    inside = any(block.startswith(f"{path}.".lstrip(".")) for block in blocks)
-    return inside or (path in blocks and not is_compiled(module))
 
 
 def _is_on(found: torch.device, devices: Sequence[torch.device]) -> bool:

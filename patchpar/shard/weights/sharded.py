@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.weights.compiled_parts import say_what_is_in_graphs
 from patchpar.shard.weights.opaque import say_what_stays_whole
 from patchpar.shard.weights.packed import (
     NAN_BYTE,
     CopyMemory,
+    blocks_of,
     copy_memory,
     packed_blocks,
     refuse_other_layouts,
@@ -58,6 +60,7 @@ class ShardedWeights:
         """How many such weights, of other ranks, make the whole ones that `restore` is for."""
         blocks = packed_blocks(network, store.device, on_the_host=copy is not None)
         say_what_stays_whole(network, [block.module for block in blocks], self.axis)
+        say_what_is_in_graphs(network, blocks_of(network), self.axis)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
         largest = max(map(store.rows, self.blocks), default=0)

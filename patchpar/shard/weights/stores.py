@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import share_memory, unshare_memory
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import free_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
+from patchpar.shard.weights.host_segment import HostSegment
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 
 KIND = "weights"  # of all gathers, in statistics
@@ -90,7 +92,10 @@ class BlockStore(ABC):
 
 
 class DeviceShards(BlockStore):
-    """Shards in the memory of the device, which are gathered from all ranks of the axis. Raises PlanError for one."""
+    """Shards in the memory of the device, which are gathered from all ranks of the axis. Raises PlanError for one.
+
+    On CPUs of one host the other ranks read them where they lie.
+    """
 
     is_collective = True
 
@@ -100,6 +105,8 @@ class DeviceShards(BlockStore):
         super().__init__(axis, device)
         self._blocks: Sequence[PackedBlock] = ()
         self._shards: list[Tensor] = []
+        self._segment: HostSegment | None = None  # with all shards, on a CPU
+        self._free: Tensor | None = None  # the rest of it
 
     @property
     def num_bytes(self) -> int:
@@ -109,22 +116,38 @@ class DeviceShards(BlockStore):
     def reserve(self, blocks: Sequence[PackedBlock]) -> None:
         """See BlockStore."""
         self._blocks = blocks
+        if self.device.type == "cpu":
+            self._segment = HostSegment(sum(block.shard_bytes(self.axis.size) for block in blocks))
+            self._free = self._segment.memory
 
     def keep(self, index: int, copy: CopyMemory) -> None:
         """See BlockStore."""
         size = self._blocks[index].shard_bytes(self.axis.size)
-        shard = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self._free is None:
+            shard = torch.empty(size, dtype=torch.uint8, device=self.device)
+        else:
+            shard, self._free = self._free[:size], self._free[size:]
         self._blocks[index].write(shard, self.axis.rank * size, copy)
         self._shards.append(shard)
+
+    def join(self, comm: Communicator) -> None:
+        """See BlockStore."""
+        super().join(comm)
+        if self._segment is not None:
+            share_memory(comm.transport, self._segment.descriptor, self._segment.memory)
+            self._segment.forget()
 
     def start(self, index: int, slot: Tensor) -> Transfer:
         """See BlockStore: one gather of `slot` [bytes] from all ranks."""
         assert self.comm is not None, "join comes before the first block runs"
-        block = self._blocks[index]
+        block, shard = self._blocks[index], self._shards[index]
         own, into = self.row(block, slot), slot[: self.rows(block)]
-        own.copy_(self._shards[index])
-        return self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", own, bulk=True, into=into)
+        own.copy_(shard)
+        sent = own if self._segment is None else shard
+        return self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", sent, bulk=True, into=into)
 
     def close(self) -> None:
         """See BlockStore."""
-        self._shards = []
+        if self._segment is not None and self.comm is not None:
+            unshare_memory(self.comm.transport, self._segment.memory)
+        self._shards, self._segment, self._free = [], None, None

@@ -1,0 +1,83 @@
+"""The socket between two ranks of one host: notifications of messages, and of memory that may be used again."""
+
+import os
+import socket
+import struct
+from collections import Counter
+from typing import NamedTuple
+
+from torch import Tensor
+
+from patchpar.comm.transport.arena import Arena, map_segment
+
+FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
+MESSAGE, NEW_SEGMENT, DONE, DROPPED = 1, 2, 3, 4
+"""NEW_SEGMENT: a message with the descriptor of a segment new to the peer. DROPPED: no message will be in it again."""
+
+
+class ArrivedMessage(NamedTuple):
+    """A message that can be read: `num_bytes` from `offset` of the sender's segment, `memory` [bytes] here."""
+
+    segment: int
+    memory: Tensor
+    offset: int
+    num_bytes: int
+
+
+class PeerSocket:
+    """The socket to one peer, and the frames received through it."""
+
+    def __init__(self, peer: int, link: socket.socket) -> None:
+        self.peer, self.link = peer, link
+        link.setblocking(False)
+        self.arrived: dict[int, ArrivedMessage] = {}  # by number, until fetched
+        self.num_arrived = 0  # messages so far
+        self.expected = 0  # messages that have a number
+        self.known: set[int] = set()  # our segments that the peer has mapped
+        self.unread: Counter[int] = Counter()  # messages to the peer in each of our segments
+        self.mapped: dict[int, Tensor] = {}  # the peer's segments here
+        self.closed = False
+        self._rest = b""
+        self._descriptors: list[int] = []
+
+    def read(self, arena: Arena) -> bool:
+        """Read the frames that have arrived; return whether there were any."""
+        if self.closed:
+            return False
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.link, 4096, 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, descriptors = b"", []
+        self._descriptors += descriptors
+        self.closed = not data
+        data = self._rest + data
+        whole = len(data) // FRAME.size * FRAME.size
+        self._rest = data[whole:]
+        for kind, segment, offset, num_bytes in FRAME.iter_unpack(data[:whole]):
+            if kind == DONE:
+                arena.free(segment, 1)
+                self.unread[segment] -= 1
+                continue
+            if kind == DROPPED:  # messages in it that have arrived keep the memory
+                del self.mapped[segment]
+                continue
+            if kind == NEW_SEGMENT:
+                descriptor = self._descriptors.pop(0)
+                self.mapped[segment] = map_segment(descriptor)
+                os.close(descriptor)
+            self.arrived[self.num_arrived] = ArrivedMessage(segment, self.mapped[segment], offset, num_bytes)
+            self.num_arrived += 1
+        return True
+
+    def end(self, arena: Arena) -> None:
+        """Close it, and free the space of messages that the peer will not read. Those that have come are lost too."""
+        while self.read(arena):
+            pass
+        for segment, messages in self.unread.items():
+            arena.free(segment, messages)
+        self.arrived.clear()
+        self.mapped.clear()
+        self.closed = True
+        self.link.close()

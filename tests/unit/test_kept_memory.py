@@ -1,0 +1,74 @@
+"""Values that lie in memory which peers have mapped are sent without a copy, and the memory is freed everywhere."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport.arena import map_segment
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
+from patchpar.launch.anonymous_file import anonymous_file
+from tests.unit.threads import on_threads
+
+SIZE = 4096
+SPEC = TensorSpec((SIZE,), torch.uint8)
+
+
+def kept(transport: SharedMemoryTransport, *, shares: bool = True) -> Tensor:
+    """Memory of two values of this rank."""
+    descriptor = anonymous_file("test")
+    os.ftruncate(descriptor, 2 * SIZE)
+    memory = map_segment(descriptor)
+    memory[:SIZE], memory[SIZE:] = transport.rank + 1, transport.rank + 11
+    if shares:
+        transport.share(descriptor, memory)
+    os.close(descriptor)
+    return memory
+
+
+def copies(transport: SharedMemoryTransport) -> list[int]:
+    """Bytes of segments into which messages have been copied."""
+    return [segment.used for segment in transport._arena.segments.values() if not segment.is_kept]
+
+
+def swap(transport: SharedMemoryTransport, x: Tensor) -> Any:
+    peer = 1 - transport.rank
+    return transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (SPEC,))], "here")
+
+
+def test_values_are_sent_where_they_lie() -> None:
+    def run(transport: SharedMemoryTransport, shares: bool) -> Any:
+        memory = kept(transport, shares=shares)
+        found = [swap(transport, memory[SIZE:] if number % 2 else memory[:SIZE]).wait() for number in range(30)]
+        other = swap(transport, memory[::2]).wait()  # its bytes do not follow each other
+        return [tensors[0].unique().tolist() for (tensors,) in [[each[0]] for each in (*found, other)]], copies(
+            transport
+        )
+
+    of_ranks = on_threads(2, run, True)
+    for rank, (values, copied) in enumerate(of_ranks):
+        assert values[:30] == [[2 - rank], [12 - rank]] * 15
+        assert values[30] == [2 - rank, 12 - rank]
+        assert copied == [SIZE], "only the last message"
+    for _, copied in on_threads(2, run, False):
+        assert copied, "the control: other memory is copied"
+
+
+def test_memory_that_is_no_longer_shared_is_freed_when_it_has_been_read() -> None:
+    def run(transport: SharedMemoryTransport) -> Any:
+        memory, line = kept(transport), transport._lines[1 - transport.rank]
+        pending = swap(transport, memory[:SIZE])
+        transport.unshare(memory)
+        transport.unshare(memory)
+        copied = swap(transport, memory[:SIZE])
+        found = [work.wait()[0][0].unique().tolist() for work in (copied, pending)]
+        return found, sorted(line.mapped), sorted(transport._arena.segments), copies(transport)
+
+    for rank, (found, mapped, segments, copied) in enumerate(on_threads(2, run)):
+        assert found == [[2 - rank]] * 2
+        assert mapped == segments == [1], "the segment of the message that was copied"
+        assert copied == [SIZE]
