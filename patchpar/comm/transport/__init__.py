@@ -1,6 +1,7 @@
 """Transports carry the bytes of exchanges between ranks. The layers above do not know which transport they use.
 
     shared_memory    ranks of one host: one copy into shared memory, a notification through a socket, one copy out
+    threads          ranks that are threads of one process: tensors are copied to the receiver's device
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
     probe            a check that sends one message from each rank to each
     delayed          one of the first two with added latency and limited bandwidth, for measurements
@@ -9,7 +10,7 @@ Messages between two ranks arrive in the order they were sent. Every rank runs t
 so messages need no tags.
 """
 
-from patchpar.comm.transport.connect import alone, connect, extend, form_groups, watched
+from patchpar.comm.transport.connect import alone, connect, connect_group, extend, form_groups, watched
 from patchpar.comm.transport.delayed import DelayedTransport
 from patchpar.comm.transport.message import (
     Arrived,
@@ -23,6 +24,7 @@ from patchpar.comm.transport.message import (
     Transport,
     Work,
 )
+from patchpar.comm.transport.threads import Mailboxes, ThreadTransport
 
 __all__ = [
     "Arrived",
@@ -30,14 +32,17 @@ __all__ = [
     "DelayedTransport",
     "FlatParts",
     "Incoming",
+    "Mailboxes",
     "Messages",
     "Outgoing",
     "Stall",
     "TensorSpec",
+    "ThreadTransport",
     "Transport",
     "Work",
     "alone",
     "connect",
+    "connect_group",
     "extend",
     "form_groups",
     "watched",
