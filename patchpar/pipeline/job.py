@@ -164,6 +164,7 @@ class PipelineJob:
         with state.calling(caller):
             plan, ranks, results = self._call_ranks()
             state.keep(caller.changes, ranks)
+            state.slow_ranks.learn(caller.stragglers)
             if executor.kind == "local":
                 move_generators_on(caller.bound, results)
             output = output_of(results)
@@ -218,12 +219,24 @@ class PipelineJob:
         state, placement, kwargs = self._state, self._placement, self._caller.kwargs
         plan = placement.plan
         if plan is None:
-            plan, self.reason = state.choose(placement.rule, placement.ranks, kwargs)
+            ranks, told = self._candidates()
+            plan, self.reason = state.choose(placement.rule, ranks, kwargs)
+            self.reason += told
         names = state.request.devices.names
         check_plan_for(state.described, plan, kwargs, [names[rank] for rank in self._ranks_of(plan)])
         return plan
 
+    def _candidates(self) -> tuple[tuple[int, ...] | None, str]:
+        """Return the ranks that a plan is chosen for, None for all, and which are left out since they are slow."""
+        state, known = self._state, range(self._state.ranks.world_size)
+        told = state.slow_ranks.told(known)
+        if self._placement.ranks is not None or state.weights.plan is not None or not told:
+            return self._placement.ranks, ""
+        return state.slow_ranks.without(known), told
+
     def _ranks_of(self, plan: Plan) -> tuple[int, ...]:
-        named = self._placement.ranks
+        state, named = self._state, self._placement.ranks
+        if named is None and not plan.divides_weights and state.ranks.kind == "local":
+            named = state.slow_ranks.last(range(state.ranks.world_size))
         ranks = tuple(range(plan.world_size)) if named is None else named[: plan.world_size]
         return tuple(sorted(ranks)) if self._state.ranks.has_groups else ranks  # groups are of ranks in order

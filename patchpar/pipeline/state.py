@@ -20,6 +20,7 @@ from patchpar.pipeline.messages import CallbackChange, MethodResult
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
+from patchpar.pipeline.stragglers import SlowRanks
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
 
@@ -33,6 +34,7 @@ class PipelineState:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
         self.timed = TimedPlans(None, {}, ())
+        self.slow_ranks = SlowRanks()
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
         self.weights = WeightChoice()  # with plan="auto"

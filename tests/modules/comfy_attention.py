@@ -71,15 +71,15 @@ def attention_pytorch(
 class Executor:
     """Calls the wrappers in `transformer_options`, the last one innermost, and then the network's own `_forward`."""
 
-    def __init__(self, own: Any, network: Any, wrappers: list[Any], index: int = 0) -> None:
-        self.own, self.class_obj, self.wrappers, self.index = own, network, wrappers, index
+    def __init__(self, own: Any, network: Any, wrappers: list[Any], idx: int = 0) -> None:
+        self.own, self.class_obj, self.wrappers, self.idx = own, network, wrappers, idx
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return Executor(self.own, self.class_obj, self.wrappers, self.index + 1).execute(*args, **kwargs)
+        return Executor(self.own, self.class_obj, self.wrappers, self.idx + 1).execute(*args, **kwargs)
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
-        if self.index < len(self.wrappers):
-            return self.wrappers[self.index](self, *args, **kwargs)
+        if self.idx < len(self.wrappers):
+            return self.wrappers[self.idx](self, *args, **kwargs)
         return self.own(*args, **kwargs)
 
     @classmethod

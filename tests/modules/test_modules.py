@@ -121,7 +121,7 @@ def test_numbers_in_ignored_options_cause_no_comparison(tmp_path: Path, ignore: 
 
 def test_what_cannot_be_a_team_is_refused() -> None:
     one = network("wan")
-    with pytest.raises(PlanError, match="are one object: make another with copy.deepcopy"):
+    with pytest.raises(PlanError, match=r"are one object: make another with copy\.deepcopy"):
         Team([one, one])
     with pytest.raises(PlanError, match="are a WanModel and a Flux"):
         Team([one, network("flux")])

@@ -1,4 +1,4 @@
-"""One rank's copy of a network whose calls several ranks compute together, as a hook on the network.
+"""One rank's copy of a network whose calls several ranks compute together.
 
 handle = shard_module(network, patch=2)      in each of two processes of torchrun
 handle.begin()                               before each image
@@ -61,7 +61,10 @@ class ShardedModule:
         )
         self.denoiser.ignored = frozenset(options.ignore)
         self._hooks = HookSet()
-        self._hooks.install(module, _ModuleHook(self), HOOK)
+
+    def take_calls(self) -> None:
+        """Let every call of the network be one that ranks compute together."""
+        self._hooks.install(self.module, _ModuleHook(self), HOOK)
 
     def begin(self) -> None:
         """Begin an image: values of the last one are not used. Raises ExchangeError."""
@@ -173,7 +176,9 @@ def shard_module(  # noqa: PLR0913 - each is a setting of its own, by name
     if len(ranks) != patch:
         transport.close()
         raise PlanError(f"patch={patch}, but the group has {len(ranks)} processes: use patch={len(ranks)}")
-    return ShardedModule(module, transport, ranks, options)
+    handle = ShardedModule(module, transport, ranks, options)
+    handle.take_calls()
+    return handle
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,9 @@ GRACE = 10.0
 
 
 class Team:
-    """Copies of one network with the same weights, each on its device, in eval mode: calls are split between them.
+    """Copies of one network with the same weights, each on its device, in eval mode: its calls are split between them.
+
+    A call of a copy itself stays a plain one.
 
     `patch`: their number, as a check. `strategy`, `split`, `ratio`: see Plan. `verify`: compare the split call with
     the plain one at first use; a folder keeps results there. `ignore`: names of arguments in which numbers and texts
@@ -95,12 +96,12 @@ class Team:
 
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError, and what the network raises.
         """
-        return self.call_with(self.replicas, *args, **kwargs)
-
-    def call_with(self, forwards: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-        """As a call, by functions of the caller, one for each copy, which call the copy. Raises as a call does."""
         refuse_gradients(self.replicas[0], f"patch={len(self.replicas)}", (args, kwargs))
-        return self._on_all(lambda rank: forwards[rank](*self._own(rank, args), **self._own(rank, kwargs)))[0]
+
+        def call(rank: int) -> Any:
+            return self._handles[rank].call(self.replicas[rank].forward, self._own(rank, args), self._own(rank, kwargs))
+
+        return self._on_all(call)[0]
 
     def begin(self) -> None:
         """Begin an image. Raises ExchangeError."""
@@ -162,7 +163,7 @@ class Team:
 
     def _errors_of(self, futures: Sequence[Future[Any]]) -> list[BaseException]:
         """Wait for all ranks and return their errors, those that are no consequence of others first."""
-        done, left = wait(futures, return_when=FIRST_EXCEPTION)
+        _, left = wait(futures, return_when=FIRST_EXCEPTION)
         if left:
             limit = max(transport.deadline for transport in self._transports)
             _, left = wait(futures, timeout=limit + GRACE)
