@@ -223,6 +223,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
             check_plan(self.description, wanted)
         self._state.wanted = wanted
         self._state.plan = None
+        self._state.seconds_alone = {}  # a ratio is measured again
 
     def explain(self, job: PipelineJob | None = None) -> str:
         """Return devices, plan, and the reason for the plan: of the latest call, or of this job."""

@@ -2,8 +2,8 @@
 
 Ranks of one plan do the same work in every call, so that one that differs stands out. Sums over a few calls are
 compared, since a rank of axis `cfg` may make every second call only. Waits on a GPU are on its stream, where the
-process does not see them: on GPUs nothing is reported, nor of ranks with parts in a ratio. A rank that was slow in a job
-is left out of the next ones for some minutes, where these may choose their ranks. Ours.
+process does not see them: on GPUs nothing is reported, nor of ranks with parts in a ratio. A rank that was slow is left
+out of the next jobs for some minutes, where these may choose their ranks. Ours.
 """
 
 from __future__ import annotations
