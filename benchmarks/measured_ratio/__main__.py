@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from diffusers import DiffusionPipeline
 
 from benchmarks.measured_ratio.sleeping import let_sleep
 from benchmarks.page import publish
 from patchpar import ParallelPipeline
 from patchpar.models.files import embedded_model
+from patchpar.models.loading import load_pipeline
 
 SIZE, STEPS, SLOWNESS = 256, 9, 2.0
 CALL = {"prompt": "a red house", "height": SIZE, "width": SIZE, "guidance_scale": 1.0, "output_type": "latent"}
@@ -48,7 +48,7 @@ def page(seconds: float) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         slow = Path(folder) / "slow"
         slow.write_text("")
-        plain = DiffusionPipeline.from_pretrained(embedded_model("embedded"))
+        plain = load_pipeline(str(embedded_model("embedded")), {"variant": "fp16", "torch_dtype": torch.float32})
         pipe = let_sleep(plain, seconds, SIZE, SLOWNESS, slow)
         with ParallelPipeline(pipe, devices="cpu:2", trusted_code=["benchmarks"]) as parallel:
             slow.write_text(str(parallel._executor.pids[1]))
