@@ -3,7 +3,7 @@
 Knows nothing of HTTP. Calls come from the threads of the queue, which has no more of them than devices are free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,12 +63,15 @@ class ImageGenerator:
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.ranks = RankPool(len(served.devices))
+        self.ranks = RankPool(len(served.devices), self._slow_ranks)
         self.task: PipelineTask | None = None
         self._is_warm = False
         self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
         self._tokenizer: Any = None
+
+    def _slow_ranks(self) -> Collection[int]:
+        return () if self._pipe is None else self._pipe.slow_ranks
 
     @property
     def state(self) -> PoolState:
