@@ -224,9 +224,9 @@ class PipelineJob:
         state, placement, kwargs = self._state, self._placement, self._caller.kwargs
         plan = placement.plan
         if plan is None:
-            ranks, told = self._candidates()
+            ranks, note = self._candidates()
             plan, self.reason = state.choose(placement.rule, ranks, kwargs)
-            self.reason += told
+            self.reason += note
         if plan.ratio == MEASURED:
             plan, self.reason = self._measured(plan)
         names = state.request.devices.names
@@ -250,10 +250,10 @@ class PipelineJob:
     def _candidates(self) -> tuple[tuple[int, ...] | None, str]:
         """Return the ranks that a plan is chosen for, None for all, and which are left out since they are slow."""
         state, known = self._state, range(self._state.ranks.world_size)
-        told = state.slow_ranks.told(known)
-        if self._placement.ranks is not None or state.weights.plan is not None or not told:
+        note = state.slow_ranks.listed(known)
+        if self._placement.ranks is not None or state.weights.plan is not None or not note:
             return self._placement.ranks, ""
-        return state.slow_ranks.without(known), told
+        return state.slow_ranks.without(known), note
 
     def _ranks_of(self, plan: Plan) -> tuple[int, ...]:
         state, named = self._state, self._placement.ranks

@@ -97,5 +97,5 @@ def with_measured_ratio(plan: Plan, ranks: Sequence[int], seconds: Mapping[int, 
         part = Mesh(rank, ranks, **plan.degrees())["patch"].rank
         slowest[part] = max(slowest[part], seconds[rank])
     found = replace(plan, ratio=ratio_of([1 / each for each in slowest]))
-    told = ", ".join(f"{each:.3g}" for each in slowest)
-    return found, f"parts as measured: a call takes {told} s on the ranks alone"
+    note = ", ".join(f"{each:.3g}" for each in slowest)
+    return found, f"parts as measured: a call takes {note} s on the ranks alone"

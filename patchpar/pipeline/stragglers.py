@@ -94,7 +94,7 @@ class SlowRanks:
         slow = self.now
         return tuple(rank for rank in ranks if rank not in slow) or tuple(ranks)
 
-    def told(self, ranks: Sequence[int]) -> str:
+    def listed(self, ranks: Sequence[int]) -> str:
         """Return which of `ranks` are left out, in words to follow the reason of a plan; empty if none is."""
         found = [f"rank {rank} ({slowness:.2f} times as slow)" for rank, slowness in self.now.items() if rank in ranks]
         return f"; without {', '.join(found)}" if found and len(found) < len(ranks) else ""

@@ -76,9 +76,9 @@ def test_a_ratio_in_proportion_to_measured_speeds() -> None:
     assert seconds_of([5.0, 6.0, 7.0, 17.0, 18.0]) == 1.0
     with pytest.raises(PlanError, match="1 denoiser calls could be timed"):
         seconds_of([1.0])
-    plan, told = with_measured_ratio(Plan(patch=2, ratio="measured"), (0, 1), {0: 0.5, 1: 1.0})
+    plan, note = with_measured_ratio(Plan(patch=2, ratio="measured"), (0, 1), {0: 0.5, 1: 1.0})
     assert plan.ratio == (85, 43)
-    assert told == "parts as measured: a call takes 0.5, 1 s on the ranks alone"
+    assert note == "parts as measured: a call takes 0.5, 1 s on the ranks alone"
     four = Plan(cfg=2, patch=2, ratio="measured")
     assert with_measured_ratio(four, (3, 2, 1, 0), {0: 3.0, 1: 1.0, 2: 1.0, 3: 1.0})[0].ratio == (3, 1)
     assert with_measured_ratio(four, (0, 1, 2, 3), dict.fromkeys(range(4), 2.0))[0] == Plan(cfg=2, patch=2)

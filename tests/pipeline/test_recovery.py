@@ -185,9 +185,9 @@ def test_slow_ranks_are_left_out_for_some_minutes() -> None:
     ranks.learn(monitored(r0=1.0, r1=2.0, r2=1.0))
     assert ranks.last(range(4)) == (0, 2, 3, 1)
     assert ranks.without(range(4)) == (0, 2, 3)
-    assert ranks.told(range(4)) == "; without rank 1 (2.00 times as slow)"
+    assert ranks.listed(range(4)) == "; without rank 1 (2.00 times as slow)"
     assert ranks.without([1]) == (1,)
-    assert ranks.told([1]) == ""
+    assert ranks.listed([1]) == ""
     ranks.learn(monitored(r1=1.0))  # alone, which tells nothing
     assert ranks.without(range(4)) == (0, 2, 3)
     ranks.learn(monitored(r1=1.0, r3=1.0))
