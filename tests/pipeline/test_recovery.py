@@ -18,6 +18,8 @@ from tests.tiny import build
 
 CALL = {**QUICK, "num_inference_steps": 6, "output_type": "latent"}
 SECONDS = 120.0
+LEARN = SlowRanks.learn
+"""As it is outside of tests, see `no_slow_ranks`."""
 PLANS = ("patch=3", "patch=2", "cfg=2", "patch=2,strategy=fresh-edges")
 
 
@@ -182,17 +184,17 @@ def monitored(**seconds: float) -> StragglerMonitor:
 def test_slow_ranks_are_left_out_for_some_minutes() -> None:
     now = [0.0]
     ranks = SlowRanks(lambda: now[0])
-    ranks.learn(monitored(r0=1.0, r1=2.0, r2=1.0))
+    LEARN(ranks, monitored(r0=1.0, r1=2.0, r2=1.0))
     assert ranks.last(range(4)) == (0, 2, 3, 1)
     assert ranks.without(range(4)) == (0, 2, 3)
     assert ranks.listed(range(4)) == "; without rank 1 (2.00 times as slow)"
     assert ranks.without([1]) == (1,)
     assert ranks.listed([1]) == ""
-    ranks.learn(monitored(r1=1.0))  # alone, which tells nothing
+    LEARN(ranks, monitored(r1=1.0))  # alone, which tells nothing
     assert ranks.without(range(4)) == (0, 2, 3)
-    ranks.learn(monitored(r1=1.0, r3=1.0))
+    LEARN(ranks, monitored(r1=1.0, r3=1.0))
     assert ranks.without(range(4)) == (0, 1, 2, 3)
-    ranks.learn(monitored(r1=2.0, r3=1.0))
+    LEARN(ranks, monitored(r1=2.0, r3=1.0))
     now[0] = LEFT_OUT_SECONDS - 1
     assert ranks.without(range(4)) == (0, 2, 3)
     now[0] = LEFT_OUT_SECONDS
@@ -202,7 +204,7 @@ def test_slow_ranks_are_left_out_for_some_minutes() -> None:
 def test_a_slow_rank_is_kept_out_of_wide_plans(four: ParallelPipeline, plain: Any) -> None:
     """The pipeline learns it from a job; here from a made one."""
     slow, call = four._state.slow_ranks, {**CALL, "num_inference_steps": 2}
-    slow.learn(monitored(r0=3.0, r1=1.0))
+    LEARN(slow, monitored(r0=3.0, r1=1.0))
     try:
         job = four.submit(**call, plan="auto", generator=generator())
         assert relative_error(job.result(SECONDS), plain(**call, generator=generator())) <= EXACT
@@ -214,7 +216,7 @@ def test_a_slow_rank_is_kept_out_of_wide_plans(four: ParallelPipeline, plain: An
             job.result(SECONDS)
             assert [each.rank for each in job.run.ranks] == used
     finally:
-        slow.learn(monitored(r0=1.0, r1=1.0))
+        LEARN(slow, monitored(r0=1.0, r1=1.0))
 
 
 @pytest.mark.breadth
