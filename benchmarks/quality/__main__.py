@@ -28,10 +28,10 @@ import torch
 from benchmarks.quality.bench import Bench
 from benchmarks.quality.generation import SCHEDULERS, Caption, Meter, OneProcess, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
-from benchmarks.quality.perceptual import Lpips, fetch
 from benchmarks.quality.plot import write_plot
 from benchmarks.quality.records import ONE_PROCESS, Named, Record, Records, Setting
 from benchmarks.quality.table import Row, rows_of, write_table
+from patchpar.cli.bench.lpips import Lpips, fetch
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from training.classifier import load_classifier
