@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-AS_THEY_ARE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "pipelines/README.md", "assets/figures/*.*")
+AS_THEY_ARE = (
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "LICENSE",
+    "pipelines/README.md",
+    "integrations/comfyui/README.md",
+    "assets/figures/*.*",
+)
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#])")
 FENCE = re.compile(r"^```(?P<language>\w+) [^\n]*$", re.MULTILINE)
 

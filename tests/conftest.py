@@ -15,6 +15,7 @@ import torch
 
 from patchpar.launch.local import LocalExecutor
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
+from patchpar.pipeline.stragglers import SlowRanks
 from patchpar.shard.verification_cache import VerificationCache
 from tests.pipeline.pool import hold, parallel, pool, sdxl_folder
 
@@ -42,6 +43,13 @@ def no_measured_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """What `patchpar tune` has measured on this machine would choose other plans."""
     kept = KeptMachines(VerificationCache(tmp_path_factory.mktemp("machines")))
     with patch.object(KeptMachines, "in_home", lambda: kept):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_slow_ranks() -> Iterator[None]:
+    """Other programs on this machine may make a rank slow, and jobs would then run on other ranks than tests say."""
+    with patch.object(SlowRanks, "learn", lambda *_: None):
         yield
 
 

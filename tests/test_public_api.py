@@ -42,6 +42,8 @@ PUBLIC = {
     "WorkerOutOfMemory",
     "RetriesExhausted",
     "SuspendedCall",
+    "Team",
+    "shard_module",
     "upscale",
 }
 HEAVY = {"torch", "diffusers", "transformers", "accelerate", "numpy", "PIL"}

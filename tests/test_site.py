@@ -64,6 +64,7 @@ HOW_TOS = (
     "add-a-model",
     "add-a-strategy",
     "choose-a-plan",
+    "any-module",
     "simulate-a-strategy",
 )
 

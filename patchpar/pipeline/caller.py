@@ -4,7 +4,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.adapters import from_safetensors
@@ -30,6 +30,7 @@ from patchpar.pipeline.stragglers import StragglerMonitor
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import merge_outputs
 
+C = TypeVar("C", bound="CallController")
 RankEvent = RecordedPrediction | RecordingStopped | CallSeconds
 DATA_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")  # diffusers' classes, which have `tensor_inputs`
 
@@ -75,6 +76,15 @@ class CallController:
         self._on_step = lambda step, steps: None
         self.journal = self.journal or CallJournal()
         self._random = self._random or RandomState(seed=sampled_seed())
+
+    def alone(self, kind: type[C], kwargs: Mapping[str, Any]) -> C:
+        """Return a call with other arguments, otherwise like this one, without a callback and previews."""
+        return kind(self._owner, kwargs, kind=self._kind, output_module=self._output_module)
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the call need not go on."""
+        return False
 
     @property
     def seed(self) -> int | None:

@@ -14,7 +14,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar.errors import CallCancelled, CallSuspended, PlanError, UnsupportedModel
@@ -22,13 +22,14 @@ from patchpar.pipeline.auto_plan import without
 from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController, output_of
 from patchpar.pipeline.caller_random import move_generators_on
+from patchpar.pipeline.measured_ratio import measured_seconds, with_measured_ratio
 from patchpar.pipeline.messages import CallResult, TensorBytes
 from patchpar.pipeline.recovery import Recovery
 from patchpar.pipeline.report import Run
-from patchpar.pipeline.state import PipelineState
+from patchpar.pipeline.state import PipelineState, set_event
 from patchpar.pipeline.suspended_call import SuspendedCall, restore_states, states_of
 from patchpar.pipeline.validate import check_plan_for
-from patchpar.plan.plan import Plan
+from patchpar.plan.plan import MEASURED, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,10 @@ class PipelineJob:
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._future.set_exception(error)
 
+    def run_aside(self) -> Any:
+        """Run it in this thread, whatever else waits for its turn, and return the output."""
+        return self._outcome(set_event())
+
     def run_here(self) -> Any:
         """Run it in this thread, after other such calls, and return the output."""
         with self._state.turns:
@@ -165,6 +170,7 @@ class PipelineJob:
         with state.calling(caller):
             plan, ranks, results = self._call_ranks()
             state.keep(caller.changes, ranks)
+            state.slow_ranks.learn(caller.stragglers)
             if executor.kind == "local":
                 move_generators_on(caller.bound, results)
             output = output_of(results)
@@ -213,19 +219,46 @@ class PipelineJob:
     def _is_unwanted(self) -> bool:
         """Whether it is cancelled. First asked when it is in the queue for its ranks: the next job may follow."""
         self._is_queued.set()
-        return self._is_cancelled or self._is_to_suspend
+        return self._is_cancelled or self._is_to_suspend or self._caller.has_enough
 
     def _chosen(self) -> Plan:
         state, placement, kwargs = self._state, self._placement, self._caller.kwargs
         plan = placement.plan
         if plan is None:
-            choice = state.choose(placement.rule, placement.ranks, kwargs)
-            plan, self.reason, self._best = choice.plan, choice.explanation, choice.ranks or None
+            ranks, note = self._candidates()
+            choice = state.choose(placement.rule, ranks, kwargs)
+            plan, self.reason, self._best = choice.plan, choice.explanation + note, choice.ranks or None
+        if plan.ratio == MEASURED:
+            plan, self.reason = self._measured(plan)
         names = state.request.devices.names
         check_plan_for(state.described, plan, kwargs, [names[rank] for rank in self._ranks_of(plan)])
         return plan
 
+    def _measured(self, plan: Plan) -> tuple[Plan, str]:
+        """Return the plan with a ratio in numbers, and the reason for it. The ranks are measured once."""
+        state, ranks = self._state, self._ranks_of(plan)
+        if state.ranks.kind != "local":
+            raise PlanError(f"ratio=measured under {state.ranks.kind}: each rank has to run alone first: give numbers")
+
+        def run_alone(caller: CallController, rank: int) -> None:
+            alone = replace(self._placement, plan=Plan(), ranks=(rank,), max_retries=0)
+            PipelineJob(state, caller, alone).run_aside()
+
+        if not state.seconds_alone.keys() >= set(ranks):
+            state.seconds_alone |= measured_seconds(run_alone, self._caller, ranks)
+        return with_measured_ratio(plan, ranks, state.seconds_alone)
+
+    def _candidates(self) -> tuple[tuple[int, ...] | None, str]:
+        """Return the ranks that a plan is chosen for, None for all, and which are left out since they are slow."""
+        state, known = self._state, range(self._state.ranks.world_size)
+        note = state.slow_ranks.listed(known)
+        if self._placement.ranks is not None or state.weights.plan is not None or not note:
+            return self._placement.ranks, ""
+        return state.slow_ranks.without(known), note
+
     def _ranks_of(self, plan: Plan) -> tuple[int, ...]:
-        named = self._placement.ranks or self._best
+        state, named = self._state, self._placement.ranks or self._best
+        if named is None and not plan.divides_weights and state.ranks.kind == "local":
+            named = state.slow_ranks.last(range(state.ranks.world_size))
         ranks = tuple(range(plan.world_size)) if named is None else named[: plan.world_size]
         return tuple(sorted(ranks)) if self._state.ranks.has_groups else ranks  # groups are of ranks in order

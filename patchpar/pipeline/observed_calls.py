@@ -19,6 +19,11 @@ class ObservedCalls:
         return self._state.last_run
 
     @property
+    def slow_ranks(self) -> dict[int, float]:
+        """Ranks that were slow in a recent job, and how many times as long as the others they took."""
+        return self._state.slow_ranks.now
+
+    @property
     def on_step(self) -> Callable[[int, int], object] | None:
         """Function called with (step, number of steps) after each step; replaces the progress bar."""
         return self._state.on_step

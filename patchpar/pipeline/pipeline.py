@@ -221,8 +221,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         if wanted is not None:
             wanted.check_devices(self._executor.world_size)
             check_plan(self.description, wanted)
-        self._state.wanted = wanted
-        self._state.plan = None
+        state = self._state
+        state.wanted, state.plan, state.seconds_alone = wanted, None, {}  # a ratio is measured again
 
     def explain(self, job: PipelineJob | None = None) -> str:
         """Return devices, plan, and the reason for the plan: of the latest call, or of this job."""

@@ -20,6 +20,7 @@ from patchpar.pipeline.messages import CallbackChange, MethodResult
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
+from patchpar.pipeline.stragglers import SlowRanks
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
 
@@ -33,6 +34,8 @@ class PipelineState:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
         self.timed = TimedPlans(None, {}, ())
+        self.slow_ranks = SlowRanks()
+        self.seconds_alone: dict[int, float] = {}  # of a denoiser call, by rank, once it has been measured
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
         self.weights = WeightChoice()  # with plan="auto"
@@ -49,12 +52,12 @@ class PipelineState:
         self._next_installation = itertools.count(1)
         self.turns = threading.RLock()  # of calls that are no jobs
         self._changes = threading.RLock()
-        self._last_queued = _set_event()
+        self._last_queued = set_event()
         change_in_children(self)
 
     def after_fork(self) -> None:
         self.turns, self._changes = threading.RLock(), threading.RLock()
-        self._last_queued = _set_event()
+        self._last_queued = set_event()
 
     @property
     def ranks(self) -> Executor:
@@ -161,7 +164,8 @@ class PipelineState:
         return self.model
 
 
-def _set_event() -> threading.Event:
+def set_event() -> threading.Event:
+    """Return an event that has happened."""
     event = threading.Event()
     event.set()
     return event

@@ -5,6 +5,7 @@ Plan.parse("cfg=2,patch=4")                                     the same from a 
 Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow their strategy
 Plan(patch=4, weights="sharded")                                a quarter of the blocks' weights on each rank
 Plan(patch=2, ratio=(3, 1))                                     three quarters of the rows on the first rank
+Plan(patch=2, ratio="measured")                                 in proportion to how fast each rank is
 Plan(weights="hosted")                                          blocks in host memory, copied to the device to run
 Plan(tensor=4)                                                  a quarter of the features of the blocks' Linears
 Plan(stage=2)                                                   half of the blocks on each rank
@@ -33,6 +34,8 @@ WEIGHTS = ("whole", "sharded", "hosted")
 NUMBERS = (*AXIS_MEANINGS, "resident")
 ENCODERS = ("auto", "all", "one")
 MOST_PART = 1000
+MEASURED = "measured"
+"""The ratio that a pipeline finds by a short run of its first call."""
 SINGLE = "single"
 """How a plan for one device prints."""
 
@@ -47,6 +50,7 @@ class Plan:
     from which a stage takes its own blocks. With the last two `resident` blocks of each network stay whole. `encoders`:
     which ranks of an image hold and run its text and image encoders, "all" or "one"; "auto" is "all". `ratio`: the rows
     or tokens of each rank of axis patch in proportion, for devices of different speed; of equal ones nothing remains.
+    "measured": a pipeline times some denoiser calls on each rank alone and takes the ratio of their speeds.
     Raises PlanError for fields that are invalid or exclude each other.
     """
 
@@ -60,7 +64,7 @@ class Plan:
     weights: str = "whole"
     resident: int = 0
     encoders: str = "auto"
-    ratio: tuple[int, ...] = ()
+    ratio: tuple[int, ...] | str = ()
 
     def __post_init__(self) -> None:
         from patchpar.strategies import resolve_strategy  # imported late: strategies import this package
@@ -83,8 +87,13 @@ class Plan:
         self._check_weights()
 
     def _check_ratio(self) -> None:
+        if self.ratio == MEASURED:
+            self._check_measured()
+            return
         if not isinstance(self.ratio, (tuple, list)):
-            raise PlanError(f"ratio={self.ratio!r}: use one number for each rank of axis 'patch', as in (3, 1)")
+            raise PlanError(
+                f"ratio={self.ratio!r}: use one number for each rank of axis 'patch', as in (3, 1), or 'measured'"
+            )
         ratio = tuple(plain(part) for part in self.ratio)
         if not all(is_whole(part, most=MOST_PART) for part in ratio):
             raise PlanError(f"ratio={self.ratio!r}: each is a whole number from 1 to {MOST_PART}, as in (3, 1)")
@@ -98,6 +107,15 @@ class Plan:
                 "strategy structure gives each rank whole patches, and no part of the rows: leave ratio out"
             )
         object.__setattr__(self, "ratio", ratio if len(set(ratio)) > 1 else ())
+
+    def _check_measured(self) -> None:
+        if self.patch == 1:
+            raise PlanError("ratio=measured divides rows or tokens, and patch=1 has them on one rank: use patch=2")
+        if self.strategy.name == "structure" or self.divides_weights:
+            raise PlanError(
+                "ratio=measured times the whole model on each rank alone, which strategy=structure, stages, axis "
+                "tensor and divided weights exclude: give numbers, as in ratio=3:1"
+            )
 
     def _check_stages(self) -> None:
         if self.stage == 1:
@@ -154,7 +172,14 @@ class Plan:
         `ranks`: global ranks in the order of the mesh; None for the first ones.
         """
         members = range(self.world_size) if ranks is None else ranks
-        return Mesh(rank, members, **self.degrees()).with_ratio(self.ratio) if rank in members else None
+        return Mesh(rank, members, **self.degrees()).with_ratio(self.parts) if rank in members else None
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The ratio in numbers. Raises PlanError for one that a pipeline has still to measure."""
+        if isinstance(self.ratio, str):
+            raise PlanError(f"plan {self}: the ratio is measured by a call of a ParallelPipeline: give numbers here")
+        return self.ratio
 
     @property
     def divides_weights(self) -> bool:
@@ -199,7 +224,7 @@ class Plan:
         if self.resident:
             parts.append(f"resident={self.resident}")
         if self.ratio:
-            parts.append(f"ratio={':'.join(map(str, self.ratio))}")
+            parts.append(f"ratio={self.ratio if isinstance(self.ratio, str) else ':'.join(map(str, self.ratio))}")
         if self.encoders != "auto":
             parts.append(f"encoders={self.encoders}")
         if self.patch > 1 or str(self.strategy) != "exact":
@@ -231,9 +256,9 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(name: str, value: str) -> int | str | tuple[int, ...]:
-    if name == "ratio":
+    if name == "ratio" and value != MEASURED:
         if not all(part.isdecimal() for part in value.split(":")):
-            raise PlanError(f"ratio={value}: numbers with colons between, as in patch=2,ratio=3:1")
+            raise PlanError(f"ratio={value}: numbers with colons between, as in patch=2,ratio=3:1, or measured")
         return tuple(map(int, value.split(":")))
     return _number(name, value) if name in NUMBERS else value
 

@@ -4,7 +4,7 @@ Knows nothing of HTTP. Calls come from the threads of the queue, which has no mo
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -49,13 +49,16 @@ class ImageGenerator:
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.ranks = RankPool(len(served.devices))
+        self.ranks = RankPool(len(served.devices), self._slow_ranks)
         self.task: PipelineTask | None = None
         self.loras = LoraRegistry()
         self._is_warm = self.can_batch = False
         self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
         self._tokenizer: Any = None
+
+    def _slow_ranks(self) -> Collection[int]:
+        return () if self._pipe is None else self._pipe.slow_ranks
 
     @property
     def state(self) -> PoolState:

@@ -1,7 +1,7 @@
 """Which ranks of a server work, are free, or have lost their process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -9,9 +9,13 @@ RankState = Literal["free", "busy", "lost"]
 
 
 class RankPool:
-    """The ranks of one server. The queue starts no more calls than there are ranks for."""
+    """The ranks of one server. The queue starts no more calls than there are ranks for.
 
-    def __init__(self, count: int) -> None:
+    `slow` returns ranks that are taken after all others.
+    """
+
+    def __init__(self, count: int, slow: Callable[[], Collection[int]] = tuple) -> None:
+        self._slow = slow
         self._states: list[RankState] = ["free"] * count
         self._lost: set[int] = set()
         self._lock = threading.Lock()
@@ -35,11 +39,13 @@ class RankPool:
 
     @contextmanager
     def taken(self, count: int, *, lost_first: bool = False) -> Iterator[tuple[int, ...]]:
-        """Take so many free ranks, the first ones that are not lost; with `lost_first` those that are."""
+        """Take so many free ranks, the first ones that are not lost or slow; with `lost_first` those that are lost."""
+        slow = self._slow()
         with self._lock:
             free = [rank for rank, state in enumerate(self._states) if state == "free"]
             assert len(free) >= count, "the queue starts a job when its devices are free"
-            found = tuple(sorted(sorted(free, key=lambda rank: (rank in self._lost) != lost_first)[:count]))
+            best_first = sorted(free, key=lambda rank: ((rank in self._lost) != lost_first, rank in slow))
+            found = tuple(sorted(best_first[:count]))
             self._set(found, "busy")
         try:
             yield found

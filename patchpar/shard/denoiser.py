@@ -17,6 +17,7 @@ from patchpar.shard.graphs.step_graphs import Stateless, StepGraphs
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.stale.state import StaleState
+from patchpar.shard.verification import call_signature
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import NetworkRecord, WatchedNetwork
 
@@ -48,6 +49,8 @@ class SharedDenoiser:
         self.patch = LocalPatch(*self.mesh, self.policy)
         self.error: float | None = None
         self.exchange = "on"
+        self.ignored = frozenset[str]()
+        """Names of arguments whose numbers and texts may differ from call to call without another verification."""
         self.history = StaleState(self.mesh[0], self.policy, self.clock) if self.policy.remembers else None
         self.watched, self.unsure = WatchedNetwork(self.denoiser), False
         self._earlier: deque[tuple[NetworkRecord, Any]] = deque(maxlen=EARLIER)
@@ -81,6 +84,17 @@ class SharedDenoiser:
         self._earlier.clear()
         if self.history is not None:
             self.history = self.history.anew()
+
+    def discard(self) -> None:
+        """Discard what a failed call has left: values of steps before it, and messages that nobody waits for now."""
+        self._drop_graphs("a call has failed")
+        self.restore()
+        if self.history is not None:
+            self.history = StaleState(self.mesh[0], self.policy, self.clock)
+
+    def _signature(self, call: tuple[Any, Any]) -> Any:
+        """Return what must not change from one call to the next without another verification."""
+        return call_signature(call, self.ignored)
 
     def _look(self) -> Fingerprint:
         """Return the fingerprint of a network that is not known yet, whose foreign code is known from now on."""

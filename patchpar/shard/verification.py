@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from patchpar.comm.async_tensor import AsyncTensor
 from patchpar.comm.collectives import AllGather, AxisComm, Communicator
-from patchpar.comm.pytree import floats_in
+from patchpar.comm.pytree import floats_in, tensors_in
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.scalars import is_number
@@ -144,10 +144,13 @@ def fingerprint_of(denoiser: nn.Module) -> dict[str, Any]:
 
     Without private entries of the configuration: paths, and a list of defaults in another order in every process.
     """
-    config = getattr(denoiser, "config", {})
+    config = getattr(denoiser, "config", None)
+    shapes = crc32(repr([(name, tuple(x.shape)) for name, x in denoiser.named_parameters()]).encode())
     return {
         "denoiser": type(denoiser).__name__,
-        "config": {name: value for name, value in config.items() if not name.startswith("_")},
+        "config": {name: value for name, value in config.items() if not name.startswith("_")}
+        if isinstance(config, Mapping)
+        else {"parameters": shapes},
         "fingerprint": fingerprint(denoiser).digest,
     }
 
@@ -157,11 +160,16 @@ def facts_of(denoiser: nn.Module, device: torch.device, call: Call, **split: Any
     return {**fingerprint_of(denoiser), "device": device.type, "arguments": arguments_of(call), **split}
 
 
-def call_signature(call: Call) -> Any:
-    """Return what must not change from one call to the next without another verification."""
+def call_signature(call: Call, ignored: frozenset[str] = frozenset()) -> Any:
+    """Return what must not change from one call to the next without another verification.
+
+    Of keyword arguments that are `ignored` only the tensors count, by shape and dtype.
+    """
     args, kwargs = call
-    leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if not _is_the_time(name, x)}))
-    return spec, tuple(map(_sort_of, leaves))
+    kept = {name: x for name, x in kwargs.items() if not _is_the_time(name, x) and name not in ignored}
+    leaves, spec = tree_flatten((args, kept))
+    tensors = [_sort_of(x) for name in sorted(ignored) for x in tensors_in(kwargs.get(name))]
+    return spec, tuple(map(_sort_of, leaves)), tuple(tensors)
 
 
 def arguments_of(call: Call) -> list[str]:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -72,7 +73,9 @@ class VerificationCache:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{key}.json"
-            draft = file.with_suffix(f".{os.getpid()}")  # ranks may write the same result at once
+            draft = file.with_suffix(
+                f".{os.getpid()}-{threading.get_native_id()}"
+            )  # ranks may write the same result at once
             draft.write_text(json.dumps({**facts, **found}, indent=1, default=str))
             draft.replace(file)
 

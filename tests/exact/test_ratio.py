@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from patchpar.errors import PlanError
+from patchpar.pipeline.measured_ratio import seconds_of, with_measured_ratio
 from patchpar.pipeline.planner.image_ranks import ranks_of_image
 from patchpar.pipeline.planner.record import Recording
 from patchpar.plan.plan import Plan
@@ -68,6 +69,30 @@ def test_the_work_is_in_the_ratio(name: str, operator: str) -> None:
 def flops(tape: Tape, operator: str) -> int:
     step = steps_of(tape)["step 0"]
     return sum(entry.flops for entry in step if isinstance(entry, Operator) and entry.name == operator)
+
+
+def test_a_ratio_in_proportion_to_measured_speeds() -> None:
+    """Of fake times: rank 1 takes twice as long. Ranks with the same part count as the slower one."""
+    assert seconds_of([5.0, 6.0, 7.0, 17.0, 18.0]) == 1.0
+    with pytest.raises(PlanError, match="1 denoiser calls could be timed"):
+        seconds_of([1.0])
+    plan, note = with_measured_ratio(Plan(patch=2, ratio="measured"), (0, 1), {0: 0.5, 1: 1.0})
+    assert plan.ratio == (85, 43)
+    assert note == "parts as measured: a call takes 0.5, 1 s on the ranks alone"
+    four = Plan(cfg=2, patch=2, ratio="measured")
+    assert with_measured_ratio(four, (3, 2, 1, 0), {0: 3.0, 1: 1.0, 2: 1.0, 3: 1.0})[0].ratio == (3, 1)
+    assert with_measured_ratio(four, (0, 1, 2, 3), dict.fromkeys(range(4), 2.0))[0] == Plan(cfg=2, patch=2)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    assert str(Plan.parse("patch=2,ratio=measured")) == "patch=2,ratio=measured,strategy=exact"
+    with pytest.raises(PlanError, match="use patch=2"):
+        Plan(ratio="measured")
+    for options in ({"weights": "sharded"}, {"stage": 2}, {"tensor": 2}, {"strategy": "structure"}):
+        with pytest.raises(PlanError, match="times the whole model on each rank alone"):
+            Plan(patch=2, ratio="measured", **options)
+    with pytest.raises(PlanError, match="measured by a call of a ParallelPipeline"):
+        Plan(patch=2, ratio="measured").mesh(0)
 
 
 def test_a_ratio_is_a_part_of_the_plan() -> None:

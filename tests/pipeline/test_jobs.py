@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar import CallCancelled, ParallelPipeline, PlanError, WorkerDied
+from patchpar import CallCancelled, ParallelPipeline, Plan, PlanError, WorkerDied
+from patchpar.plan.part_ratio import ratio_of
 from tests.pipeline.conftest import EXACT, QUICK, WORLD, generator, relative_error
 from tests.tiny import build
 
@@ -45,6 +46,29 @@ def test_jobs_on_different_ranks_make_the_image_they_make_alone(
         assert relative_error(found, expected) <= EXACT
         assert [each.rank for each in job.run.ranks] == list(ranks)
         assert (job.progress.step, job.progress.steps, job.is_over) == (2, 2, True)
+
+
+def test_a_ratio_is_measured_by_a_short_run_on_each_rank(four: ParallelPipeline, plain: Any) -> None:
+    """Which neither advances the caller's generator nor asks its callback."""
+    call, asked, state = {**CALL, "num_inference_steps": 3}, [], four._state
+
+    def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        asked.append(step)
+        return {}
+
+    state.seconds_alone = {}
+    want = plain(**call, generator=generator())
+    for fake in ({}, {0: 1.0, 2: 2.0}):
+        state.seconds_alone |= fake
+        options = {"plan": "patch=2,ratio=measured", "ranks": (0, 2), "generator": generator()}
+        job = four.submit(**call, **options, callback_on_step_end=note)
+        assert relative_error(job.result(SECONDS), want) <= EXACT
+        assert state.seconds_alone.keys() == {0, 2}
+        assert job.run.plan == Plan(patch=2, ratio=ratio_of([1 / state.seconds_alone[rank] for rank in (0, 2)]))
+        assert job.reason.startswith("parts as measured: a call takes ")
+    assert job.run.plan.ratio == (85, 43)
+    assert asked == [0, 1, 2, 0, 1, 2]
+    state.seconds_alone = {}
 
 
 def test_they_run_at_the_same_time(four: ParallelPipeline) -> None:

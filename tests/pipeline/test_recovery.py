@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from patchpar import ParallelPipeline, RetriesExhausted, WorkerDied, WorkerOutOfMemory
-from patchpar.pipeline.stragglers import StragglerMonitor
+from patchpar.pipeline.stragglers import LEFT_OUT_SECONDS, SlowRanks, StragglerMonitor
 from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
 from tests.pipeline.odd import DiesAt, LacksMemory
 from tests.tiny import build
 
 CALL = {**QUICK, "num_inference_steps": 6, "output_type": "latent"}
 SECONDS = 120.0
+LEARN = SlowRanks.learn
+"""As it is outside of tests, see `no_slow_ranks`."""
 PLANS = ("patch=3", "patch=2", "cfg=2", "patch=2,strategy=fresh-edges")
 
 
@@ -168,6 +170,53 @@ def test_stragglers() -> None:
     assert monitor.slow == {2: pytest.approx(1.5 / 1.1)}
     monitor.reset()
     assert monitor.slow == {}
+
+
+def monitored(**seconds: float) -> StragglerMonitor:
+    """A job whose ranks r0, r1, ... took so long for each call."""
+    monitor = StragglerMonitor()
+    for _ in range(8):
+        for rank, each in seconds.items():
+            monitor.add(int(rank[1:]), each)
+    return monitor
+
+
+def test_slow_ranks_are_left_out_for_some_minutes() -> None:
+    now = [0.0]
+    ranks = SlowRanks(lambda: now[0])
+    LEARN(ranks, monitored(r0=1.0, r1=2.0, r2=1.0))
+    assert ranks.last(range(4)) == (0, 2, 3, 1)
+    assert ranks.without(range(4)) == (0, 2, 3)
+    assert ranks.listed(range(4)) == "; without rank 1 (2.00 times as slow)"
+    assert ranks.without([1]) == (1,)
+    assert ranks.listed([1]) == ""
+    LEARN(ranks, monitored(r1=1.0))  # alone, which tells nothing
+    assert ranks.without(range(4)) == (0, 2, 3)
+    LEARN(ranks, monitored(r1=1.0, r3=1.0))
+    assert ranks.without(range(4)) == (0, 1, 2, 3)
+    LEARN(ranks, monitored(r1=2.0, r3=1.0))
+    now[0] = LEFT_OUT_SECONDS - 1
+    assert ranks.without(range(4)) == (0, 2, 3)
+    now[0] = LEFT_OUT_SECONDS
+    assert ranks.without(range(4)) == (0, 1, 2, 3)
+
+
+def test_a_slow_rank_is_kept_out_of_wide_plans(four: ParallelPipeline, plain: Any) -> None:
+    """The pipeline learns it from a job; here from a made one."""
+    slow, call = four._state.slow_ranks, {**CALL, "num_inference_steps": 2}
+    LEARN(slow, monitored(r0=3.0, r1=1.0))
+    try:
+        job = four.submit(**call, plan="auto", generator=generator())
+        assert relative_error(job.result(SECONDS), plain(**call, generator=generator())) <= EXACT
+        assert job.reason.endswith("; without rank 0 (3.00 times as slow)")
+        assert 0 not in [each.rank for each in job.run.ranks]
+        assert len(job.run.ranks) > 1
+        for options, used in (({"plan": "single"}, [1]), ({"plan": "single", "ranks": (0,)}, [0])):
+            job = four.submit(**call, **options)
+            job.result(SECONDS)
+            assert [each.rank for each in job.run.ranks] == used
+    finally:
+        LEARN(slow, monitored(r0=1.0, r1=1.0))
 
 
 @pytest.mark.breadth

@@ -16,8 +16,9 @@ from patchpar.pipeline.planner.image_ranks import ranks_of_image
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.search import CLOSE, search
 from patchpar.pipeline.planner.simulate import Simulator
-from patchpar.pipeline.planner.uneven_devices import UNITS, UnevenDevices, computing, ratio_of
+from patchpar.pipeline.planner.uneven_devices import UnevenDevices, computing
 from patchpar.plan.bands import starts_of
+from patchpar.plan.part_ratio import UNITS, ratio_of
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine

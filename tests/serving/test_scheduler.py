@@ -127,8 +127,11 @@ def test_a_deadline_that_passes_in_the_queue(client: Any, fake: FakeGenerator, s
     assert service.kept is first
 
 
-def test_ranks_that_are_lost_are_taken_last() -> None:
-    ranks = RankPool(4)
+def test_ranks_that_are_lost_or_slow_are_taken_last() -> None:
+    ranks, slow = RankPool(4, lambda: slow), [0]
+    with ranks.taken(3) as taken:
+        assert taken == (1, 2, 3)
+    slow.clear()
     with ranks.taken(2) as found:
         assert found == (0, 1)
         assert ranks.states == ("busy", "busy", "free", "free")

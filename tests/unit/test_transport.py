@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import ExchangeError
 from tests.breadth import first_of
@@ -202,3 +203,10 @@ def test_closing_lets_go_of_everything() -> None:
             transport.close()
             transport.close()
     assert descriptors() == before
+
+
+def test_one_column_of_a_map_is_packed_without_gaps() -> None:
+    """Flattened, it is a view with gaps, which torch.distributed refuses to send."""
+    packed = pack([torch.arange(8.0).view(1, 2, 2, 2)[..., 1:]])
+    assert packed.is_contiguous()
+    assert packed.tolist() == [1.0, 3.0, 5.0, 7.0]

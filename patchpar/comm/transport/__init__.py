@@ -2,6 +2,7 @@
 
     shared_memory    ranks of one host: one copy into shared memory, a notification through a socket, one copy out;
                      tensors that lie in shared memory for good are not copied into it
+    threads          ranks that are threads of one process: tensors are copied to the receiver's device
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
     probe            a check that sends one message from each rank to each
     delayed          one of the first two with added latency and limited bandwidth, for measurements
@@ -10,7 +11,16 @@ Messages between two ranks arrive in the order they were sent. Every rank runs t
 so messages need no tags.
 """
 
-from patchpar.comm.transport.connect import alone, connect, extend, form_groups, share_memory, unshare_memory, watched
+from patchpar.comm.transport.connect import (
+    alone,
+    connect,
+    connect_group,
+    extend,
+    form_groups,
+    share_memory,
+    unshare_memory,
+    watched,
+)
 from patchpar.comm.transport.delayed import DelayedTransport
 from patchpar.comm.transport.message import (
     Arrived,
@@ -24,6 +34,7 @@ from patchpar.comm.transport.message import (
     Transport,
     Work,
 )
+from patchpar.comm.transport.threads import Mailboxes, ThreadTransport
 
 __all__ = [
     "Arrived",
@@ -31,14 +42,17 @@ __all__ = [
     "DelayedTransport",
     "FlatParts",
     "Incoming",
+    "Mailboxes",
     "Messages",
     "Outgoing",
     "Stall",
     "TensorSpec",
+    "ThreadTransport",
     "Transport",
     "Work",
     "alone",
     "connect",
+    "connect_group",
     "extend",
     "form_groups",
     "share_memory",

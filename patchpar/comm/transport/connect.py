@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 from patchpar.comm.transport.message import Transport
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.errors import ExchangeError
+from patchpar.errors import ExchangeError, LaunchError
 from patchpar.launch.accelerators import HOST_BACKENDS, group_backend
 from patchpar.launch.executor import RankContext
 from patchpar.launch.links import RETRY_SECONDS, PeerLink
@@ -64,6 +64,29 @@ def extend(transport: Transport, endpoint: RankContext, ranks: Collection[int]) 
 def alone(endpoint: RankContext) -> Transport:
     """Return a transport for a single rank."""
     return SharedMemoryTransport(0, {}, torch.device(endpoint.device), endpoint.wait_limit)
+
+
+def connect_group(device: torch.device, deadline: float, group: Any = None) -> tuple[Transport, tuple[int, ...]]:
+    """Return a transport through torch.distributed, and the global ranks of `group` (default: of all), ascending.
+
+    Collective of all ranks of the default group, each with its own group. Raises LaunchError without one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise LaunchError(
+            "torch.distributed is not initialised: start this with torchrun and call "
+            "torch.distributed.init_process_group() first, or use Team, which has all devices in one process"
+        )
+    world = dist.get_world_size()
+    ranks = tuple(range(world)) if group is None else tuple(sorted(dist.get_process_group_ranks(group)))
+    transport = TorchTransport(device, deadline)
+    if transport.collectives is not None:  # every rank has to form the groups of all
+        own = torch.zeros(world, dtype=torch.int64, device=device)
+        own[list(ranks)] = 1
+        gathered = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(gathered, own)
+        found = [tuple(x.nonzero().flatten().tolist()) for x in gathered]
+        transport.collectives.form([each for each in dict.fromkeys(found) if len(each) > 1])
+    return transport, ranks
 
 
 def watched(transport: T, rank: RankContext) -> T:

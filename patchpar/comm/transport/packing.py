@@ -74,7 +74,7 @@ def pack(tensors: Sequence[Tensor], size: int | None = None, memory: MessageMemo
     layout = layout_of(tuple(map(TensorSpec.of, tensors)))
     size = layout.size if size is None else size
     if len(flat) == 1 and size == layout.size and memory is None:
-        return flat[0]
+        return flat[0].contiguous()  # of one column of a map, one dim is a view with gaps
     parts, end = [], 0
     for x, offset in zip(flat, layout.offsets, strict=True):
         if offset > end:

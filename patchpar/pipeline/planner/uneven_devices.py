@@ -8,17 +8,15 @@ shorter its rank computes than the others, as long as that makes the step shorte
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd
 
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast
 from patchpar.pipeline.planner.placement import Simulate
+from patchpar.plan.part_ratio import ratio_of
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.replay import COMPUTE, STEP
 
 TRIES = 4
 """Ratios after the first. Each has programs of its own, which have to be recorded."""
-UNITS = 128
-"""Parts are whole numbers of about so many units together; a network rounds them to its rows."""
 
 
 class UnevenDevices:
@@ -46,7 +44,7 @@ class UnevenDevices:
         found = self._simulate(replace(plan, ratio=ratio), order)
         for _ in range(TRIES if found.plan.ratio else 0):
             ratio = self._next(found)
-            if ratio == found.plan.ratio:
+            if ratio == found.plan.parts:
                 break
             other = self._simulate(replace(plan, ratio=ratio), order)
             if other.step.seconds >= found.step.seconds:
@@ -70,7 +68,7 @@ class UnevenDevices:
 
     def _next(self, found: Forecast) -> tuple[int, ...]:
         """Return the parts with which all ranks would compute as long, were that in proportion to them."""
-        ratio, size = found.plan.ratio, found.plan.patch
+        ratio, size = found.plan.parts, found.plan.patch
         seconds = [0.0] * size
         for rank, taken in computing(found).items():
             seconds[rank % size] = max(seconds[rank % size], taken)
@@ -87,11 +85,3 @@ def computing(found: Forecast) -> Counter[int]:
         if each.what == COMPUTE and step is not None and step.start <= each.start < step.start + step.seconds:
             seconds[each.rank] += each.seconds  # type: ignore[assignment]  # a Counter of floats
     return seconds
-
-
-def ratio_of(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return whole numbers in proportion to speeds, each at least 1, about UNITS together or a fraction of that."""
-    total = sum(speeds)
-    units = [max(1, round(UNITS * speed / total)) for speed in speeds]
-    common = gcd(*units)
-    return tuple(each // common for each in units)

@@ -14,7 +14,7 @@ from patchpar.shard.transformer.attention_backend import BackendKernel, needing_
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.verify import shaken_call
-from patchpar.shard.verification import Call, Forward, call_signature
+from patchpar.shard.verification import Call, Forward
 
 
 class TokenComparison(NamedTuple):
@@ -31,12 +31,12 @@ class TokenComparison(NamedTuple):
     remembers: bool
     shard: Callable[[], TransformerSharder | None]
 
-    def of(self, split: Callable[[], Any], ranks: int) -> GuardedCall:
-        """Return the call that `split` runs on so many ranks."""
+    def of(self, split: Callable[[], Any], ranks: int, form: Any) -> GuardedCall:
+        """Return the call of that form that `split` runs on so many ranks."""
         kept = self._replace(call=with_own_lists(self.call))
         again = self.remembers or cache_of(self.network) is not None
         return GuardedCall(
-            form=call_signature(self.call),
+            form=form,
             split=split,
             plain=partial(kept._compared, self.forward),
             cuts=self._cuts,

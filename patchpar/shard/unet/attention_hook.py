@@ -150,6 +150,8 @@ def attend_over_bands(patch: LocalPatch, where: str, call: AttentionCall) -> Ten
         raise UnsupportedModel(
             f"{where}: spatial self-attention with a mask, causality or dropout cannot be split: use cfg=2 or data=N"
         )
+    if call.query.ndim == 3:
+        return attend_over_bands(patch, where, call.with_heads()).squeeze(1)
     own = call.query.shape[2]
     grid, entry = patch.grid(own), patch.entry(where, patch.policy.context)
     if entry is not None:

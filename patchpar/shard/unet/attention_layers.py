@@ -3,6 +3,9 @@
 A layer's keys come from `to_k`. Where its input has more tokens for a taller image, in as many samples, the keys are
 the image's. Text has the same tokens for every image; in layers over frames the samples grow, not the tokens. Where
 keys come from another module (fused projections), a layer without another context attends to its own tokens.
+
+These layers are diffusers', which have a processor. In networks of other libraries the layer is the innermost module
+that calls torch's attention, and its keys are those of the call.
 """
 
 from collections.abc import Iterator
@@ -16,13 +19,15 @@ from torch import Tensor, nn
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, AttentionReplaced, SdpaMode
 
+TOKEN_LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)  # they take each token alone
+
 
 @dataclass(slots=True)
 class ObservedAttention:
     """Observations of one run by module path: input shapes of keys, and layers that call torch's attention.
 
     `elsewhere`: those that call it by another name than that in torch.nn.functional. `calls`: the running layer of each
-    call, in their order.
+    call, in their order. `asked`: keys [B, L, channels] of calls in modules without a processor.
     """
 
     keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -31,10 +36,14 @@ class ObservedAttention:
     elsewhere: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     under_way: list[str] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)  # modules without a processor
+    asked: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     _by_name: bool = False
 
     def shape(self, path: str) -> tuple[int, ...] | None:
         """Return the shape of the input of a layer's keys."""
+        if path in self.asked:
+            return self.asked[path][0]
         return self.keys.get(path, self.own.get(path))
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -54,12 +63,24 @@ class ObservedAttention:
         """End the forward of the innermost layer."""
         self.under_way.pop()
 
+    def begin_module(self, path: str, module: nn.Module, args: Any) -> None:
+        """Begin the forward of a module without a processor."""
+        self.running.append(path)
+
+    def end_module(self) -> None:
+        """End the forward of the innermost of them."""
+        self.running.pop()
+
     def attended(self, call: AttentionCall) -> Tensor:
         """Note the running layer for a call of torch's attention, and return its output [B, N, q, E]."""
-        self.with_kernel.update(self.under_way[-1:])
-        self.calls += self.under_way[-1:]
+        layer = self.under_way[-1:] or self.running[-1:]
+        if layer and not self.under_way:
+            key = call.key if call.key.ndim == 4 else call.key.unsqueeze(1)
+            self.asked.setdefault(layer[0], []).append((key.shape[0], key.shape[2], key.shape[1] * key.shape[3]))
+        self.with_kernel.update(layer)
+        self.calls += layer
         if not self._by_name:
-            self.elsewhere.update(self.under_way[-1:])
+            self.elsewhere.update(layer)
         self._by_name = False
         return call.run()
 
@@ -73,7 +94,7 @@ class ObservedAttention:
 
     def paths(self) -> Iterator[str]:
         """Yield the observed layers in the order of execution."""
-        yield from dict.fromkeys((*self.keys, *self.own))
+        yield from dict.fromkeys((*self.keys, *self.own, *self.asked))
 
 
 @contextmanager
@@ -82,6 +103,9 @@ def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[
     with HookSet() as hooks, SdpaMode(seen.attended), AttentionReplaced(seen.called_by_name):
         for path, module in denoiser.named_modules():
             if not hasattr(module, "processor"):
+                if path and not isinstance(module, TOKEN_LAYERS):
+                    hooks.before(module, partial(seen.begin_module, path))
+                    hooks.after(module, lambda *_: seen.end_module())
                 continue
             hooks.before(module, partial(seen.enter, path), with_kwargs=True)
             hooks.after(module, lambda *_: seen.leave())

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.unet.attention_layers import ObservedAttention, attention_watched
+from patchpar.shard.unet.attention_layers import TOKEN_LAYERS, ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
 from patchpar.shard.unet.transforms import TransformsMode, modules_with_transforms
 
-TOKEN_LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)  # they take each token alone
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
 PROBE_SIZES = (8, 16, 32)  # latent rows and columns, smallest first: the last is enough for a total stride of 32
 LEAST_ROWS = 2  # of the map that a convolution reads: one row may be what is left of less than one
@@ -154,6 +153,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     )
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
     seen, taller = first.attention, second.attention
+    _refuse_mixed_layers(denoiser, seen, taller)
     attentions = tuple(path for path in seen.paths() if _grows_per_sample(seen.shape(path), taller.shape(path)))
     return ExchangeSites(
         norms=tuple(_norm_site(path, first.links.get(path, {}), convs) for path in norms),
@@ -197,6 +197,20 @@ def _probed(
         f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
         f"latent is as large as the image ({failed}): use plan cfg=2 or data=N"
     ) from failed
+
+
+def _refuse_mixed_layers(denoiser: nn.Module, seen: ObservedAttention, taller: ObservedAttention) -> None:
+    """Raise UnsupportedModel for a module that itself attends to the image in one call and to other tokens in another.
+
+    Its hook would take all of them for the image.
+    """
+    for path, keys in seen.asked.items():
+        grows = {_grows_per_sample(one, other) for one, other in zip(keys, taller.asked.get(path, []), strict=False)}
+        if len(grows) > 1:
+            raise UnsupportedModel(
+                f"{path} in {type(denoiser).__name__} calls scaled_dot_product_attention for the image and for other "
+                "tokens, which cannot be told apart: put each call in a module of its own, or use plan cfg=2 or data=N"
+            )
 
 
 def _norm_site(path: str, links: dict[str, tuple[str, ...]], convs: Mapping[str, Any]) -> NormSite:

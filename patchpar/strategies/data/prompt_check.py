@@ -18,11 +18,11 @@ from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.batch import Batch, count_branches, sample_of
-from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.foreign.cuts import Cut
 from patchpar.shard.step_caches import cache_of, caches_set_aside
 from patchpar.shard.verification import Call, call_signature
+from patchpar.shard.watched_network import WatchedNetwork
 from patchpar.strategies.data.split import PromptSlice
 
 FILLED = -1.5

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import floats_in, with_own_lists
 from patchpar.plan.mesh import Axis
-from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.watched_network import WatchedNetwork
 
 WAY_OUT = "use strategy=exact, or one device without a plan"
 

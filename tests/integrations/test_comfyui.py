@@ -1,0 +1,154 @@
+"""The nodes for ComfyUI, against stand-ins of what they use of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from patchpar import PlanError
+from patchpar.pipeline.job import JobProgress
+from tests.breadth import first_of
+from tests.integrations import comfy
+from tests.modules.networks import NETWORKS, call_of, network
+from tests.tensors import relative
+
+LIMIT = 7e-7
+
+
+class Nodes(SimpleNamespace):
+    """The modules of the nodes, the progress they report, and whether the user interrupts."""
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    found = Nodes(progress=[], interrupts=False)
+
+    def check() -> None:
+        if found.interrupts:
+            raise comfy.Interrupted
+
+    for name, module in comfy.modules(3, check, found.progress).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    comfy.forget()
+    found.pack = importlib.import_module("integrations.comfyui")
+    found.nodes, found.parallel, found.generate = (
+        importlib.import_module(f"integrations.comfyui.{name}") for name in ("nodes", "parallel", "generate")
+    )
+    yield found
+    comfy.forget()
+
+
+@pytest.mark.parametrize("name", first_of(NETWORKS, "unet"))
+def test_a_model_is_split_with_its_loras_and_wrappers(
+    nodes: Nodes, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        nodes.nodes, "TeamSettings", lambda **given: nodes.parallel.TeamSettings(**given, verify=tmp_path)
+    )
+    asked = []
+
+    def other(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(executor.class_obj)
+        return executor(*args, **kwargs) * 2
+
+    plain = comfy.ModelPatcher(network(name))
+    plain.add_wrapper_with_key("diffusion_model", "before", other)
+    (split,) = nodes.nodes.PatchparParallel.execute(plain, gpus=2, strategy="exact", split="auto")
+    weight = next(each for each, x in plain.model.diffusion_model.named_parameters() if x.ndim > 1)
+    for patcher in (plain, split):
+        patcher.add_patch(weight, 1.5)  # by a node behind ours
+        patcher.add_wrapper_with_key("diffusion_model", "behind", other)
+    calls = [call_of(name, step) for step in range(2)]
+    want = comfy.Guider(plain).sample(calls)
+    asked.clear()
+    got = comfy.Guider(split).sample(calls)
+    assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
+    copies = [each.model.diffusion_model for each in split.additional_models["patchpar"]]
+    assert asked.count(copies[0]) >= 2  # the wrapper behind ours runs with each copy, also in comparisons
+    assert split.model.diffusion_model is plain.model.diffusion_model
+    assert not [each for each in copies[0].modules() if getattr(each, "_diffusers_hook", None)]
+
+
+def test_what_cannot_be_split_is_refused(nodes: Nodes) -> None:
+    model = comfy.ModelPatcher(network("wan"))
+    assert nodes.nodes.PatchparParallel.execute(model, gpus=1, strategy="exact", split="auto") == (model,)
+    with pytest.raises(ValueError, match="gpus=4, but this machine has 3: use 3 at most"):
+        nodes.nodes.PatchparParallel.execute(model, gpus=4, strategy="exact", split="auto")
+    with pytest.raises(PlanError, match=r"cannot copy a model to another GPU .*: update it"):
+        nodes.parallel.parallel(SimpleNamespace(), [torch.device("cpu")], nodes.parallel.TeamSettings())
+
+
+class Job:
+    """A job of two steps that ends when it has been looked at so often."""
+
+    def __init__(self, looks: int) -> None:
+        self.left, self.cancelled = looks, False
+        self.progress = JobProgress(step=0, steps=0)
+
+    def wait(self, timeout: float) -> bool:
+        self.left -= 1
+        self.progress = JobProgress(step=2 - min(self.left, 2), steps=2)
+        return self.left < 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def result(self) -> Any:
+        return SimpleNamespace(images=[Image.new("RGB", (16, 8), (255, 0, 51))])
+
+
+def test_a_pipeline_gives_images_and_progress_and_is_interrupted(nodes: Nodes) -> None:
+    job, calls = Job(3), []
+    pipe = SimpleNamespace(submit=lambda **call: calls.append(call) or job)
+    call = {"prompt": "a house", "width": 16, "height": 8, "steps": 2, "seed": 7, "guidance": 5.0}
+    (images,) = nodes.nodes.PatchparGenerate.execute(pipe, **call)
+    assert images.shape == (1, 8, 16, 3)
+    assert images[0, 0, 0].tolist() == pytest.approx([1.0, 0.0, 0.2])
+    assert nodes.progress == [(0, 2), (1, 2), (2, 2)]
+    assert calls[0]["num_inference_steps"] == 2
+    assert calls[0]["generator"].initial_seed() == 7
+    nodes.interrupts, job = True, Job(3)
+    with pytest.raises(comfy.Interrupted):
+        nodes.nodes.PatchparGenerate.execute(pipe, **call)
+    assert job.cancelled
+
+
+def test_a_server_is_asked_as_it_expects(nodes: Nodes) -> None:
+    """The request is one that `patchpar serve` takes: tests/serving holds its fields."""
+    from patchpar.serving.image_request import GenerationRequest
+
+    stored, asked = io.BytesIO(), {}
+    Image.new("RGB", (16, 8), (0, 255, 0)).save(stored, "PNG")
+
+    def generate(**call: Any) -> Any:
+        asked.update(call)
+        return SimpleNamespace(data=[SimpleNamespace(b64_json=base64.b64encode(stored.getvalue()).decode())] * 2)
+
+    client = SimpleNamespace(images=SimpleNamespace(generate=generate))
+    call = {"prompt": "a house", "size": "64x64", "n": 2}
+    images = nodes.generate.from_server(client, call, {"seed": 1, "num_inference_steps": 3})
+    assert images.shape == (2, 8, 16, 3)
+    body = {**call, **asked["extra_body"]}
+    assert GenerationRequest.model_validate(body).num_inference_steps == 3
+
+
+def test_the_pack_is_what_comfyui_loads(nodes: Nodes) -> None:
+    extension = asyncio.run(nodes.pack.comfy_entrypoint())
+    found = asyncio.run(extension.get_node_list())
+    schemas = [each.define_schema() for each in found]
+    assert [each.node_id for each in schemas] == [each.__name__ for each in found]
+    for schema in schemas:
+        names = [each.name for each in schema.inputs]
+        code = next(each for each in found if each.__name__ == schema.node_id).execute.__code__
+        assert list(code.co_varnames[1 : code.co_argcount]) == names

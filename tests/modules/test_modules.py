@@ -1,0 +1,172 @@
+"""Networks of other libraries, split between threads or processes, give what they give in one piece."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchpar import LaunchError, PlanError, Team, UnsupportedModel, shard_module
+from patchpar.shard.unet.discover import discover
+from patchpar.shard.verification import fingerprint_of
+from tests.breadth import first_of
+from tests.modules.networks import NETWORKS, call_of, network
+from tests.tensors import relative
+
+LIMIT, CONTROL = 7e-7, 1e-2
+MOVING = 0.3
+"""Limit of the error of stale edges: the calls of these tests have unrelated noise in each step."""
+
+
+def copies(name: str, count: int = 2) -> list[nn.Module]:
+    return [network(name) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("name", "size"), first_of(product(NETWORKS, (2, 3)), ("flux", 2), ("unet", 3)))
+def test_threads_give_what_one_gives(name: str, size: int, tmp_path: Path) -> None:
+    plain = network(name)
+    with Team(copies(name, size), patch=size, verify=tmp_path, ignore=["transformer_options"]) as team:
+        errors = [relative(team(**call_of(name, step)), plain(**call_of(name, step))) for step in range(2)]
+        assert max(errors) <= LIMIT, errors
+        assert team.error is not None
+        team.control(exchange="off")
+        assert relative(team(**call_of(name)), plain(**call_of(name))) >= CONTROL
+    assert torch.equal(team.replicas[1](**call_of(name)), plain(**call_of(name)))
+
+
+@pytest.mark.parametrize("name", first_of(NETWORKS, "unet"))
+def test_processes_give_what_one_gives(ranks: Any, name: str, tmp_path: Path) -> None:
+    found = ranks.run("tests.modules.on_ranks:sharded", 4, name, str(tmp_path), through="torch")
+    for errors, off, after in found:
+        assert max(errors) <= LIMIT, found
+        assert off >= CONTROL
+        assert after == 0.0
+
+
+@pytest.mark.parametrize("name", first_of(NETWORKS))
+def test_uneven_parts_and_stale_values(name: str, tmp_path: Path) -> None:
+    plain = network(name)
+    with Team(copies(name), ratio=(3, 1), verify=tmp_path) as team:
+        assert relative(team(**call_of(name)), plain(**call_of(name))) <= LIMIT
+    with Team(copies(name), strategy="fresh-edges:warmup_steps=1", verify=tmp_path) as team:
+        with pytest.raises(PlanError, match=r"call begin\(\) before each image and step\(\)"):
+            team(**call_of(name))
+        team.begin()
+        errors = []
+        for step in range(3):
+            errors.append(relative(team(**call_of(name, step)), plain(**call_of(name, step))))
+            team.step()
+    assert errors[0] <= LIMIT
+    assert LIMIT < max(errors[1:]) <= MOVING, errors
+
+
+class FailsAt(nn.Module):
+    """A layer that fails in the call with that number."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.fails = inner, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise MemoryError("no room on this device")
+        return self.inner(x)
+
+
+def test_a_copy_that_fails_ends_the_call_of_all(tmp_path: Path) -> None:
+    replicas: list[Any] = copies("unet")
+    for replica in replicas:
+        replica.middle_block[0].emb_layers[1] = FailsAt(replica.middle_block[0].emb_layers[1])
+    with Team(replicas, verify=tmp_path, deadline=600) as team:
+        want = team(**call_of("unet"))
+        replicas[1].middle_block[0].emb_layers[1].fails = True
+        with pytest.raises(MemoryError, match="no room"):
+            team(**call_of("unet"))
+        replicas[1].middle_block[0].emb_layers[1].fails = False
+        assert torch.equal(team(**call_of("unet")), want)
+
+
+class Counts(nn.Module):
+    """A network that counts its calls, those of a comparison too."""
+
+    def __init__(self, inner: nn.Module, counts: Counter[str]) -> None:
+        super().__init__()
+        self.inner, self.counts = inner, counts
+
+    def forward(self, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor, transformer_options: Any) -> Tensor:
+        self.counts["calls"] += 1
+        return self.inner(x, timesteps, context, y, transformer_options=transformer_options)
+
+
+@pytest.mark.parametrize(("ignore", "calls"), [((), 2), (("transformer_options",), 1)])
+def test_numbers_in_ignored_options_cause_no_comparison(tmp_path: Path, ignore: Any, calls: int) -> None:
+    """A counter in the options is another call otherwise, which is compared with a plain one."""
+    counts = [Counter[str](), Counter[str]()]
+    replicas = [Counts(network("unet"), each) for each in counts]
+    with Team(replicas, verify=tmp_path, ignore=ignore) as team:
+        for number in range(3):
+            call = call_of("unet")
+            call["transformer_options"]["counter"] = number
+            before = counts[0]["calls"]
+            team(**call)
+    assert (counts[0]["calls"] - before >= 2) == (calls == 2)
+    assert calls == 2 or counts[0]["calls"] - before == 1
+
+
+def test_what_cannot_be_a_team_is_refused() -> None:
+    one = network("wan")
+    with pytest.raises(PlanError, match=r"are one object: make another with copy\.deepcopy"):
+        Team([one, one])
+    with pytest.raises(PlanError, match="are a WanModel and a Flux"):
+        Team([one, network("flux")])
+    with pytest.raises(PlanError, match="patch=3 with 2 copies"):
+        Team(copies("wan"), patch=3)
+    with pytest.raises(PlanError, match="on no device, since it has no weights"):
+        Team([nn.Identity(), nn.Identity()])
+    for strategy in ("structure", "piped"):
+        with pytest.raises(PlanError, match=r"strategy"):
+            Team(copies("wan"), strategy=strategy)
+    with Team(copies("wan")) as team, pytest.raises(UnsupportedModel, match="gradients are taken through WanModel"):
+        team(**{**call_of("wan"), "x": call_of("wan")["x"].requires_grad_()})
+
+
+def test_without_processes_the_way_out_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"start this with torchrun .* or use Team"):
+        shard_module(network("wan"), patch=2)
+
+
+class OneLayer(nn.Module):
+    """Attends to the image and to text in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.part = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), TwoCalls()
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.part(self.norm(self.conv(x)), context)
+
+
+class TwoCalls(nn.Module):
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2)[:, None]
+        tokens = tokens + F.scaled_dot_product_attention(tokens, tokens, tokens)
+        tokens = tokens + F.scaled_dot_product_attention(tokens, context[:, None], context[:, None])
+        return tokens[:, 0].transpose(1, 2).reshape(x.shape)
+
+
+def test_a_layer_with_two_kinds_of_attention_is_refused() -> None:
+    layer = OneLayer()
+    call = (torch.randn(1, 4, 16, 16), torch.randn(1, 5, 4))
+    with pytest.raises(UnsupportedModel, match=r"part in OneLayer calls .* put each call in a module of its own"):
+        discover(layer, layer.forward, call, {})
+
+
+def test_networks_without_a_configuration_are_told_apart_by_their_weights() -> None:
+    small, large = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3, bias=False))
+    assert fingerprint_of(small)["config"] != fingerprint_of(large)["config"]
