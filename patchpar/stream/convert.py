@@ -30,7 +30,8 @@ from patchpar.stream.weight_files import entry_of, read_entries, tensors_of
 class ConvertedModel:
     """`entry`: the name under which the checkpoint had the weights, empty if it has nothing else.
 
-    `num_merged`: layers that a LoRA has changed. `config`: None for a model that is not block-causal.
+    `num_merged`: layers that a LoRA has changed. `config`: None for a model that is not block-causal. `hears_speech`:
+    it needs audio and a reference.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class ConvertedModel:
     num_weights: int
     num_merged: int
     config: StreamConfig | None
+    hears_speech: bool = False
 
 
 def convert_checkpoint(
@@ -80,6 +82,7 @@ def convert_checkpoint(
         num_weights=sum(x.numel() for x in weights.values()),
         num_merged=num_merged,
         config=config,
+        hears_speech=found.hears_speech,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +90,48 @@ def config_of(folder: Path, *, window: int | None = None, **fields: Any) -> Stre
     return replace(config, height=4 * ROWS, width=4 * COLUMNS, blocks=blocks, **fields)
 
 
-def model(folder: Path, config: StreamConfig) -> WanStream:
+@cache
+def loaded(folder: Path) -> tuple[Any, Any, SpeechParts]:
     pipe = load_wan(folder, RequiredWeights(text=False, vae=True), {})
-    text = noise(1, TEXT, pipe.transformer.config.text_dim, seed=100)
     parts = SpeechParts.load(folder / HIGH_NOISE)
     parts.features = SpeechFeatures.load(folder / FOLDER, rate=16000, layers=LAYERS, features=16)
+    return pipe.transformer, pipe.vae, parts
+
+
+def model(folder: Path, config: StreamConfig) -> WanStream:
+    transformer, vae, parts = deepcopy(loaded(folder))
+    text = noise(1, TEXT, transformer.config.text_dim, seed=100)
     options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text)
-    network = network_of(pipe.transformer, config.blocks, parts)
-    return WanStream(network, config.schedule, WanDecoder(pipe.vae), options)
+    return WanStream(network_of(transformer, config.blocks, parts), config.schedule, WanDecoder(vae), options)
 
 
 def heard(block: int) -> Payload:
     return (samples(62 / 25, seed=300 + block).view(1, 62, 640),)
 
 
-def begun(decoder: WanDecoder) -> dict[int, tuple[Change, ...]]:
-    return {0: (Reference(latents=decoder.encode(IMAGE), video=decoder.encode_still(IMAGE, NUM_FRAMES)),)}
+@cache
+def seen(folder: Path, sign: int = 1) -> Reference:
+    decoder = WanDecoder(loaded(folder)[1])
+    image = sign * IMAGE
+    return Reference(latents=decoder.encode(image), video=decoder.encode_still(image, NUM_FRAMES))
+
+
+def begun(folder: Path) -> dict[int, tuple[Change, ...]]:
+    return {0: (seen(folder),)}
 
 
 def streamed(folder: Path, config: StreamConfig, blocks: int = BLOCKS) -> Outcome:
-    made = model(folder, config)
-    assert made._decoder is not None
-    return serial(made, begun(made._decoder), blocks, heard)
+    return serial(model(folder, config), begun(folder), blocks, heard)
 
 
 def reference(folder: Path, weights: Weights, config: StreamConfig, blocks: int) -> list[Tensor]:
     """Steps of a block one after the other, each with keys and values of its own noise level."""
     made, net = model(folder, config), ReferenceSpeech(weights, HEADS, AFTER)
-    assert made._decoder is not None
     parts: Any = made._network.audio
     text, schedule, options = made._options.text[0], config.schedule, config.blocks
-    latents, earlier = made._decoder.encode(IMAGE)[0], made._decoder.encode_still(IMAGE, NUM_FRAMES)[0]
+    image = seen(folder)
+    assert image.video is not None
+    latents, earlier = image.latents[0], image.video[0]
     kept: list[list[KV]] = [[] for _ in range(schedule.steps)]
     done: list[Tensor] = []
     sinks = net.sinks(latents, earlier, text)
@@ -131,9 +144,9 @@ def reference(folder: Path, weights: Weights, config: StreamConfig, blocks: int)
         first = max(0, block - options.window + 1)
         at = max(30, options.frames * block + options.sink_distance)
         for step in range(schedule.steps):
-            seen = [Seen(kept[step][number], times[number]) for number in range(first, block)]
+            window = [Seen(kept[step][number], times[number]) for number in range(first, block)]
             timestep, audio = 1000 * schedule.sigmas[step], net.audio(features)
-            velocity, own = net.block(x, timestep, text, times[block], seen, sinks, at, audio)
+            velocity, own = net.block(x, timestep, text, times[block], window, sinks, at, audio)
             kept[step].append(own)
             x = x + (schedule.sigmas[step + 1] - schedule.sigmas[step]) * velocity
         done.append(x[None])
@@ -154,11 +167,9 @@ def test_live_avatar_streams_as_it_was_published(
     whole = streamed(folder, config, blocks)
     wanted = reference(folder, merged(weights, lora(weights), alpha=64), config, blocks)
     assert furthest([latents for latents, _ in whole], wanted) < EPSILON
-    decoder = model(folder, config)._decoder
-    assert decoder is not None
     for ranks in (2, 3):
         plan = StreamPlan.even(config.pipeline_steps, ranks)
-        outcome, _ = pipelined(lambda: model(folder, config), plan, Script(begun(decoder), blocks, heard))
+        outcome, _ = pipelined(lambda: model(folder, config), plan, Script(begun(folder), blocks, heard))
         assert differing(outcome, whole) == [], plan
 
 
@@ -178,18 +189,18 @@ def without_layer(parts: SpeechParts) -> None:
     parts.casual_audio_encoder.weights[0, 1] -= 1
 
 
-@pytest.mark.parametrize("change", [without_mark, without_sound, without_packed, without_layer])
-def test_each_part_has_an_effect(change: Callable[[SpeechParts], None], converted: ConvertedModel) -> None:
+def test_each_part_has_an_effect(converted: ConvertedModel) -> None:
     config = config_of(converted.folder, sigmas=(1.0, 0.0))
-    made = []
-    for changes in (False, True):
+
+    def first(change: Callable[[SpeechParts], object]) -> Tensor:
         stream = model(converted.folder, config)
-        assert stream._decoder is not None
         parts: Any = stream._network.audio
-        if changes:
-            change(parts)
-        made.append(serial(stream, begun(stream._decoder), 1, heard)[0][0])
-    assert relative(made[1], made[0]) > 1e-4
+        change(parts)
+        return serial(stream, begun(converted.folder), 1, heard)[0][0]
+
+    whole = first(lambda parts: None)
+    for change in (without_mark, without_sound, without_packed, without_layer):
+        assert relative(first(change), whole) > 1e-4, change
 
 
 def test_the_reference_rolls_and_earlier_frames_stand(converted: ConvertedModel) -> None:
@@ -208,10 +219,7 @@ def test_the_reference_rolls_and_earlier_frames_stand(converted: ConvertedModel)
 def test_a_pose(converted: ConvertedModel, weights: Weights) -> None:
     made = model(converted.folder, config_of(converted.folder))
     net = ReferenceSpeech(merged(weights, lora(weights), alpha=64), HEADS, AFTER)
-    assert made._decoder is not None
-    state = made.new_state(0)
-    (change,) = begun(made._decoder)[0]
-    assert isinstance(change, Reference)
+    state, change = made.new_state(0), seen(converted.folder)
     made.apply(state, change)
     x, pose = noise(1, 16, 3, ROWS, COLUMNS), noise(1, 16, 3, ROWS, COLUMNS, seed=1)
     found = made._network.velocity(state.memory, x, state.text, BlockInputs(0, 500.0, pose=pose))
@@ -228,10 +236,9 @@ def test_a_pose(converted: ConvertedModel, weights: Weights) -> None:
 def test_changes_in_mid_stream_on_ranks(converted: ConvertedModel) -> None:
     folder, config = converted.folder, config_of(converted.folder, **SHORT)
     made = model(folder, config)
-    assert made._decoder is not None
-    other = Reference(latents=made._decoder.encode(-IMAGE), video=made._decoder.encode_still(-IMAGE, NUM_FRAMES))
+    other = seen(folder, -1)
     changes: dict[int, tuple[Change, ...]] = {
-        **begun(made._decoder),
+        **begun(folder),
         1: (Prompt(text=noise(1, TEXT, made._network.transformer.config.text_dim), transition="recache"), other),
         3: (Parameter(name="audio_scale", value=2.0),),
     }
@@ -314,6 +321,5 @@ def test_networks_that_do_not_fit_are_refused(converted: ConvertedModel) -> None
 
 def test_without_an_image_it_is_refused(converted: ConvertedModel) -> None:
     made = model(converted.folder, config_of(converted.folder))
-    assert made._decoder is not None
     with pytest.raises(PlanError, match="begin the stream with reference="):
-        made.apply(made.new_state(0), Reference(latents=made._decoder.encode(IMAGE)))
+        made.apply(made.new_state(0), Reference(latents=seen(converted.folder).latents))

@@ -89,13 +89,22 @@ class SpeechParts(nn.Module):
         (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
 
     @classmethod
+    def hollow(cls, folder: Path) -> "SpeechParts":
+        """Return the parts that `save` has described, on the meta device. Raises PlanError."""
+        try:
+            config = SpeechConfig.of(read_object(folder / CONFIG))
+        except TypeError as error:
+            raise PlanError(f"{folder / CONFIG} is incomplete or cannot be read: {error}") from error
+        with torch.device("meta"):
+            return cls(config).requires_grad_(False)
+
+    @classmethod
     def load(cls, folder: Path) -> "SpeechParts":
         """Read what `save` wrote, from safetensors only. Raises PlanError if it is missing or inconsistent."""
         try:
-            with torch.device("meta"):
-                parts = cls(SpeechConfig.of(read_object(folder / CONFIG)))
+            parts = cls.hollow(folder)
             parts.load_state_dict(load_file(folder / WEIGHTS), assign=True)
-        except (OSError, RuntimeError, SafetensorError, TypeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise PlanError(f"{folder / CONFIG} and {WEIGHTS} are not those of one model: {error}") from error
         for weight in parts.parameters():
             if weight.data_ptr() % ALIGNMENT:  # kernels may round otherwise at odd bytes of a mapped file

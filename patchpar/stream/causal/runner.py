@@ -58,7 +58,7 @@ class StreamRunner(StageRunner):
             vae=decodes_for_itself or rank in (0, plan.decoder),
             transformers=_parts(stage.steps, self._high_noise),
         )
-        audio = self._audio_of(folder)
+        audio = self._audio_of(folder, has_steps=bool(stage.steps))
         self._pipe = pipe = load_wan(folder, needs, options, audio)
         loaded = [getattr(pipe, part) for part in needs.transformers]
         self._to_device(pipe.vae, pipe.text_encoder, *loaded)
@@ -66,7 +66,7 @@ class StreamRunner(StageRunner):
         check_inner(plan.inner, heads=transformers[0].config.num_attention_heads)
         group = self._step_group(stage.ranks) if len(stage.ranks) > 1 else None
         if audio is not None:
-            audio.to(self._device, transformers[0].dtype)
+            audio.to(self._device if loaded else None, transformers[0].dtype)
         self._networks = [network_of(transformer.eval(), config.blocks, audio, group) for transformer in transformers]
         self._decoder = None if pipe.vae is None else WanDecoder(pipe.vae)
         return self._facts() if rank == 0 else None
@@ -77,13 +77,16 @@ class StreamRunner(StageRunner):
         axis = Axis("inner", ranks.index(self._context.rank), len(ranks), tuple(ranks))
         return StepGroup(self._comm, axis)
 
-    def _audio_of(self, folder: Path) -> Hearing | None:
-        """What the model hears with, on the CPU; wav2vec2 on the rank that begins blocks."""
+    def _audio_of(self, folder: Path, *, has_steps: bool) -> Hearing | None:
+        """What the model hears with, on the CPU; without weights on a rank that only decodes.
+
+        The rank that begins blocks has wav2vec2.
+        """
         if (folder / HIGH_NOISE / AUDIO_FILE).is_file():
             return AudioConditioner.load(folder / HIGH_NOISE)
         if not (folder / HIGH_NOISE / SPEECH_FILE).is_file():
             return None
-        parts = SpeechParts.load(folder / HIGH_NOISE)
+        parts = SpeechParts.load(folder / HIGH_NOISE) if has_steps else SpeechParts.hollow(folder / HIGH_NOISE)
         if self._context.rank == 0:
             facts = parts.config
             parts.features = SpeechFeatures.load(
