@@ -23,6 +23,7 @@ from patchpar.models.speech.parts import SpeechParts
 from patchpar.stream.causal.causal_wan import BlockInputs
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.causal.lora import LORA
 from patchpar.stream.causal.runner import network_of
 from patchpar.stream.causal.speech_wan import REFERENCE_TIME
 from patchpar.stream.causal.wan import WanStream, WanStreamOptions
@@ -262,6 +263,24 @@ def test_what_is_converted(converted: ConvertedModel, weights: Weights) -> None:
         "model.safetensors",
         "preprocessor_config.json",
     ]
+
+
+def test_a_lora_is_merged_while_loading(
+    converted: ConvertedModel, base: Path, weights: Weights, tmp_path: Path
+) -> None:
+    """Into the transformer and the other parts: the same as when it is merged by `convert`, which knows alpha."""
+    save_file(lora(weights), tmp_path / "liveavatar.safetensors")
+    checkpoint = write_checkpoint(tmp_path / "s2v", weights)
+    plain = convert_checkpoint(checkpoint, tmp_path / "model", base=base, family="live-avatar")
+    assert plain.num_merged == 0
+    parts, once = SpeechParts.load(plain.folder / HIGH_NOISE), SpeechParts.load(converted.folder / HIGH_NOISE)
+    name = "audio_injector.injector.1.o.weight"
+    assert relative(parts.get_parameter(name), once.get_parameter(name)) > 1e-3
+    options = {LORA: f"{tmp_path / 'liveavatar.safetensors'}:32"}  # alpha / rank
+    pipe = load_wan(plain.folder, RequiredWeights(text=False, vae=False), options, parts)
+    assert relative(parts.get_parameter(name), once.get_parameter(name)) < 1e-6
+    q = "blocks.0.attn1.to_q.weight"
+    assert relative(pipe.transformer.get_parameter(q), loaded(converted.folder)[0].get_parameter(q)) < 1e-6
 
 
 def test_its_schedule_is_that_of_the_released_code() -> None:

@@ -16,8 +16,16 @@ PER_LATENT = 4
 """Images per latent frame: two convolutions of stride 2."""
 REACH = 8
 """Images before a latent frame's own that its convolutions read: 2 + 2 * 1 + 2 * 2."""
-LARGEST = 2**20
-WHOLE = ("dim", "heads", "layers", "features", "tokens", "channels", "rate", "context")
+LIMITS = {
+    "dim": 2**16,
+    "heads": 2**16,
+    "layers": 2**12,
+    "features": 2**16,
+    "tokens": 2**12,
+    "channels": 2**12,
+    "rate": 2**20,
+    "context": 2**12,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +53,11 @@ class SpeechConfig:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        for name in WHOLE:
-            if not is_whole(getattr(self, name), name != "context", LARGEST):
-                raise PlanError(f"{name}={getattr(self, name)!r:.80}: it must be a whole number up to {LARGEST}")
-        if not all(is_whole(block, 0, LARGEST) for block in self.after) or len(set(self.after)) < len(self.after):
+        for name, most in LIMITS.items():
+            if not is_whole(getattr(self, name), name != "context", most):
+                raise PlanError(f"{name}={getattr(self, name)!r:.80}: it must be a whole number up to {most}")
+        places = [block for block in self.after if is_whole(block, 0, LIMITS["layers"])]
+        if len(set(places)) < len(self.after):
             raise PlanError(f"after={self.after!r:.80}: it must be indices of different blocks")
         if self.dim % (4 * self.heads):
             raise PlanError(f"dim={self.dim} is no multiple of 4 * heads = {4 * self.heads}")
