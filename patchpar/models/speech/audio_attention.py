@@ -7,6 +7,7 @@ Wan-S2V, arXiv:2508.18621, section 3.2; kernels as in its checkpoint.
 Shapes: B batch, L tokens, F latent frames, n audio tokens per latent frame, D width.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -58,7 +59,7 @@ class AudioInjector(nn.Module):
         The last audio token of a frame is its global one.
         """
         batch, frames = audio_BFnD.shape[:2]
-        rows = hidden_BLD.unflatten(1, (frames, -1)).flatten(0, 1)
+        rows = torch.unflatten(hidden_BLD, 1, (frames, -1)).flatten(0, 1)
         audio = audio_BFnD.flatten(0, 1)
         normed = self.injector_adain_layers[number](rows, audio[:, -1])
         return self.injector[number](normed, audio[:, :-1]).unflatten(0, (batch, frames)).flatten(1, 2)

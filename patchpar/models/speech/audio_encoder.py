@@ -50,7 +50,7 @@ class TokenConvolutions(nn.Module):
         """
         batch = x_BWT.shape[0]
         local = self.conv1_local(x_BWT).unflatten(1, (self.tokens, -1)).flatten(0, 1)
-        own = self._rest(local).unflatten(0, (batch, self.tokens))
+        own = torch.unflatten(self._rest(local), 0, (batch, self.tokens))
         whole = self.final_linear(self._rest(self.conv1_global(x_BWT)))[:, None]
         return torch.cat([own, self.padding_tokens[0].expand(batch, -1, -1), whole], 1)
 

@@ -97,6 +97,6 @@ class SpeechConfig:
         there is silence: also the 3 images that the first latent frame of a stream does not have.
         """
         shape = self.shape(len(latents))
-        heard = samples_N[: len(images) * self.period].unflatten(0, (-1, self.period))[-shape[1] :]
+        heard = samples_N[: len(images) * self.period].reshape(-1, self.period)[-shape[1] :]
         silence = heard.new_zeros(shape[1] - len(heard), self.period)
         return torch.cat([silence, heard])[None]

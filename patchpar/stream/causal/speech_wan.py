@@ -42,7 +42,8 @@ class SpeechWan(CausalWan):
     ) -> None:
         _refuse(transformer, options, speech)
         super().__init__(transformer, options, speech, inner)
-        self._speech, self._pose = speech, None
+        self._speech = speech
+        self._pose: Tensor | None = None
         self._packed: dict[tuple[int, int], Rotary] = {}
         self._hooks.after(transformer.patch_embedding, self._posed)
 
