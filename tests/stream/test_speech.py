@@ -16,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.speech.features import FOLDER, SpeechFeatures
 from patchpar.models.speech.frame_packer import NUM_FRAMES
@@ -26,6 +27,7 @@ from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.lora import LORA
 from patchpar.stream.causal.runner import network_of
 from patchpar.stream.causal.speech_wan import REFERENCE_TIME
+from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.causal_options import CausalOptions
@@ -39,9 +41,10 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.speech_checkpoint import WAV2VEC2
 from tests.stream.reference_speech import ReferenceSpeech
 from tests.stream.reference_wan import KV, Seen
-from tests.stream.running import Outcome, Script, differing, pipelined, serial
+from tests.stream.running import Outcome, Script, differing, pipelined, serial, stage
 from tests.stream.test_clean_history import furthest
 from tests.stream.test_convert import Weights
+from tests.stream.test_inner import latents_apart, part
 from tests.stream.tiny_speech import (
     AFTER,
     COLUMNS,
@@ -57,6 +60,7 @@ from tests.stream.tiny_speech import (
     write_checkpoint,
 )
 from tests.tensors import noise, relative
+from tests.unit.threads import on_threads
 
 SEED, BLOCKS, TEXT = 7, 4, 5
 SHORT = {"sigmas": (1.0, 0.6, 0.0), "window": 2}
@@ -99,11 +103,12 @@ def loaded(folder: Path) -> tuple[Any, Any, SpeechParts]:
     return pipe.transformer, pipe.vae, parts
 
 
-def model(folder: Path, config: StreamConfig) -> WanStream:
+def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None) -> WanStream:
     transformer, vae, parts = deepcopy(loaded(folder))
     text = noise(1, TEXT, transformer.config.text_dim, seed=100)
     options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text)
-    return WanStream(network_of(transformer, config.blocks, parts), config.schedule, WanDecoder(vae), options)
+    network = network_of(transformer, config.blocks, parts, inner)
+    return WanStream(network, config.schedule, WanDecoder(vae), options)
 
 
 def heard(block: int) -> Payload:
@@ -249,6 +254,23 @@ def test_changes_in_mid_stream_on_ranks(converted: ConvertedModel) -> None:
     assert differing(wanted, streamed(folder, config)) == [1, 2, 3]
 
 
+def on_rank(transport: Transport, folder: Path, config: StreamConfig, plan: StreamPlan, script: Script) -> Outcome:
+    inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
+    return stage(transport, {transport.rank: model(folder, config, inner)}, plan, script)[0]
+
+
+@pytest.mark.breadth
+def test_two_ranks_share_a_step(converted: ConvertedModel) -> None:
+    """Also the sink, whose tokens are no whole frames."""
+    folder, config = converted.folder, config_of(converted.folder, **SHORT)
+    wanted = streamed(folder, config)
+    plan, script = StreamPlan(sizes=(2,), inner=2), Script(begun(folder), BLOCKS, heard)
+    found = on_threads(plan.ranks, on_rank, folder, config, plan, script, deadline=60.0)
+    errors = [error for error in found if isinstance(error, Exception)]
+    assert not errors, errors
+    assert latents_apart(found[plan.decoder], wanted) < 1e-5
+
+
 def test_what_is_converted(converted: ConvertedModel, weights: Weights) -> None:
     assert (converted.family, converted.num_merged) == ("live-avatar", len(LORA_LAYERS))
     assert converted.num_weights == sum(x.numel() for x in weights.values())
@@ -279,11 +301,8 @@ def test_a_lora_is_merged_while_loading(
     options = {LORA: f"{tmp_path / 'liveavatar.safetensors'}:32"}  # alpha / rank
     pipe = load_wan(plain.folder, RequiredWeights(text=False, vae=False), options, parts)
     assert relative(parts.get_parameter(name), once.get_parameter(name)) < 1e-6
-    q = "blocks.0.attn1.to_q.weight"
-    assert (
-        relative(pipe.transformer.get_parameter(q).detach(), loaded(converted.folder)[0].get_parameter(q).detach())
-        < 1e-6
-    )
+    q, at_once = "blocks.0.attn1.to_q.weight", loaded(converted.folder)[0]
+    assert relative(pipe.transformer.get_parameter(q).detach(), at_once.get_parameter(q).detach()) < 1e-6
 
 
 def test_its_schedule_is_that_of_the_released_code() -> None:

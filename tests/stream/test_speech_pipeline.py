@@ -22,6 +22,7 @@ from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import StreamRecording
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
+from tests.cli.test_real import assert_libraries_are_silent
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_audio_file import write_wav
 from tests.stream.tiny_speech import COLUMNS, ROWS, lora, published, samples, write_base, write_checkpoint
@@ -95,6 +96,8 @@ def test_the_command(devices: str, folder: Path, tmp_path: Path) -> None:
     words = ("--model", folder, "--audio", voice, "--reference", tmp_path / "face.png", "--devices", devices)
     result = CliRunner().invoke(app, ["stream", *map(str, words), "-o", str(tmp_path / "talk.mp4")])
     assert result.exit_code == 0, result.output
+    assert_libraries_are_silent(result.stderr)
+    assert "lm_head" not in result.stderr
     with av.open(str(tmp_path / "talk.mp4")) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     assert frames.shape == (33, 4 * ROWS, 4 * COLUMNS, 3)
