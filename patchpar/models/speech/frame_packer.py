@@ -77,6 +77,6 @@ class FramePacker(nn.Module):
         """Return tokens [B, L, D] of the last 19 latent frames; missing ones are zero."""
         last = latents_BCFHW[:, :, -NUM_FRAMES:]
         last = functional.pad(last, (0, 0, 0, 0, NUM_FRAMES - last.shape[2], 0))
-        parts = reversed(torch.split(last, FRAMES[::-1], 2))
+        parts = reversed(torch.split(last, list(FRAMES[::-1]), 2))
         packed = (conv(part) for conv, part in zip((self.proj, self.proj_2x, self.proj_4x), parts, strict=True))
         return torch.cat([tokens.flatten(2).transpose(1, 2) for tokens in packed], 1)
