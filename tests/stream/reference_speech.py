@@ -79,21 +79,21 @@ class ReferenceSpeech(ReferenceWan):
             part = latents_CFHW[:, frames - oldest : frames - oldest + count]
             y = functional.conv3d(part[None], weight, bias, stride=weight.shape[2:])[0]
             tokens.append(y.flatten(1).T)
-            places = [
+            positions = [
                 [math.floor(at * (size // 2 - 1) / max(1, size // patch - 1)) for at in range(size // patch)]
                 for size in (rows, columns)
             ]
-            turns.append(self.turn(width, times, *places))
+            turns.append(self.turn(width, times, *positions))
         return torch.cat(tokens), torch.cat(turns)
 
     @torch.no_grad()
     def sinks(self, reference_CFHW: Tensor, earlier_CFHW: Tensor, text_TD: Tensor) -> Sinks:
         """Reference, at time 30, and earlier frames attend to one another at noise level 0."""
-        marks = self.weights["trainable_cond_mask.weight"]
+        kinds = self.weights["trainable_cond_mask.weight"]
         patches = self.patches(reference_CFHW)
         width = patches.shape[0] // self.heads
         packed, earlier = self.packed(earlier_CFHW, width)
-        x = torch.cat([patches.flatten(1).T + marks[1], packed + marks[2]])
+        x = torch.cat([patches.flatten(1).T + kinds[1], packed + kinds[2]])
         turn = torch.cat([self.turn(width, [30], *map(range, patches.shape[2:])), earlier])
         text, (_, e6) = self.text(text_TD), self.timestep(0.0)
         kept: KV = []

@@ -179,11 +179,11 @@ def test_live_avatar_streams_as_it_was_published(
         assert differing(outcome, whole) == [], plan
 
 
-def without_mark(parts: SpeechParts) -> None:
+def without_kind(parts: SpeechParts) -> None:
     parts.trainable_cond_mask.weight[1:] = 0
 
 
-def without_sound(parts: SpeechParts) -> None:
+def without_audio(parts: SpeechParts) -> None:
     parts.audio_injector.injector[1].o.weight.zero_()
 
 
@@ -205,7 +205,7 @@ def test_each_part_has_an_effect(converted: ConvertedModel) -> None:
         return serial(stream, begun(converted.folder), 1, heard)[0][0]
 
     whole = first(lambda parts: None)
-    for change in (without_mark, without_sound, without_packed, without_layer):
+    for change in (without_kind, without_audio, without_packed, without_layer):
         assert relative(first(change), whole) > 1e-4, change
 
 

@@ -1,4 +1,4 @@
-"""The parts of Wan-S2V, each against a forward of its own; sound in blocks has the bits of the whole."""
+"""The parts of Wan-S2V, each against a forward of its own; audio in blocks has the bits of the whole."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_pose() -> None:
     assert relative(made.posed(patches, pose) - zero, made.cond_encoder(pose) - made.cond_encoder(0 * pose)) < EPSILON
 
 
-def per_image(model: Any, sound: Tensor, images: int, fps: float) -> np.ndarray[Any, Any]:
+def per_image(model: Any, audio: Tensor, images: int, fps: float) -> np.ndarray[Any, Any]:
     """wav2vec2's hidden states, at 30 a second on a straight line between both ends, then the nearest."""
-    x = sound.numpy().astype(np.float64)
+    x = audio.numpy().astype(np.float64)
     x = torch.from_numpy((x - x.mean()) / np.sqrt(x.var() + 1e-7)).float()
     with torch.no_grad():
         hidden = torch.cat(model(x[None], output_hidden_states=True).hidden_states).numpy()
@@ -142,28 +142,28 @@ def per_image(model: Any, sound: Tensor, images: int, fps: float) -> np.ndarray[
 @pytest.mark.parametrize("fps", [25.0, 16.0])
 def test_features_of_images(fps: float) -> None:
     model, images = wav2vec2(), 30
-    sound = samples(images / fps)
-    found = SpeechFeatures(model.wav2vec2)(sound, images, fps)
-    wanted = torch.from_numpy(per_image(model, sound, images, fps))
+    audio = samples(images / fps)
+    found = SpeechFeatures(model.wav2vec2)(audio, images, fps)
+    wanted = torch.from_numpy(per_image(model, audio, images, fps))
     assert found.shape == (LAYERS, FEATURES, images)
     assert relative(found, wanted) < 1e-5
-    assert relative(SpeechFeatures(model.wav2vec2, normalises=False)(sound, images, fps), wanted) > 1e-3
+    assert relative(SpeechFeatures(model.wav2vec2, normalises=False)(audio, images, fps), wanted) > 1e-3
 
 
-def test_the_sound_of_blocks() -> None:
+def test_the_audio_of_blocks() -> None:
     """Block 0 has 9 images, those after it 12; before the stream there is silence."""
     config = dataclasses.replace(CONFIG, context=20)
-    sound = torch.arange(1, 33 * 640 + 1, dtype=torch.float32) / 2**20
+    audio = torch.arange(1, 33 * 640 + 1, dtype=torch.float32) / 2**20
     track = AudioTrack(config, 3)
-    for piece in sound.split(5000):
+    for piece in audio.split(5000):
         track.push(piece, 16000)
-    whole = torch.cat([torch.zeros(23 * 640), sound])
+    whole = torch.cat([torch.zeros(23 * 640), audio])
     for block, end in enumerate((9, 21, 33)):
         assert track.is_here(block)
         inputs, heard = track.take(block)
         assert inputs.shape == config.shape(3) == (1, 32, 640)
         assert torch.equal(inputs.flatten(), whole[(end - 9) * 640 : (end + 23) * 640])
-        assert torch.equal(heard, sound[max(0, end - 12) * 640 : end * 640])
+        assert torch.equal(heard, audio[max(0, end - 12) * 640 : end * 640])
     assert not track.is_here(3)
 
 

@@ -56,8 +56,8 @@ class SpeechConfig:
         for name, most in LIMITS.items():
             if not is_whole(getattr(self, name), name != "context", most):
                 raise PlanError(f"{name}={getattr(self, name)!r:.80}: it must be a whole number up to {most}")
-        places = [block for block in self.after if is_whole(block, 0, LIMITS["layers"])]
-        if len(set(places)) < len(self.after):
+        positions = [block for block in self.after if is_whole(block, 0, LIMITS["layers"])]
+        if len(set(positions)) < len(self.after):
             raise PlanError(f"after={self.after!r:.80}: it must be indices of different blocks")
         if self.dim % (4 * self.heads):
             raise PlanError(f"dim={self.dim} is no multiple of 4 * heads = {4 * self.heads}")

@@ -79,9 +79,9 @@ class SpeechParts(nn.Module):
 
     def sinks(self, reference_BDFHW: Tensor, earlier_BCFHW: Tensor) -> Tensor:
         """Return tokens [B, L, D] of the reference's patches [B, D, 1, H, W], then of earlier latents."""
-        marks = self.trainable_cond_mask.weight
-        reference = reference_BDFHW.flatten(2).transpose(1, 2) + marks[REFERENCE]
-        return torch.cat([reference, self.frame_packer(earlier_BCFHW) + marks[EARLIER]], 1)
+        kinds = self.trainable_cond_mask.weight
+        reference = reference_BDFHW.flatten(2).transpose(1, 2) + kinds[REFERENCE]
+        return torch.cat([reference, self.frame_packer(earlier_BCFHW) + kinds[EARLIER]], 1)
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""

@@ -4,7 +4,7 @@
                            rolls       stand
 
 The sink has tokens of two kinds. The reference stays at a distance from every block, or at its place in training while
-the stream is shorter than that; the packed frames before the video stay at their places before it (arXiv:2512.04677,
+the stream is shorter than that; the packed frames before the video stay at their positions before it (arXiv:2512.04677,
 section 4.3; the packed frames are those of the released code). Both attend to one another once, at noise level 0.
 
 Shapes: B batch, C latent channels, F latent frames, H x W latent pixels, L tokens, D width.
@@ -77,7 +77,7 @@ class SpeechWan(CausalWan):
             hidden_BLD = block(hidden_BLD, text, modulation.unflatten(1, (6, -1)), None)
 
     def _posed(self, module: nn.Module, args: Any, patches_BDFHW: Tensor) -> Tensor | None:
-        """Add pose and mark to the patches of a block, as a forward hook; the sink has marks of its own."""
+        """Add pose and kind to the patches of a block, as a forward hook; the sink has kinds of its own."""
         is_block = isinstance(self._passing.now, BlockPass)
         return self._speech.posed(patches_BDFHW, self._pose) if is_block else None
 
@@ -103,8 +103,8 @@ class SpeechWan(CausalWan):
             parts = []
             for grid in packed_grids(*size):
                 shape = PatchGrid(rows=len(grid.rows), columns=len(grid.columns))
-                places = RotaryPositions(widths, shape, latents_BCFHW.device, (grid.rows, grid.columns))
-                parts.append(places.at(grid.times))
+                positions = RotaryPositions(widths, shape, latents_BCFHW.device, (grid.rows, grid.columns))
+                parts.append(positions.at(grid.times))
             cos, sin = (torch.cat(each, 1) for each in zip(*parts, strict=True))
             self._packed[size] = cos, sin
         return self._packed[size]
@@ -121,5 +121,5 @@ def _refuse(transformer: WanTransformer3DModel, options: CausalOptions, speech: 
         )
     if options.positions != "abs":
         raise PlanError(
-            f"positions={options.positions!r}: earlier frames stand at places of their own, which needs positions='abs'"
+            f"positions={options.positions!r}: earlier frames stand at times of their own, which needs positions='abs'"
         )
