@@ -40,10 +40,15 @@ class SpeechFeatures:
         """
         from transformers import Wav2Vec2Model
 
+        class HeadlessModel(Wav2Vec2Model):
+            """Published weights have a head for letters, of which every rank would report that it is not used."""
+
+            _keys_to_ignore_on_load_unexpected = ("lm_head",)
+
         if not (folder / "config.json").is_file():
             raise PlanError(f"{folder} has no config.json: copy the folder of the wav2vec2 model there")
         try:
-            model, info = Wav2Vec2Model.from_pretrained(
+            model, info = HeadlessModel.from_pretrained(
                 str(folder), use_safetensors=True, local_files_only=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError) as error:
