@@ -40,12 +40,20 @@ class _PageJobs:
 
 
 class JobQueue(WorkQueue):
-    """The only queue before the workers. `close` ends it."""
+    """The only queue before the workers, or a view of that of a server. `close` ends it, or its own part of it."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING, grace: float = GRACE) -> None:
         self._grace = grace
         self._pages: OrderedDict[str, _PageJobs] = OrderedDict()
+        self._append: Callable[[Callable[[Job], Any]], Job] = self.append
         super().__init__(max_waiting=max_waiting)
+
+    @classmethod
+    def sharing(cls, append: Callable[[Callable[[Job], Any]], Job]) -> "JobQueue":
+        """Pages whose jobs wait in a server's queue. `append` puts one there; raises PlanError if it cannot."""
+        found = cls()
+        found._append = append
+        return found
 
     def submit(self, owner: str, kind: str, work: Callable[[Job], Any]) -> Job:
         """Append a job. Raises PlanError if the queue is full, or the page's last job has not ended."""
@@ -54,7 +62,7 @@ class JobQueue(WorkQueue):
             self.check_open()
             if not page.is_idle:
                 raise PlanError("this page already has a job: wait for it, or cancel it")
-            page.last = page.job_queue[kind] = job = self.append(work)
+            page.last = page.job_queue[kind] = job = self._append(work)
             return job
 
     def job_of(self, owner: str, kind: str) -> Job | None:

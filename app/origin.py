@@ -16,14 +16,15 @@ REFUSED = "This request was made by another page. Open this one itself."
 
 
 class OwnRequests:
-    """ASGI middleware that answers 403 to cross-site requests."""
+    """ASGI middleware that answers 403 to cross-site requests, to paths that begin with `prefix`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, prefix: str = "/") -> None:
+        self._app, self._prefix = app, prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] == "http" and scope["method"] not in HARMLESS and is_foreign(Headers(scope=scope)):
+        is_here = scope["type"] == "http" and scope["path"].startswith(self._prefix)
+        if is_here and scope["method"] not in HARMLESS and is_foreign(Headers(scope=scope)):
             await PlainTextResponse(REFUSED, status_code=403)(scope, receive, send)
             return
         await self._app(scope, receive, send)

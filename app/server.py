@@ -73,12 +73,17 @@ def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
 
 def application(state: AppState, address: Address) -> FastAPI:
     """The page and its live streams as one application. Sets Gradio's folder of files to that of `state`."""
-    os.environ["GRADIO_TEMP_DIR"] = str(
-        state.uploads
-    )  # the only setting of this folder in Gradio, read now and at every upload
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(OwnRequests)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=address.names)
+    return add_page(app, state, address, "/")
+
+
+def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> FastAPI:
+    """Add the page at `path`, and its live streams. Sets Gradio's folder of files to that of `state`."""
+    os.environ["GRADIO_TEMP_DIR"] = str(
+        state.uploads
+    )  # the only setting of this folder in Gradio, read now and at every upload
 
     @app.get("/live/{name}")
     async def live(name: str) -> StreamingResponse:
@@ -91,7 +96,7 @@ def application(state: AppState, address: Address) -> FastAPI:
     return gr.mount_gradio_app(
         app,
         page,
-        path="/",
+        path=path,
         server_name=address.host,
         server_port=address.port,
         auth=[*address.users] or None,

@@ -32,10 +32,18 @@ class AppState:
     @classmethod
     def open(cls, setup: AppConfig) -> "AppState":
         """Workers are started by the first job, which prepares them."""
-        workers, job_queue = AppWorkers(setup), JobQueue()
-        state = cls(workers, ImageJobRunner(workers), job_queue, PageSessions(job_queue), Feeds())
-        job_queue.submit("", "prepare", state.image_runner.prepare)
+        state = cls.sharing(AppWorkers(setup), JobQueue())
+        state.prepare()
         return state
+
+    @classmethod
+    def sharing(cls, workers: AppWorkers, job_queue: JobQueue) -> "AppState":
+        """State of a page on the queue and the workers of a server; `prepare` is for when its model is loaded."""
+        return cls(workers, ImageJobRunner(workers), job_queue, PageSessions(job_queue), Feeds())
+
+    def prepare(self) -> None:
+        """Generate once, so that the first real image is as fast as later ones."""
+        self.job_queue.submit("", "prepare", self.image_runner.prepare)
 
     def folder_of(self, owner: str) -> Path:
         """Folder of a page's files. Files of any page older than an hour are deleted."""

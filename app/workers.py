@@ -54,10 +54,10 @@ def devices_of(text: str) -> Devices:
 
 
 class AppWorkers:
-    """Opens and closes pipelines."""
+    """Opens and closes pipelines. `shared`: returns that of a server, which is neither opened nor closed here."""
 
-    def __init__(self, setup: AppConfig) -> None:
-        self.setup = setup
+    def __init__(self, setup: AppConfig, shared: Callable[[], ParallelPipeline] | None = None) -> None:
+        self.setup, self._shared = setup, shared
         self._open: dict[str, Any] = {}
         self._model: PipelineInfo | None = None
 
@@ -82,7 +82,8 @@ class AppWorkers:
 
     def image_pipeline(self, preset: Preset | None = None) -> ParallelPipeline:
         """The text-to-image pipeline, with the preset applied. Raises PlanError."""
-        pipe: ParallelPipeline = self._opened(IMAGES, self._open_images)
+        pipe: ParallelPipeline = self._opened(IMAGES, self._open_images) if self._shared is None else self._shared()
+        self._model = pipe.description
         if preset is not None:
             set_preset(pipe, preset, self.count)
         return pipe
@@ -123,7 +124,6 @@ class AppWorkers:
         except PlanError:
             pipe.close()
             raise
-        self._model = pipe.description
         return pipe
 
     def _open_upscaler(self) -> ParallelPipeline:

@@ -54,6 +54,10 @@ ONLY = {
     "serving.scheduling": {"errors", "shard.verification_cache"},
     "serving.api_keys": {"errors"},
     "cli.serve": {"errors", "cli", "launch", "models", "serving", "shard.verification_cache"},
+    "cli.bench": {
+        *("errors", "cli", "launch", "models", "strategies", "pipeline.image_metrics", "shard.verification_cache"),
+        "PUBLIC",
+    },
     "cli.plan": {"cli", "strategies", "pipeline.planner", "plan.replay"},
     "cli.tune": {"cli", "launch.devices", "pipeline.planner", "plan.replay"},
     "cli.simulate": {"errors", "cli", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},

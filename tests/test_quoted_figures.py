@@ -29,6 +29,16 @@ SETTINGS = {
     "DPM++ 2M, 4 ranks, 20 steps": ("256 x 256 pixels, 20 steps, DPM++ 2M", 4),
     "512 x 512, 4 ranks, 20 steps": ("512 x 512 pixels, 20 steps, DDIM", 4),
 }
+NORMS = {
+    "`separate`": ("displaced:warmup_steps=1,group_norm=separate", "displaced:group_norm=separate"),
+    "`stale`": ("displaced:warmup_steps=1,group_norm=stale", "displaced:group_norm=stale"),
+    "`corrected`": ("displaced:warmup_steps=1", "displaced"),
+    "`corrected`, `preset=paper`": ("displaced:preset=paper,warmup_steps=1", "displaced:preset=paper"),
+    "`guarded`": ("displaced:warmup_steps=1,group_norm=guarded", "displaced:group_norm=guarded"),
+    "`sync`": ("displaced:warmup_steps=1,group_norm=sync", "displaced:group_norm=sync"),
+}
+"""Group norms as a page calls them, and their methods with one exact step and with five."""
+PUBLISHED = "displaced:preset=paper,warmup_steps=1"
 MODELS = {"SDXL-type UNet": "large", "embedded model": "embedded"}
 Row = dict[str, str]
 
@@ -102,18 +112,31 @@ def started(table: Sequence[Row]) -> str:
     return f"Start-up takes {float(row['ratio']):.2f}x as long"
 
 
+def measured(setting: str, method: str, ranks: int) -> Row | None:
+    """The row of this method on so many ranks, of the embedded UNet; None if it has not been measured."""
+    known = {(row["method"].split(" (")[0], row["ranks"]): row for row in written("quality", setting)}
+    return known.get((method, str(ranks)))
+
+
 def norms() -> Iterator[str]:
     """Rows of the group norms: LPIPS, SSIM and PSNR after one exact step of 20, five of 20, five of 50."""
-    for name in ("separate", "stale", "corrected", "guarded", "sync"):
-        label = {"group_norm": name} if name != "corrected" else {}
+    for label, (one, five) in NORMS.items():
         cells = []
-        for steps, options in ((20, {"warmup_steps": "1"} | label), (20, label), (50, label)):
-            method = ":".join(filter(None, ("displaced", ",".join(f"{key}={value}" for key, value in options.items()))))
-            known = written("quality", f"256 x 256 pixels, {steps} steps, DDIM")
-            (row,) = (each for each in known if (each["method"], each["ranks"]) == (method, "4"))
-            assert row["captions"] == "32"
-            cells += [row["LPIPS"], row["SSIM"], row["PSNR, dB"]]
-        yield f"| `{name}` | {' | '.join(cells)} |"
+        for steps, method in ((20, one), (20, five), (50, five)):
+            row = measured(f"256 x 256 pixels, {steps} steps, DDIM", method, 4)
+            assert row is None or row["captions"] == "32"
+            cells += [row["LPIPS"], row["SSIM"], row["PSNR, dB"]] if row else [""] * 3
+        yield f"| {label} | {' | '.join(cells)} |"
+
+
+def margins() -> Iterator[str]:
+    """Rows of what fresh edges have over DistriFusion as published, with one exact step, in every setting of both."""
+    for each in json.loads((FIGURES / "quality.json").read_text())[1:]:
+        found = {(row["method"].split(" (")[0], row["ranks"]): row for row in each["tables"][0]}
+        for (_, ranks), paper in [(key, row) for key, row in found.items() if key[0] == PUBLISHED]:
+            fresh = [found.get((name, ranks)) for name in ("fresh-edges", "fresh-edges:correction=linear")]
+            above = [f"+{float(row['PSNR, dB']) - float(paper['PSNR, dB']):.1f}" if row else "" for row in fresh]
+            yield f"| {' | '.join((each['heading'], ranks, paper['captions'], paper['PSNR, dB'], *above))} |"
 
 
 def sentences() -> Iterator[tuple[str, str]]:
@@ -144,9 +167,11 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "docs/exact-patch.md", f"without the exchange {min(alone):.2g} to {max(alone):.2g}"
     for words in norms():
         yield "docs/stale-patch.md", words
+    for words in margins():
+        yield "docs/decisions/0017-owners-send-corrections-of-stale-keys.md", words
     for row in written("quality-dit", "256 x 256 pixels, 20 steps, flow"):
         if row["stale"] and "frozen" not in row["method"]:
-            method = row["method"].replace(":warmup_steps=1", "")
+            method = re.sub(r"[:,]warmup_steps=1", "", row["method"].split(" (")[0])
             page = "docs/plan.md" if method.startswith("piped") else "docs/tokens.md"
             yield page, f"`{method}`"
             yield page, f"| {float(row['PSNR, dB']):.1f} dB | {float(row['stale']):.1f} MB |"

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
 import pytest
 from PIL import Image
 
-from patchpar import ParallelPipeline, Plan, PlanError
+from patchpar import Plan, PlanError
 from tests import tiny
 from tests.breadth import first_of
+from tests.pipeline.pool import Hold
 from tests.tiny import sample_images
 
 FOLDER = Path(__file__).parent.parent / "pipelines"
@@ -54,7 +56,7 @@ def load(name: str) -> Any:
 class Loaded:
     """Stands for ParallelPipeline: `from_pretrained` gives workers that hold a tiny pipeline, under a plan for two."""
 
-    def __init__(self, workers: ParallelPipeline, found: tiny.Tiny, plan: Plan) -> None:
+    def __init__(self, workers: Any, found: tiny.Tiny, plan: Plan) -> None:
         self.workers, self.plan = workers, plan
         self.sizes = {name: value for name, value in found.call_kwargs.items() if name not in MEANT}
         self.opened: dict[str, Any] = {}
@@ -80,26 +82,25 @@ class Loaded:
         return self.workers.last_run
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verifications = tmp_path_factory.mktemp("verifications")
-    with ParallelPipeline(tiny.build("sd3").pipe, devices="cpu:2", verify=verifications) as pipe:
-        pipe.set_progress_bar_config(disable=True)
-        yield pipe
+@pytest.fixture
+def unopened(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Any, tiny.Tiny]:
+    """The module of a recipe and its tiny pipeline, which nobody holds yet, in a folder with an image."""
+    module, found = load(request.param), tiny.build(TINY[request.param])
+    vae = found.pipe.vae
+    monkeypatch.setattr(type(vae), "from_pretrained", lambda *_, **__: vae)  # some recipes open it beforehand
+    monkeypatch.setattr(module, "ParallelPipeline", Loaded(SimpleNamespace(), found, Plan(patch=2)))
+    monkeypatch.chdir(tmp_path)
+    sample_images.scene(64, 64).save("image.png")
+    return module, found
 
 
 @pytest.fixture
-def recipe(request: Any, workers: ParallelPipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The module of a recipe that opens a tiny pipeline, in a folder with an image."""
-    module, found = load(request.param), tiny.build(TINY[request.param])
-    workers.plan = "auto"
-    workers._state.model = workers._state.executor.call("adopt", found.pipe)[0]
-    vae = found.pipe.vae
-    monkeypatch.setattr(type(vae), "from_pretrained", lambda *_, **__: vae)  # some recipes open it beforehand
-    monkeypatch.setattr(module, "ParallelPipeline", Loaded(workers, found, Plan(patch=2)))
-    monkeypatch.chdir(tmp_path)
-    sample_images.scene(64, 64).save("image.png")
-    return module
+def recipe(unopened: tuple[Any, tiny.Tiny], hold: Hold) -> Iterator[Any]:
+    """The module of a recipe that opens a tiny pipeline in workers."""
+    module, found = unopened
+    with hold(found.pipe) as workers:
+        module.ParallelPipeline.workers = workers
+        yield module
 
 
 def plans_for_two(plan: Plan) -> list[Plan]:
@@ -118,7 +119,7 @@ def result_in(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("recipe", ["scenes"], indirect=True)
+@pytest.mark.parametrize("unopened", ["scenes"], indirect=True)
 def test_the_scene_s_own_code(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.main()
     assert result_in(tmp_path) == (1, 128)
@@ -134,7 +135,7 @@ def test_the_scene_is_generated(tmp_path: Path) -> None:
     assert answer.stdout.startswith("plan cfg=2: 25 steps")
 
 
-@pytest.mark.parametrize("recipe", first_of(FAMILIES, "z_image"), indirect=True)
+@pytest.mark.parametrize("unopened", first_of(FAMILIES, "z_image"), indirect=True)
 def test_the_recipe_s_own_code_on_two_ranks(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under each axis of its plan; and where the plan leaves guidance whole, there is none to split."""
     loaded = recipe.ParallelPipeline
@@ -151,8 +152,9 @@ def test_the_recipe_s_own_code_on_two_ranks(recipe: Any, tmp_path: Path, capsys:
             recipe.main()
 
 
-@pytest.mark.parametrize("recipe", FAMILIES, indirect=True)
-def test_it_opens_its_model_in_half_precision_on_as_many_devices_as_its_plan_takes(recipe: Any) -> None:
+@pytest.mark.parametrize("unopened", FAMILIES, indirect=True)
+def test_it_opens_its_model_in_half_precision_on_as_many_devices_as_its_plan_takes(unopened: Any) -> None:
+    recipe, _ = unopened
     loaded = recipe.ParallelPipeline
     if hasattr(recipe, "PLAN"):
         assert 2 <= recipe.PLAN.world_size <= 8

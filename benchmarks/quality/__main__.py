@@ -28,10 +28,10 @@ import torch
 from benchmarks.quality.bench import Bench
 from benchmarks.quality.generation import SCHEDULERS, Caption, Meter, OneProcess, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
-from benchmarks.quality.perceptual import Lpips, fetch
 from benchmarks.quality.plot import write_plot
 from benchmarks.quality.records import ONE_PROCESS, Named, Record, Records, Setting
 from benchmarks.quality.table import Row, rows_of, write_table
+from patchpar.cli.bench.lpips import Lpips, fetch
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from training.classifier import load_classifier
@@ -60,6 +60,7 @@ FULL = Defaults(
         "frozen",
         "displaced:group_norm=separate",
         "displaced:group_norm=stale",
+        "displaced:preset=paper",
         "displaced",
         "displaced:group_norm=guarded",
         "displaced:group_norm=sync",
@@ -78,7 +79,7 @@ FULL = Defaults(
     captions=32,
 )
 QUICK = Defaults(
-    strategy=("naive", "frozen", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled"),
+    strategy=("naive", "frozen", "displaced:preset=paper", "pcpp", "fresh-edges", "fresh-edges:context=pooled"),
     ranks=(4,),
     size=((256, 256),),
     steps=(20,),

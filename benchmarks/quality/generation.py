@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.image_quality import psnr_db, ssim
-from benchmarks.quality.perceptual import Lpips
 from benchmarks.quality.records import Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
+from patchpar.cli.bench.lpips import Lpips
 from patchpar.models.files import inspect_folder
 from patchpar.strategies import parse_strategy
 from training.classifier import Classifier, judge

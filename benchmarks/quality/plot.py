@@ -170,7 +170,7 @@ def _labels(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> list[
 
 def _names(rows: Sequence[Row]) -> Iterator[str]:
     """What stands beside the points: how many steps are exact only where methods differ by nothing else."""
-    short = [WARMUP.sub("", row.label) for row in rows]
+    short = [row.published_as or WARMUP.sub("", row.label) for row in rows]
     times = Counter(short)
     for name, row in zip(short, rows, strict=True):
         steps = f", {row.exact_steps:.3g} exact" if times[name] > 1 else ""

@@ -13,6 +13,8 @@ from benchmarks.page import write_page
 from benchmarks.quality.records import ONE_PROCESS, Method, Record, Setting
 
 CONTROLS = {"off": "negative control: no exchange", "frozen": "negative control: exchange frozen"}
+PUBLISHED = {"displaced:preset=paper": "DistriFusion"}
+"""Methods that compute what the code of a paper does, as their labels begin, and what it calls them."""
 INTRO = f"""# Quality against bytes
 
 Real ranks against plain diffusers in one process: the embedded model in fp32 on CPUs, held-out captions, same seeds.
@@ -55,13 +57,18 @@ class Row:
     crowded: bool
     first: int = 0
 
+    @property
+    def published_as(self) -> str | None:
+        """What the paper calls this method whose code computes the same; None for methods of ours."""
+        return next((name for label, name in PUBLISHED.items() if self.label.startswith(label)), None)
+
     def __str__(self) -> str:
         one = self.method == ONE_PROCESS
-        control = CONTROLS.get(self.method.exchange)
+        note = CONTROLS.get(self.method.exchange) or self.published_as
         lpips = "not measured" if self.lpips is None else f"{self.lpips:.4f}"
         stale = "" if self.stale_step_bytes is None else f"{self.stale_step_bytes / 1e6:.3f}"
         cells = [
-            f"{self.label} ({control})" if control else self.label,
+            f"{self.label} ({note})" if note else self.label,
             self.ranks,
             self.captions,
             "" if one else f"{self.psnr_db:.1f}",

@@ -1,6 +1,7 @@
 """What a server costs, and what its policies are worth: a page of figures.
 
 python -m benchmarks.serving --write docs/figures/serving.md
+python -m benchmarks.serving --requests 1 --runs 20           # what a request costs: on an idle machine
 python -m benchmarks.serving --no-overhead --requests 200      # the simulated mix only: the same on any machine
 """
 
@@ -24,7 +25,7 @@ def mix_lines(count: int) -> Iterator[str]:
         "at random. Their costs stand for those of two sizes: the [predicted ones](gpu-predict.md) of two models on an "
         f"H100 SXM, exact. Each has a deadline of {SLACK[0]:g} to {SLACK[1]:g} times its seconds on one device. Load 1 "
         "is what all devices can do if each has a request of its own. Where requests can be suspended, going on again "
-        f"costs {RESUME_SECONDS:g} s; the server cannot suspend yet."
+        f"costs {RESUME_SECONDS:g} s."
     )
     yield from ("", "| request | " + " | ".join(f"step on {degree}, ms" for degree in (1, 2, 4, 8)) + " |")
     yield "|---|---|---|---|---|"
@@ -47,13 +48,17 @@ def overhead_lines(found: Overhead, runs: int) -> Iterator[str]:
     """The section of the measured overhead."""
     yield from ("## Beside the call, measured", "")
     yield (
-        f"The embedded model at 128 x 128 on one CPU device, {runs} requests one after another over HTTP on an idle "
-        "server. Beside the call: HTTP, checks, queue, encoding of the image as PNG."
+        f"The embedded model at 128 x 128 on one CPU device, {found.steps} steps, {runs} requests over HTTP on an idle "
+        "server in turn with the same calls in Python (`pipe.submit`). Beside the call: HTTP, checks, queue, encoding "
+        "of the image as PNG. To the first denoiser call the prompt is encoded too."
     )
     yield from ("", "| | median, ms | worst, ms |", "|---|---|---|")
-    yield f"| call | {1000 * found.call:.1f} | |"
-    yield f"| request beside its call | {1000 * found.beside:.1f} | {1000 * found.worst_beside:.1f} |"
-    yield f"| from the queue to the start of the call | {1000 * found.queued:.2f} | {1000 * found.worst_queued:.2f} |"
+    yield f"| call in Python | {1000 * found.call:.1f} | |"
+    beside = f"{1000 * found.beside:.1f} ({found.ratio:.1%})"
+    yield f"| a request takes longer by | {beside} | {1000 * found.worst_beside:.1f} |"
+    yield f"| from a request to its first denoiser call | {1000 * found.first:.1f} | {1000 * found.worst_first:.1f} |"
+    yield f"| the same of the call in Python | {1000 * found.plain_first:.1f} | |"
+    yield f"| in the queue | {1000 * found.queued:.2f} | {1000 * found.worst_queued:.2f} |"
     yield ""
 
 

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.app import AppFlags, serve_app
+from patchpar.cli.bench.command import bench
+from patchpar.cli.bench.flags import BenchFlags
 from patchpar.cli.compare import CompareFlags, compare
 from patchpar.cli.convert import ConvertFlags, convert
 from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
-from patchpar.cli.folded_help import FoldedHelp
+from patchpar.cli.folded_help import FoldedHelp, ScreenHelp
 from patchpar.cli.generate import GenerateFlags, generate
 from patchpar.cli.plan import PlanFlags, plan
 from patchpar.cli.serve import ServeFlags, serve_images
@@ -25,6 +27,7 @@ from patchpar.cli.video import VideoFlags, video
 
 app = typer.Typer(
     name="patchpar",
+    cls=ScreenHelp,
     help="Run one diffusion model on several devices.",
     epilog='Try: patchpar generate "a red house" --devices 2',
     no_args_is_help=True,
@@ -46,6 +49,7 @@ _add(StreamFlags, run_stream, "stream happy --audio speech.wav --output talk.mp4
 _add(ReplayFlags, replay, "replay session.jsonl --devices 2 --output again.mp4")
 _add(ConvertFlags, convert, "convert self_forcing_dmd.pt --to self-forcing")
 _add(CompareFlags, compare, 'compare "a red house" --devices 2 --plan patch=2')
+_add(BenchFlags, bench, 'bench "a red house" --devices cpu:2 --strategy pcpp --steps 8')
 _add(SimulateFlags, simulate, "simulate embedded --machine 4xRTX4090-pcie4 --plan patch=4")
 _add(PlanFlags, plan, "plan embedded --machine 8xH100-nvlink --dtype float16")
 _add(TuneFlags, tune, "tune --devices 2")

@@ -1,7 +1,10 @@
-"""`patchpar compare PROMPT`: generate an image with a plan and with one process, and report the difference."""
+"""`patchpar compare PROMPT`: generate an image with a plan, or several, and with one process: report differences."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from patchpar.cli.console import friendly_errors, progress, stdout_kept_clean
+from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.output_files import check_writable, names_for, save
@@ -22,6 +25,7 @@ from patchpar.models.task import RequestedTask, purpose_of
 if TYPE_CHECKING:
     from patchpar import Plan
 
+NO_NAME = re.compile(r"[^a-z0-9]+")
 WARM_UP_STEPS = 2  # memory is allocated and kernels are chosen in the first steps, which are not compared
 
 
@@ -29,53 +33,114 @@ WARM_UP_STEPS = 2  # memory is allocated and kernels are chosen in the first ste
 class CompareFlags(ImageFlags):
     """The flags of `compare`."""
 
-    output: Annotated[Path, typer.Option("--output", "-o", help="Stem of three files.")] = Path("compare.png")
+    # the flag of other verbs, but several times
+    strategy: Annotated[list[str] | None, typer.Option(help="How ranks exchange; several times for a table.")] = None  # type: ignore[assignment]
+    output: Annotated[Path, typer.Option("--output", "-o", help="Stem of the files.")] = Path("compare.png")
+
+    def check(self) -> None:
+        """Raise PlanError for invalid flags; a strategy that is given twice, and a trace of several runs, too."""
+        ImageFlags.check(self)
+        several = self.strategy or []
+        if twice := next((name for name in several if several.count(name) > 1), None):
+            raise PlanError(f"--strategy {twice} is given twice: once is enough")
+        if self.trace is not None and len(several) > 1:
+            raise PlanError(f"--trace {self.trace}: it is of one run: name one --strategy")
+
+    def sides(self) -> list[str]:
+        """Return what names the files of each plan: the strategies where there are several."""
+        several = self.strategy or []
+        return [NO_NAME.sub("-", name).strip("-") for name in several] if len(several) > 1 else ["plan"]
+
+    def paths(self) -> dict[str, list[Path]]:
+        """Return the files of all images: of each plan, of the single process, and of the differences."""
+        sides = self.sides()
+        differences = [_difference_of(side, sides) for side in sides]
+        return {
+            name: names_for(self.output.with_stem(f"{self.output.stem}-{name}"), self.images)
+            for name in (*sides, "single", *differences)
+        }
 
 
 class ComparedRun(NamedTuple):
-    """One of the two runs: its statistics, and float images (H, W, C) in 0..1."""
+    """One of the runs: its statistics, and float images (H, W, C) in 0..1."""
 
     run: Any
     images: list[Any]
 
 
 def compare(request: CompareFlags) -> None:
-    """Compare a plan with one process: PSNR, speed-up, bytes."""
+    """Compare plans with one process: PSNR, speed-up, bytes."""
     with friendly_errors(request.debug):
         request.check()
-        paths = {
-            side: names_for(request.output.with_stem(f"{request.output.stem}-{side}"), request.images)
-            for side in ("plan", "single", "difference")
-        }
+        paths = request.paths()
         every = list(chain.from_iterable(paths.values()))
         for path in every:
             check_writable(path)
         requested_task = request.task("compare")
         requested_task.check_model(request.model, request.for_loading())
         with stdout_kept_clean(request.json):
-            planned, single = _both(request, requested_task)
-        figures = measure_pair(planned, single)
-        _save_all(planned, single, paths)
-        lines = [
-            f"one process: {single.run.seconds:.1f} s, speed-up {figures['speedup']:.2f}x",
-            f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
-            f"largest difference {figures['max_abs_diff']:.2e} (of 1)",
-            *(f"saved {path}" for path in every),
-        ]
-        report_run(request, planned.run, every, lines, **figures)
+            planned, single = _all_runs(request, requested_task)
+        figures = [measure_pair(each, single) for each in planned]
+        _save_all(dict(zip(request.sides(), planned, strict=True)), single, paths)
+        saved = [f"saved {path}" for path in every]
+        if len(planned) == 1:
+            report_run(request, planned[0].run, every, [*_lines(figures[0], single), *saved], **figures[0])
+        else:
+            _report_several(request, list(zip(planned, figures, strict=True)), single, every)
 
 
-def _both(request: CompareFlags, requested_task: RequestedTask) -> tuple[ComparedRun, ComparedRun]:
+def _lines(figures: Mapping[str, float], single: ComparedRun) -> list[str]:
+    return [
+        f"one process: {single.run.seconds:.1f} s, speed-up {figures['speedup']:.2f}x",
+        f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
+        f"largest difference {figures['max_abs_diff']:.2e} (of 1)",
+    ]
+
+
+def _report_several(
+    request: CompareFlags, rows: Sequence[tuple[ComparedRun, dict[str, float]]], single: ComparedRun, every: list[Path]
+) -> None:
+    """Print a table, or JSON with an object for each plan."""
+    if request.json:
+        runs = [{**each.run.as_dict(), **_finite(figures)} for each, figures in rows]
+        print_json({"runs": runs, "single_seconds": single.run.seconds, "outputs": [str(path) for path in every]})
+        return
+    typer.echo(f"one process: {single.run.seconds:.1f} s")
+    typer.echo(f"{'PSNR, dB':>9} {'SSIM':>8} {'largest':>9} {'seconds':>8} {'speed-up':>8} {'sent, MB':>9}  plan")
+    for each, figures in rows:
+        sent = max(each.run.as_dict()["bytes_per_step"]) / 1e6
+        typer.echo(
+            f"{figures['psnr_db']:9.1f} {figures['ssim']:8.4f} {figures['max_abs_diff']:9.2e} {each.run.seconds:8.1f} "
+            f"{figures['speedup']:7.2f}x {sent:9.3f}  {each.run.as_dict()['plan']}"
+        )
+    typer.echo("sent: per step, by the rank that sends most")
+    for path in every:
+        typer.echo(f"saved {path}")
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Return figures for JSON, which has no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def _all_runs(request: CompareFlags, requested_task: RequestedTask) -> tuple[list[ComparedRun], ComparedRun]:
     from patchpar.launch.devices import resolve_devices
     from patchpar.launch.torchrun import torchrun_world
 
     if torchrun_world() is not None:
         raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
-    plan = plan_of(request.plan, request.strategy, request.devices)
+    names: list[str | None] = list(request.strategy) if request.strategy else [None]
+    plans = [plan_of(request.plan, name, request.devices) for name in names]
     alone = resolve_devices(request.devices).names[:1]
-    planned, used = _generate(request, requested_task, {"devices": request.devices, "plan": plan}, "under the plan")
-    single, _ = _generate(request, requested_task, {"devices": alone, "plan": of_one(used)}, "on one process")
-    return planned, single
+    found = [
+        _generate(request, requested_task, {"devices": request.devices, "plan": plan}, f"under {plan}")
+        for plan in plans
+    ]
+    references = {of_one(used) for _, used in found}
+    if len(references) > 1:
+        raise PlanError("structure guidance on one rank is no plain pipeline: compare it without other strategies")
+    single, _ = _generate(request, requested_task, {"devices": alone, "plan": references.pop()}, "on one process")
+    return [run for run, _ in found], single
 
 
 def of_one(plan: Plan) -> Plan:
@@ -119,10 +184,16 @@ def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:
     }
 
 
-def _save_all(planned: ComparedRun, single: ComparedRun, paths: dict[str, list[Path]]) -> None:
+def _save_all(planned: Mapping[str, ComparedRun], single: ComparedRun, paths: Mapping[str, list[Path]]) -> None:
     from patchpar.pipeline.image_metrics import as_image, difference_map
 
-    for number, (a, b) in enumerate(zip(planned.images, single.images, strict=True)):
-        save(as_image(a), paths["plan"][number])
-        save(as_image(b), paths["single"][number])
-        save(difference_map(a, b).image, paths["difference"][number])
+    for number, alone in enumerate(single.images):
+        save(as_image(alone), paths["single"][number])
+        for side, run in planned.items():
+            save(as_image(run.images[number]), paths[side][number])
+            difference = paths[_difference_of(side, list(planned))][number]
+            save(difference_map(run.images[number], alone).image, difference)
+
+
+def _difference_of(side: str, sides: Sequence[str]) -> str:
+    return "difference" if len(sides) == 1 else f"{side}-difference"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 MORE = "more"
 """Panel of flags that are in the help of `--help-all` only."""
@@ -18,7 +18,16 @@ def more(text: str, *names: str, **options: Any) -> Any:
 
 
 class FoldedHelp(TyperCommand):
-    """A verb whose `--help` leaves out flags with the panel MORE."""
+    """A verb whose `--help` leaves out flags with the panel MORE, and which refuses a flag of one value given twice."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Raises BadParameter: of two values click takes the last one without a word."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for each in order:
+            if isinstance(each, TyperOption) and _takes_one(each) and order.count(each) > 1:
+                message = f"it is given {order.count(each)} times, but takes one value"
+                raise typer.BadParameter(message, ctx=ctx, param=each)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the flags that belong into this help."""
@@ -37,6 +46,21 @@ class FoldedHelp(TyperCommand):
         finally:
             for each in parameters:
                 each.hidden = False
+
+
+class ScreenHelp(TyperGroup):
+    """All verbs, in a help that fits a screen: `--help` itself is not in it."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return click's own, hidden."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
+
+def _takes_one(option: Any) -> bool:
+    return not (option.multiple or option.is_flag or option.count)
 
 
 def show_all(ctx: typer.Context, wanted: bool) -> None:

@@ -1,20 +1,32 @@
-"""`patchpar serve MODEL`: images over HTTP, in the format of OpenAI's image interface."""
+"""`patchpar serve MODEL`: images, videos or streams over HTTP, in the format of OpenAI's interface."""
 
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from patchpar.cli.app import demo_package
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
 from patchpar.cli.folded_help import more
+from patchpar.cli.pipeline_changes import LoraFlag
+from patchpar.cli.stream.flags import is_block_causal
 from patchpar.errors import PlanError
+from patchpar.launch.devices import resolve_devices
 
 if TYPE_CHECKING:
     from patchpar.serving.api_keys import ApiKeys
+    from patchpar.serving.lora_registry import RegisteredLora
+    from patchpar.serving.service import ImageService
+    from patchpar.serving.settings import ServerSettings
+    from patchpar.serving.streams.stream_service import StreamService
 
+PAGE_MODULES = ("server", "workers", "shared_page")
+PAGE_PATHS = ("/app", "/live/")
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
@@ -28,12 +40,18 @@ class ServeFlags:
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
     dtype: Format = None
     task: Annotated[str | None, more("image-to-image: edits by a text-to-image model.")] = None
+    lora: Annotated[list[str] | None, more("NAME=PATH[:scale], a LoRA that requests may select; repeatable.")] = None
     variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
     host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000
     api_key_file: Annotated[Path | None, typer.Option(help="File with an API key on each line.")] = None
     admin_key_file: Annotated[Path | None, more("The same for /admin; without it there is none.")] = None
+    stream_slots: Annotated[int | None, more("Streams at once, of a streaming model; default: 1.")] = None
+    max_seconds: Annotated[float, more("Longest stream, in seconds.")] = 3600.0
+    app: Annotated[bool, more("Also the page of `patchpar app`, at /app, on the same queue.", "--app")] = False
+    app_auth: Annotated[str | None, more("Its log-in: NAME:PASSWORD, or a file of these.")] = None
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
+    batch: Annotated[int, more("Requests of small images that are made in one call; 1: none.")] = 1
     policy: Annotated[str, more("Which request is next: latency, throughput, deadline.")] = "latency"
     max_pixels: Annotated[int, more("Largest image, in pixels.")] = 2048 * 2048
     max_steps: Annotated[int, more("Most denoising steps of an image.")] = 150
@@ -44,59 +62,140 @@ class ServeFlags:
         Path | None,
         more("Folder of videos; default: one that ends with the server."),
     ] = None
+    journal: Annotated[Path | None, more("Folder for requests that do not finish before the end.")] = None
     grace: Annotated[float, more("Seconds to finish requests after a signal; a second ends it.")] = 30.0
     deadline: Deadline = DEADLINE
     debug: Debug = False
 
 
 def serve_images(request: ServeFlags) -> None:
-    """Serve images over HTTP, to clients of OpenAI's interface."""
+    """Serve images, videos or streams over HTTP."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
-        loading = given(torch_dtype=request.dtype, variant=request.variant, task=request.task)
-        options = {**loading, **given(deadline=request.deadline)}
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise PlanError(f"serve needs {', '.join(missing)}: pip install 'patchpar[serve]'")
+        service = _service(request)
+        from patchpar.models.quiet_libraries import silence_command
+        from patchpar.serving.server import serve
+
+        devices = service.served.devices
+        typer.echo(f"Loading {service.name} on {', '.join(devices)}.", err=True)
+        silence_command(list(devices))
+        page = _page(request, service) if request.app else None
+        ending = partial(typer.echo, "Finishing what was accepted.", err=True)
+        serve(service, partial(_announce, service.route), ending, page)
+
+
+def _page(request: ServeFlags, service: "ImageService | StreamService") -> Any:
+    """Return the page of `patchpar app` on the queue and the workers of a service of images. Raises PlanError."""
+    from patchpar.serving.service import ImageService
+
+    if not isinstance(service, ImageService):
+        raise PlanError("--app: the page is for models of images: leave it out")
+    demo = demo_package()
+    server, workers, shared = (import_module(f"{demo.__name__}.{name}") for name in PAGE_MODULES)
+    users = server.read_users(request.app_auth)
+    if service.settings.keys and not users:
+        raise PlanError("--app with --api-key-file: browsers send no API keys; add --app-auth NAME:PASSWORD")
+    address = server.Address(host=request.host, port=request.port, users=users)
+    options = {name: value for name, value in service.served.options.items() if name != "deadline"}
+    setup = workers.AppConfig(
+        model=request.model,
+        devices=resolve_devices(list(service.served.devices)),
+        options=options,
+        deadline=request.deadline,
+    )
+    return shared.SharedPage(setup, address, service.append_page_job, lambda: service.generator.pipe)
+
+
+def _service(request: ServeFlags) -> "ImageService | StreamService":
+    """Return the service of the model, which is not loaded yet. Raises PlanError."""
+    from patchpar.serving.settings import ServedModel
+
+    loading = given(torch_dtype=request.dtype, variant=request.variant, task=request.task)
+    is_streamed = is_block_causal(request.model)
+    _check_kind(request, loading, is_streamed)
+    plan = plan_of(request.plan, None, request.devices)
+    served = ServedModel(
+        model=request.model,
+        devices=_names(request, plan),
+        plan=plan,
+        per_request=request.per_request,
+        options={**loading, **given(deadline=request.deadline)},
+        measured=_measured(request, plan),
+        loras=_loras(request.lora),
+        batch=request.batch,
+    )
+    settings = _settings(request)
+    if is_streamed:
+        from patchpar.serving.streams.stream_service import StreamService
+
+        return StreamService(served, settings, 1 if request.stream_slots is None else request.stream_slots)
+    from patchpar.serving.generation import ImageGenerator
+    from patchpar.serving.service import ImageService
+
+    return ImageService(ImageGenerator(served), settings)
+
+
+def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool) -> None:
+    """Raise PlanError for a model that cannot be served, and for flags of the other kind of server."""
+    if not is_streamed:
         from patchpar.serving.served_task import check_servable
 
         check_servable(request.model, loading)
-        from patchpar.models.quiet_libraries import silence_command
-        from patchpar.serving.generation import ImageGenerator
-        from patchpar.serving.server import serve
-        from patchpar.serving.service import ImageService
-        from patchpar.serving.settings import KeptResults, RequestLimits, ServedModel, ServerSettings
+        if request.stream_slots is not None:
+            raise PlanError(
+                f"--stream-slots {request.stream_slots}: {request.model} is no streaming model, with a stream.json in "
+                "its folder; leave it out, or serve such a model, as embedded-face"
+            )
+        return
+    of_images = {"--lora": request.lora, "--per-request": request.per_request, "--task": request.task}
+    for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
+        if value is not None:
+            raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")
 
-        plan = plan_of(request.plan, None, request.devices)
-        served = ServedModel(
-            model=request.model,
-            devices=_names(request, plan),
-            plan=plan,
-            per_request=request.per_request,
-            options=options,
-            measured=_measured(request, plan),
-        )
-        settings = ServerSettings(
-            host=request.host,
-            port=request.port,
-            keys=_keys(request.api_key_file, "--api-key-file"),
-            admin_keys=_keys(request.admin_key_file, "--admin-key-file"),
-            max_queue=request.max_queue,
-            policy=request.policy,
-            grace=request.grace,
-            kept=KeptResults(seconds=request.ttl, count=request.max_kept, folder=request.files),
-            limits=RequestLimits(pixels=request.max_pixels, steps=request.max_steps, frames=request.max_frames),
-        )
-        typer.echo(f"Loading {served.name} on {', '.join(served.devices)}.", err=True)
-        silence_command(list(served.devices))
-        service = ImageService(ImageGenerator(served), settings)
-        serve(service, _announce, lambda: typer.echo("Finishing what was accepted.", err=True))
+
+def _settings(request: ServeFlags) -> "ServerSettings":
+    from patchpar.serving.settings import KeptResults, RequestLimits, ServerSettings
+
+    return ServerSettings(
+        host=request.host,
+        port=request.port,
+        keys=_keys(request.api_key_file, "--api-key-file"),
+        admin_keys=_keys(request.admin_key_file, "--admin-key-file"),
+        max_queue=request.max_queue,
+        policy=request.policy,
+        grace=request.grace,
+        journal=request.journal,
+        page_paths=PAGE_PATHS if request.app else (),
+        kept=KeptResults(seconds=request.ttl, count=request.max_kept, folder=request.files),
+        limits=RequestLimits(
+            pixels=request.max_pixels,
+            steps=request.max_steps,
+            frames=request.max_frames,
+            stream_seconds=request.max_seconds,
+        ),
+    )
 
 
 def _keys(file: Path | None, flag: str) -> "ApiKeys":
     from patchpar.serving.api_keys import ApiKeys
 
     return ApiKeys() if file is None else ApiKeys.read(file, flag)
+
+
+def _loras(texts: "list[str] | None") -> "tuple[RegisteredLora, ...]":
+    from patchpar.serving.lora_registry import RegisteredLora
+
+    found = []
+    for text in texts or ():
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise PlanError(f"--lora {text}: write NAME=PATH, such as ink=ink.safetensors; requests use the name")
+        flag = LoraFlag.parse(path)
+        found.append(RegisteredLora(name=name, source=flag.source, scale=flag.scale))
+    return tuple(found)
 
 
 def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:
@@ -109,7 +208,6 @@ def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:
 
 def _names(request: ServeFlags, plan: object) -> tuple[str, ...]:
     """Return the names of the devices; with a plan and "auto", as many as the plan takes."""
-    from patchpar.launch.devices import resolve_devices
     from patchpar.launch.torchrun import torchrun_world
 
     if torchrun_world() is not None:
@@ -118,5 +216,5 @@ def _names(request: ServeFlags, plan: object) -> tuple[str, ...]:
     return resolve_devices(count or request.devices).names
 
 
-def _announce(url: str, seconds: float) -> None:
-    typer.echo(f"Ready after {seconds:.0f} s; ctrl-C ends it: {url}/v1/images/generations")
+def _announce(route: str, url: str, seconds: float) -> None:
+    typer.echo(f"Ready after {seconds:.0f} s; ctrl-C ends it: {url}{route}")

@@ -9,7 +9,8 @@ import enum
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from patchpar.launch.messages import EncodedMessage
@@ -18,6 +19,8 @@ from patchpar.launch.shared_blocks import SharedBlock
 HEAD = struct.Struct("<BBIIQQ")
 SPAN = struct.Struct("<QQ")
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only; elsewhere a later exec would inherit it
+LOOKS = 10
+"""How often within `send_timeout` a channel asks whether the other end is working."""
 EMPTY = EncodedMessage(stream=b"")
 
 
@@ -42,11 +45,24 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end of a socket pair. `send_timeout`: seconds; None waits without a limit."""
+    """One end of a socket pair. Seconds without a limit are None.
 
-    def __init__(self, sock: socket.socket, *, send_timeout: float | None = None) -> None:
+    `send_timeout`: how long the other end may read nothing while `is_working` is False. It is asked again and again
+    while nothing is read, and says whether the process at the other end has worked since: one that is being started
+    on a busy machine reads later. `longest`: how long it may read nothing in any case.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        send_timeout: float | None = None,
+        is_working: Callable[[], bool] = bool,
+        longest: float = 120.0,
+    ) -> None:
         self._sock = sock
-        self._sock.settimeout(send_timeout)
+        self._send_timeout, self._is_working, self._longest = send_timeout, is_working, longest
+        self._sock.settimeout(None if send_timeout is None else send_timeout / LOOKS)
         self._lock = threading.Lock()
         self._bytes = bytearray()
         self._descriptors: list[int] = []
@@ -56,7 +72,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, frame: ChannelFrame) -> None:
-        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError after `send_timeout` seconds."""
+        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError if the other end does not read."""
         message, block = frame.message, frame.message.block
         size = block.size if block is not None else 0
         sizes = (len(message.spans), len(message.stream), size)
@@ -64,12 +80,25 @@ class Channel:
         data = head + b"".join(SPAN.pack(*span) for span in message.spans) + message.stream
         with self._lock:
             try:
-                sent = socket.send_fds(self._sock, [data], [block.fd] if block is not None else [])
-                self._sock.sendall(memoryview(data)[sent:])
+                self._send_all(memoryview(data), [block.fd] if block is not None else [])
             except TimeoutError:
                 raise
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
+
+    def _send_all(self, data: memoryview, descriptors: Sequence[int]) -> None:
+        """Send bytes, the descriptors with the first of them."""
+        idle, give_up = 0, time.monotonic() + self._longest
+        while data:
+            try:
+                sent = socket.send_fds(self._sock, [data], descriptors)
+            except TimeoutError:
+                idle = 0 if self._is_working() else idle + 1
+                if idle >= LOOKS or time.monotonic() >= give_up:
+                    raise
+            else:
+                data, descriptors = data[sent:], ()
+                idle, give_up = 0, time.monotonic() + self._longest
 
     def receive(self) -> ChannelFrame:
         """Wait for the next frame and return it. Raises ChannelClosed."""

@@ -6,6 +6,7 @@ import socket
 import time
 from dataclasses import dataclass
 from io import FileIO
+from pathlib import Path
 
 from patchpar.errors import LaunchError
 from patchpar.launch.anonymous_file import anonymous_file
@@ -15,7 +16,7 @@ from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.started_process import ProcessRequest, Starter, ending
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
-SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped or stuck
+SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped, stuck or being started
 LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
 POLL_SECONDS = 0.005  # between checks whether a worker has ended
 
@@ -48,7 +49,8 @@ class WorkerProcess:
             self.heartbeat_fd, self.lifeline_fd = heartbeat.fileno(), read_life.fileno()
             self.heartbeat = HeartbeatReader(self.heartbeat_fd)
             undo.callback(self.heartbeat.close)
-            self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)
+            self.channel = Channel(ours, send_timeout=SEND_TIMEOUT, is_working=self._has_worked)
+            self._ticks = 0
             self._process = start.starter(
                 ProcessRequest(
                     channel=end.fileno(),
@@ -84,6 +86,14 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         """Return whether the process is running. Does not reap it, so that its process group can still be killed."""
         return self._process.is_alive()
+
+    def _has_worked(self) -> bool:
+        """Return whether the process has used the processor since the last question, or does not exist yet."""
+        pid = self._process.pid
+        if pid is None:
+            return self._process.is_alive()
+        before, self._ticks = self._ticks, _processor_ticks(pid)
+        return self._ticks > before
 
     def last_exchange_point(self) -> str:
         """Return the last exchange point that the worker reached, for error messages."""
@@ -150,3 +160,12 @@ def _pipe() -> tuple[FileIO, FileIO]:
     """Return the read end and the write end of a pipe; each closes when it is deleted."""
     read, write = os.pipe()
     return FileIO(read, "r"), FileIO(write, "w")
+
+
+def _processor_ticks(pid: int) -> int:
+    """Return the processor time of a process; 0 if it has ended, or where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])  # of the user and of the system; the name may contain spaces

@@ -54,6 +54,7 @@ class CallController:
         self.changes: list[CallbackChange] = []  # what the callback has done to the pipeline so far
         self.journal: CallJournal | None = None  # of a job
         self.stragglers = StragglerMonitor()
+        self.adapters: tuple[tuple[str, float], ...] | None = None  # None: those that the pipeline has selected
         self.vae: str | None = None  # the way to decode; None for that of the pipeline
         self.answers: list[CallbackResult] = []  # of the callback so far
         self._asked = 0  # times in this attempt
@@ -115,6 +116,7 @@ class CallController:
             previews=0 if self._previews is None else self._previews.count,
             records=self.journal is not None,
             recorded=recorded,
+            adapters=self.adapters,
         )
 
     @contextmanager

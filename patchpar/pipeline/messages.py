@@ -83,7 +83,7 @@ class CallOptions:
     the caller gets the latents of so many steps between the first and the last, and those of the last. `records`: one
     rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
     call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
-    one behind them.
+    one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
     """
 
     plan: Plan
@@ -99,6 +99,7 @@ class CallOptions:
     same_everywhere: bool = False
     records: bool = False
     recorded: tuple[RecordedPrediction, ...] = ()
+    adapters: tuple[tuple[str, float], ...] | None = None
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)

@@ -9,7 +9,7 @@ torchrun every process is a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_r
 from patchpar.pipeline.caller import CallController, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.job_options import NO_OPTIONS, JobOptions, checked_adapters
 from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
@@ -154,6 +155,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         previews: Previews | None = None,
         max_retries: int = MAX_RETRIES,
         resume: SuspendedCall | None = None,
+        adapters: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> PipelineJob:
         """Begin a call of the wrapped pipeline, and return at once: jobs on different ranks run at the same time.
@@ -163,6 +165,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         Without a generator, the noise is of a seed that torch's default generator samples now. `previews`: who gets
         latents on the way. `max_retries`: how often it is made again after it has lost a worker, from the denoiser call
         that failed, by the ranks that are left. `resume`: what `suspend` of a job with the same arguments has returned.
+        `adapters`: scales by name of those that act in this job alone; None is what `set_adapters` has selected.
 
         Raises PlanError for an impossible call, impossible ranks, arguments it cannot resume with, and under torchrun.
         """
@@ -174,7 +177,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         if plan is not None and wanted is not None:
             check_plan(self.description, wanted)
         placement = CallPlacement(rule=choose, plan=wanted, ranks=named, max_retries=check_retries(max_retries))
-        job = self._job(placement, args, kwargs, previews=previews, resume=resume)
+        options = JobOptions(previews=previews, resume=resume, adapters=checked_adapters(adapters))
+        job = self._job(placement, args, kwargs, options)
         job.start()
         return job
 
@@ -183,12 +187,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs).run_here()
 
     def _job(
-        self,
-        placement: CallPlacement,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        previews: Previews | None = None,
-        resume: SuspendedCall | None = None,
+        self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any], options: JobOptions = NO_OPTIONS
     ) -> PipelineJob:
         executor = self._executor
         placement.check(executor.world_size, weights=self._state.weights.plan)
@@ -198,9 +197,10 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
         if executor.kind != "inline":
             refuse_old_callback(bound)
         module = self.description.module
-        caller = CallController(self, bound, kind=executor.kind, output_module=module, previews=previews)
-        if resume is not None:
-            resume.hand_over(caller, self.description.pipeline)
+        caller = CallController(self, bound, kind=executor.kind, output_module=module, previews=options.previews)
+        caller.adapters = options.adapters
+        if options.resume is not None:
+            options.resume.hand_over(caller, self.description.pipeline)
         return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------

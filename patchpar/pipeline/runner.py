@@ -11,7 +11,6 @@ Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -22,11 +21,13 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, alone, connect, extend, form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.models.info import PipelineInfo, describe, is_name_of_denoiser, refuse_compiled
+from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
+from patchpar.pipeline.description import described, set_by_attributes
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_plan import InstalledPlan
@@ -44,8 +45,7 @@ from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.parallel import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
-from patchpar.strategies.data.split import as_one_call, why_one_batch
-from patchpar.strategies.structure.native_size import why_native_only
+from patchpar.strategies.data.split import as_one_call
 
 
 class PipelineRunner:
@@ -63,6 +63,7 @@ class PipelineRunner:
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
         self._arguments: dict[str, Any] = {}
+        self._adapters = AdapterSelection()
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that print
             silence_libraries()
 
@@ -103,7 +104,7 @@ class PipelineRunner:
     def _use(self, pipe: Any) -> PipelineInfo:
         prepare_pipeline(pipe)
         self.pipe = pipe
-        return replace(describe(self.pipe), **_set_by_attributes(self.pipe))
+        return described(pipe)
 
     def apply(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False
@@ -113,6 +114,7 @@ class PipelineRunner:
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
         Raises UnsupportedModel for a network, which cannot be returned, and what the method raises.
         """
+        self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
@@ -130,7 +132,7 @@ class PipelineRunner:
         if owner or isinstance(value, nn.Module):
             self.restore()  # the next call installs hooks again; the new value may replace a hooked module
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        return _set_by_attributes(self.pipe)
+        return set_by_attributes(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """Return an attribute on the first rank, or with `everywhere` on all. Raises UnsupportedModel for a network."""
@@ -171,6 +173,7 @@ class PipelineRunner:
 
     def restore(self) -> None:
         """Remove every hook, and give encoders and weights to all ranks: the pipeline is as before `install`."""
+        self._adapters.leave()
         self._uninstall()
         self._held.give_back()
         self._encoders.give_back()
@@ -213,6 +216,7 @@ class PipelineRunner:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
         if self.context.world_size > 1:
             self._reach()
+        self._adapters.choose(self.pipe, options.adapters, self._installed, self._encoders)
         if self._installation != options.installation:
             self._uninstall()
             self._installation = options.installation
@@ -293,8 +297,3 @@ class PipelineRunner:
             random=random_state(self.device) if follows else None,
             figures=figures,
         )
-
-
-def _set_by_attributes(pipe: Any) -> dict[str, Any]:
-    """Return the fields of a description that depend on attributes which can be set, such as the scheduler."""
-    return {"native_only_reason": why_native_only(pipe), "one_batch_reason": why_one_batch(pipe)}

@@ -71,7 +71,7 @@ class SuspendedCall:
             calls, answers, reason = (), (), "its callback has changed the pipeline by more than plain values"
         return cls(
             pipeline=pipeline,
-            digests=digests_of(caller.bound),
+            digests=_digests(caller),
             calls=calls,
             groups=journal.groups,
             generators=generators,
@@ -86,7 +86,7 @@ class SuspendedCall:
         """Let a new call go on where this one was. Raises PlanError if its arguments or its pipeline are others."""
         if pipeline != self.pipeline:
             raise PlanError(f"resume: the call that was suspended is one of {self.pipeline}, and this is a {pipeline}")
-        given = digests_of(caller.bound)
+        given = _digests(caller)
         for name in {**self.digests, **given}:
             if self.digests.get(name) != given.get(name):
                 raise PlanError(
@@ -153,6 +153,11 @@ class SuspendedCall:
             steps=int(steps),
             why_from_start=str(facts["why_from_start"]),
         )
+
+
+def _digests(caller: CallController) -> dict[str, str]:
+    """Return digests of a call's arguments, and of its adapters."""
+    return digests_of({**caller.bound, "adapters": caller.adapters})
 
 
 def digests_of(arguments: Mapping[str, Any]) -> dict[str, str]:

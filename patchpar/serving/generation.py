@@ -3,59 +3,45 @@
 Knows nothing of HTTP. Calls come from the threads of the queue, which has no more of them than devices are free.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
-from patchpar.errors import CallCancelled, LaunchError, PlanError, WorkerError, WorkerOutOfMemory
+from patchpar.errors import (
+    CallCancelled,
+    CallSuspended,
+    LaunchError,
+    PatchparError,
+    PlanError,
+    WorkerError,
+    WorkerOutOfMemory,
+)
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
+from patchpar.serving.batching import BOUND, batch_arguments, batch_results, error_of_batch, seeded
+from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated
 from patchpar.serving.image_call import ImageCall
-from patchpar.serving.job import Cancelled, Job
+from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.latent_preview import ColourMap
-from patchpar.serving.partial_images import CompletedImage, PartialImages
+from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
+from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImages
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
+from patchpar.serving.unfinished_call import UnfinishedCall
 from patchpar.serving.warm_up import warm_up_arguments
 from patchpar.stream.web.video_file import frames_of
 
 PoolState = Literal["loading", "ready", "lost"]
 STEP_SECONDS = 0.1
 """Between looks at the progress of a call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedImages:
-    """PIL images, the statistics of each image's call, and the reason for the plan. `prompt_tokens`: of the prompt."""
-
-    images: tuple[Any, ...]
-    runs: tuple[Run, ...]
-    reason: str
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedVideo:
-    """Frames [F, H, W, 3] in uint8, the statistics of their call, and the reason for the plan."""
-
-    frames: Any
-    run: Run
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedCall:
-    """A call of the pipeline that has ended well: its output, statistics, and the reason for the plan."""
-
-    output: Any
-    run: Run
-    reason: str
+log = logging.getLogger(__name__)
 
 
 class ImageGenerator:
@@ -65,7 +51,8 @@ class ImageGenerator:
         self.served = served
         self.ranks = RankPool(len(served.devices))
         self.task: PipelineTask | None = None
-        self._is_warm = False
+        self.loras = LoraRegistry()
+        self._is_warm = self.can_batch = False
         self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
         self._tokenizer: Any = None
@@ -109,6 +96,8 @@ class ImageGenerator:
         self.task = purpose_of(pipe.description.pipeline)
         check_task(self.task)
         pipe.set_progress_bar_config(disable=True)
+        for lora in self.served.loras:
+            self.loras.load(lora, pipe)
         self._tokenizer = getattr(pipe, "tokenizer", None)
         try:
             self._tokens(ANY_PROMPT)
@@ -123,7 +112,24 @@ class ImageGenerator:
         with self.ranks.taken(len(self.served.devices)) as ranks:
             groups = [ranks[start : start + takes] for start in range(0, len(ranks) - takes + 1, takes)]
             self._warm_up(job, plan, groups)
+            if self.served.batch > 1:
+                self.can_batch = self._batches_are_equal(job, groups[0])
         self._is_warm = True
+
+    def _batches_are_equal(self, job: Job, ranks: tuple[int, ...]) -> bool:
+        """Return whether two images of one call are those made alone, within BOUND; the log says why not."""
+        arguments, size = warm_up_arguments(self.description, self.served.plan)
+        if "image" in arguments or self.makes_videos:
+            return False
+
+        def made(arguments: Mapping[str, Any]) -> Any:
+            begun = self._submit(job, arguments, self.served.plan, ranks, adapters=self.loras.adapters({}))
+            return self._finished(job, begun, ranks).output.images
+
+        worst = error_of_batch(made, arguments, size)
+        if worst > BOUND:
+            log.warning("requests are not joined: images of a batch differ by %.1e, and at most %g may", worst, BOUND)
+        return worst <= BOUND
 
     def repair(self, job: Job) -> None:
         """Start workers of lost ranks again, which a short call on them does."""
@@ -138,50 +144,96 @@ class ImageGenerator:
     def _warm_up(self, job: Job, plan: Plan | str, groups: list[tuple[int, ...]]) -> None:
         arguments, size = warm_up_arguments(self.description, plan)
         for group in groups:
-            partial = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
-            made = self._finished(job, self._submit(job, arguments, plan, group, partial.previews), group)
+            previews = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
+            begun = self._submit(
+                job, arguments, plan, group, previews=previews.previews, adapters=self.loras.adapters({})
+            )
+            made = self._finished(job, begun, group)
             images = getattr(made.output, "images", None)
             if images is not None and hasattr(images[0], "convert"):
-                partial.fit(images[0])
+                previews.fit(images[0])
+
+    def add_lora(self, job: Job, lora: RegisteredLora) -> None:
+        """Load a LoRA while nothing else runs. Raises PlanError, and what diffusers raises."""
+        job.show(note=f"loading LoRA {lora.name}")
+        self.loras.load(lora, self.pipe)
+
+    def remove_lora(self, job: Job, name: str) -> None:
+        """Delete a LoRA while nothing else runs. Raises RequestError, 404, for an unknown name."""
+        job.show(note=f"deleting LoRA {name}")
+        self.loras.remove(name, self.pipe)
 
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
-        """Return the images of a call. Raises Cancelled, PlanError, and what the pipeline raises.
+        """Return the images of a call. Raises Cancelled, Suspended, PlanError, and what the pipeline raises.
 
-        Images are made one after another: in a batch an image would equal that of the same seed alone to rounding
-        only, and take the memory of all. Each is an event of the job, and so are its partial images.
+        Images are made one after another, each as it would be alone. Each is an event of the job, and so are its
+        partial images. A job that was suspended goes on with the first image that is not finished.
         """
         plan = self.served.plan if call.plan is None else call.plan
-        done: list[CompletedImage] = []
+        kept = job.kept = job.kept or UnfinishedCall()
+        runs: list[Run] = []
         tokens = self._tokens(call.arguments["prompt"])
         with self.ranks.taken(self._count(job, plan)) as ranks:
-            for number, seed in enumerate(call.seeds):
-                job.check()
-                partial = PartialImages(
+            for number in range(len(kept.done), call.count):
+                latents = PartialImages(
                     self._colours, size=call.size, count=call.partial_images, image_index=number, send=job.send
                 )
-                previews = partial.previews if call.partial_images else None
-                made = self._finished(job, self._submit(job, _seeded(call, seed), plan, ranks, previews), ranks)
+                latents.after, latents.sent = kept.partial
+                kept.watch(latents)
+                previews = latents.previews if call.partial_images else None
+                made = self._made(job, call, call.seeds[number], plan, ranks, previews=previews)
                 image = _image_of(made.output)
-                partial.fit(image)
-                done.append(
+                latents.fit(image)
+                runs.append(made.run)
+                kept.finish(
                     CompletedImage(
-                        image_index=number, image=image, run=made.run, reason=made.reason, prompt_tokens=tokens
+                        image_index=number,
+                        image=image,
+                        figures=ImageFigures.of(made.run),
+                        reason=made.reason,
+                        prompt_tokens=tokens,
                     )
                 )
-                job.send(done[-1])
-        return GeneratedImages(
-            images=tuple(each.image for each in done),
-            runs=tuple(each.run for each in done),
-            reason=done[-1].reason,
-            prompt_tokens=tokens,
-        )
+                job.send(kept.done[-1])
+        return generated(kept.done, runs)
+
+    def generate_batch(self, job: Job, calls: Sequence[ImageCall]) -> list[GeneratedImages]:
+        """Return the one image of each of several calls that are alike, made together. Raises as `generate` does."""
+        plan = self.served.plan if calls[0].plan is None else calls[0].plan
+        adapters = self.loras.adapters(calls[0].loras)
+        with self.ranks.taken(self._count(job, plan)) as ranks:
+            made = self._finished(job, self._submit(job, batch_arguments(calls), plan, ranks, adapters=adapters), ranks)
+        return batch_results(made, made.output.images, [self._tokens(call.arguments["prompt"]) for call in calls])
 
     def generate_video(self, job: Job, call: ImageCall) -> GeneratedVideo:
         """Return the frames of a call. Raises as `generate` does."""
         plan = self.served.plan if call.plan is None else call.plan
+        job.kept = job.kept or UnfinishedCall()
         with self.ranks.taken(self._count(job, plan)) as ranks:
-            made = self._finished(job, self._submit(job, _seeded(call, call.seed), plan, ranks), ranks)
+            made = self._made(job, call, call.seed, plan, ranks)
         return GeneratedVideo(frames=frames_of(made.output), run=made.run, reason=made.reason)
+
+    def _made(
+        self, job: Job, call: ImageCall, seed: int, plan: Plan | str, ranks: tuple[int, ...], **options: Any
+    ) -> FinishedCall:
+        """Make a call, from its beginning or from where it was suspended. Raises as `generate` does."""
+        job.check()
+        kept: UnfinishedCall = job.kept
+        options["adapters"] = self.loras.adapters(call.loras)
+        suspended, kept.suspended = kept.suspended, None
+        arguments = seeded(call, seed)
+        try:
+            begun = self._submit(job, arguments, plan, ranks, resume=suspended, **options)
+        except PlanError as error:
+            if suspended is None:
+                raise
+            log.warning("a request starts from its beginning: %s", error)
+            begun = self._submit(job, seeded(call, seed), plan, ranks, **options)
+        try:
+            return self._finished(job, begun, ranks)
+        except Suspended:
+            kept.suspend(begun)
+            raise
 
     def _count(self, job: Job, plan: Plan | str) -> int:
         """Return the number of ranks of a job: those of its plan, or what the queue has given it."""
@@ -193,20 +245,25 @@ class ImageGenerator:
         arguments: Mapping[str, Any],
         plan: Plan | str,
         ranks: tuple[int, ...],
-        previews: Previews | None = None,
+        **options: Any,
     ) -> PipelineJob:
-        """Begin a call of the pipeline, which ends when the job is cancelled."""
+        """Begin a call of the pipeline, which ends when the job is cancelled. `options`: of `submit`."""
         everywhere = len(ranks) == len(self.served.devices)
-        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, previews=previews)
+        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, **options)
         job.when_cancelled(call.cancel)
+        job.when_suspended(partial(_ask_to_suspend, call))
         return call
 
     def _finished(self, job: Job, call: PipelineJob, ranks: tuple[int, ...]) -> FinishedCall:
-        """Wait for a call. Its steps are reported to the job."""
+        """Wait for a call. Its steps are reported to the job. Raises Cancelled, Suspended, and what the call raises."""
+        before = 0 if job.kept is None else job.kept.done_steps
         while not call.wait(STEP_SECONDS):
             job.show(step=call.progress.step, steps=call.progress.steps)
+            job.done_steps = before + call.progress.step
         try:
             output = call.result()
+        except CallSuspended:
+            raise Suspended from None
         except CallCancelled:
             raise Cancelled from None
         except WorkerOutOfMemory:
@@ -231,10 +288,9 @@ class ImageGenerator:
         return len(self._tokenizer(prompt)["input_ids"])
 
 
-def _seeded(call: ImageCall, seed: int) -> dict[str, Any]:
-    from torch import Generator
-
-    return {**call.arguments, "generator": Generator("cpu").manual_seed(seed)}
+def _ask_to_suspend(call: PipelineJob) -> None:
+    with suppress(TimeoutError, PatchparError):  # what the call raises is raised where it is waited for
+        call.suspend(timeout=0)
 
 
 def _image_of(output: Any) -> Any:

@@ -3,13 +3,14 @@
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.plan import Plan
+from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
@@ -29,7 +30,7 @@ class ImageCall:
     """One call of the pipeline for each image, with `arguments` and a generator of its own.
 
     `size`: width and height in pixels. Image i has the seed `seed` + i. `plan`: that of this request; None for the
-    server's own. `partial_images`: how many come before each image.
+    server's own. `partial_images`: how many come before each image. `loras`: scales of those that act, by name.
     """
 
     arguments: Mapping[str, Any]
@@ -38,6 +39,7 @@ class ImageCall:
     size: tuple[int, int]
     plan: Plan | str | None = None
     partial_images: int = 0
+    loras: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -49,13 +51,14 @@ class ImageCall:
 class CallRules:
     """What requests are checked against: the model, its devices and plan as they are served, and limits.
 
-    `needs_image`: the model cannot do without an image.
+    `needs_image`: the model cannot do without an image. `loras`: those that requests may select.
     """
 
     model: PipelineInfo
     served: ServedModel
     limits: RequestLimits
     needs_image: bool = False
+    loras: LoraRegistry = field(default_factory=LoraRegistry)
 
     def call_of(self, request: PipelineFields, uploads: Uploads = NO_UPLOADS, **extra: Any) -> ImageCall:
         """Return the calls of a request. Raises RequestError for a field that the model or a limit refuses.
@@ -85,6 +88,7 @@ class CallRules:
             size=(size[1], size[0]),
             plan=plan,
             partial_images=getattr(request, "partial_count", 0),
+            loras=self.loras.scales_of(request.lora),
         )
 
     def _check_counts(self, request: PipelineFields) -> None:

@@ -4,12 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from patchpar.pipeline.report import Run
-from patchpar.serving.generation import GeneratedImages
+from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.image_encoding import encode_image
 from patchpar.serving.image_request import GenerationRequest
-from patchpar.serving.partial_images import CompletedImage, PartialImage
+from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
 
 LATENT = 8
 """Side in pixels of what `output_tokens` counts."""
@@ -26,7 +25,7 @@ def response_of(
         "data": data,
         **_described(request, done.images[0]),
         "usage": _usage(done.prompt_tokens, len(data) * _output_tokens(done.images[0])),
-        "patchpar": _figures(call.seed, done.runs, done.reason, queued_seconds),
+        "patchpar": _figures(call.seed, done.figures, done.reason, queued_seconds),
     }
 
 
@@ -47,7 +46,7 @@ def event_fields(
         "type": f"{kind}.completed",
         **fields,
         "usage": _usage(event.prompt_tokens, _output_tokens(event.image)),
-        "patchpar": _figures(call.seeds[event.image_index], (event.run,), event.reason, queued_seconds),
+        "patchpar": _figures(call.seeds[event.image_index], (event.figures,), event.reason, queued_seconds),
     }
 
 
@@ -60,15 +59,15 @@ def _described(request: GenerationRequest, image: Any) -> dict[str, str]:
     }
 
 
-def _figures(seed: int, runs: Sequence[Run], reason: str, queued_seconds: float) -> dict[str, Any]:
+def _figures(seed: int, calls: Sequence[ImageFigures], reason: str, queued_seconds: float) -> dict[str, Any]:
     return {
         "seed": seed,
-        "plan": str(runs[0].plan),
+        "plan": calls[0].plan,
         "reason": reason,
-        "ranks": len(runs[0].ranks),
-        "seconds": round(sum(run.seconds for run in runs), 4),
+        "ranks": calls[0].ranks,
+        "seconds": round(sum(call.seconds for call in calls), 4),
         "queued_seconds": round(queued_seconds, 4),
-        "steps": sum(run.steps for run in runs),
+        "steps": sum(call.steps for call in calls),
     }
 
 

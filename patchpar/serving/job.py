@@ -19,6 +19,10 @@ class Cancelled(Exception):
     """Raised inside a job that was cancelled."""
 
 
+class Suspended(Exception):
+    """Raised inside a job that is to go on later. What it needs for that is in its `kept`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """Snapshot of a job. `ahead`: jobs before it. `preview`: a small PIL image. `error`: a message for the user.
@@ -42,18 +46,44 @@ class JobView:
         return self.state in ("done", "failed", "cancelled")
 
 
+class Journaled(Cancelled):
+    """Raised for a job that the next server goes on with, as `name`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 class Job:
     """Work for the workers. `work` gets the job, to report progress, and returns the result.
 
     `outcome`: a future with the result, or the exception that the job ended with; Cancelled if it was cancelled.
     `takes`: its part of the queue's capacity while it runs. `facts`: what a policy of the queue has to know of it.
+    `source`: what it was made of. `kept`: of an earlier job that it goes on with.
     """
 
     def __init__(
-        self, work: "Callable[[Job], Any]", takes: int = 1, *, facts: Any = None, is_urgent: bool = False
+        self,
+        work: "Callable[[Job], Any]",
+        takes: int = 1,
+        *,
+        facts: Any = None,
+        is_urgent: bool = False,
+        source: Any = None,
+        kept: Any = None,
     ) -> None:
         self._work, self.takes, self.facts, self.is_urgent = work, takes, facts, is_urgent
         self._on_cancel: list[Callable[[], object]] = []
+        self._on_suspend: list[Callable[[], object]] = []
+        self.is_suspending, self.suspensions = False, int(kept is not None)
+        self.source = source
+        self.kept = kept
+        """What the work keeps of itself, to go on with after it was suspended."""
+        self.done_steps = 0
+        self.peers: tuple[Job, ...] = ()
+        """Jobs that this one makes the results of, in one call."""
+        self._leader: Job | None = None
+        self._takes_alone = takes
         self._lock = threading.Lock()
         self._view = JobView()
         self._is_unwanted = False
@@ -99,44 +129,103 @@ class Job:
             function()
 
     def check(self) -> None:
-        """Raise Cancelled if the job was cancelled."""
+        """Raise Cancelled if the job was cancelled, and Suspended if it is to go on later."""
         if self._is_unwanted:
             raise Cancelled
+        if self.is_suspending:
+            raise Suspended
 
     def cancel(self) -> None:
         """Cancel: at once while it waits, at its next check while it runs."""
         self._is_unwanted = True
         if self._change(only="waiting", state="cancelled"):
             self.outcome.set_exception(Cancelled())
-        for function in tuple(self._on_cancel):
+        (self._leader or self)._end_unwanted()
+
+    def _end_unwanted(self) -> None:
+        """Let the work end, if none of those who share it wants it."""
+        if self._is_wanted_by_none:
+            for function in tuple(self._on_cancel):
+                function()
+
+    @property
+    def _is_wanted_by_none(self) -> bool:
+        return all(each._is_unwanted for each in (self, *self.peers))
+
+    def suspend(self) -> None:
+        """Let it wait again, at its next check. Its work goes on from what it has kept when it is run again."""
+        self.is_suspending = True
+        for function in tuple(self._on_suspend):
+            function()
+
+    def when_suspended(self, function: Callable[[], object]) -> None:
+        """Call `function` in the thread that suspends the job, or now if that was before; until it is suspended."""
+        self._on_suspend.append(function)
+        if self.is_suspending:
             function()
 
     def when_cancelled(self, function: Callable[[], object]) -> None:
         """Call `function` in the thread that cancels the job, or now if it was cancelled before."""
         self._on_cancel.append(function)
-        if self._is_unwanted:
+        if self._is_wanted_by_none:
             function()
 
     def run(self) -> None:
         """Do the work. The outcome is in the view, and in `outcome`."""
-        if not self._change(only="waiting", state="running", ahead=0):
+        if not self._begin():
             return
-        self.queued_seconds = time.monotonic() - self.submitted
         try:
             result = self._work(self)
-        except Cancelled as error:
-            self._end_with(error, state="cancelled")
-        except Exception as error:
-            if not isinstance(error, PatchparError):
-                log.exception("a job failed")
-            self._end_with(error, state="failed", error=job_error_message(error))
+        except Suspended:
+            self._wait_again()
+        except Exception as error:  # noqa: BLE001  whatever it is, whoever waits for the outcome gets it
+            self.fail(error)
         else:
-            if self._change(state="done", result=result, preview=None):
-                self.outcome.set_result(result)
+            self.finish(result)
 
-    def abandon(self) -> None:
+    def join(self, leader: "Job") -> None:
+        """Wait for the result that another job makes, without taking anything of the capacity."""
+        self._leader, self._takes_alone, self.takes = leader, self.takes, 0
+        self._begin()
+
+    def part(self) -> None:
+        """Wait again, alone, unless the job that it has joined has made its result."""
+        self._leader, self.takes = None, self._takes_alone
+        if not self._view.is_over:
+            self._wait_again()
+
+    def finish(self, result: Any) -> None:
+        """Take the result that another job has made."""
+        if self._change(state="done", result=result, preview=None):
+            self.outcome.set_result(result)
+
+    def _begin(self) -> bool:
+        if not self._change(only="waiting", state="running", ahead=0):
+            return False
+        if not self.suspensions:
+            self.queued_seconds = time.monotonic() - self.submitted
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End with an exception, its own or that of the job which it has joined."""
+        if isinstance(error, Cancelled):
+            self._end_with(error, state="cancelled")
+            return
+        if not isinstance(error, PatchparError):
+            log.exception("a job failed")
+        self._end_with(error, state="failed", error=job_error_message(error))
+
+    def _wait_again(self) -> None:
+        self.is_suspending, self.suspensions = False, self.suspensions + 1
+        self._on_suspend.clear()
+        if self._is_unwanted:
+            self._end_with(Cancelled(), state="cancelled")
+        else:
+            self._change(state="waiting", note="suspended")
+
+    def abandon(self, reason: Cancelled | None = None) -> None:
         """End a job that was cancelled and goes on all the same: whoever waits for its outcome has it now."""
-        self._end_with(Cancelled(), state="cancelled")
+        self._end_with(reason or Cancelled(), state="cancelled")
 
     def set_ahead(self, ahead: int) -> None:
         """Set the number of jobs before it."""

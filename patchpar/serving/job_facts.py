@@ -4,6 +4,7 @@ import time
 
 from patchpar.models.info import PipelineInfo
 from patchpar.plan.plan import Plan
+from patchpar.serving.batching import batch_key
 from patchpar.serving.image_call import STEPS, ImageCall
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.scheduler import JobFacts
@@ -29,6 +30,7 @@ def facts_of(
         degrees=_degrees(served, served.plan if call.plan is None else call.plan, policy),
         deadline=time.monotonic() + left,
         priority=request.priority or 0,
+        batch_key=None if frames > 1 else batch_key(call, is_exact=request.exactness == "exact"),
     )
 
 

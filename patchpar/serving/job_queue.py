@@ -28,13 +28,21 @@ class QueueClosed(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class JobStart:
-    """The job to start now, and what it takes of the capacity."""
+    """The job to start now, and what it takes of the capacity. `peers`: jobs whose results it makes too."""
 
     job: Job
     takes: int
+    peers: tuple[Job, ...] = ()
 
 
-Choice = Callable[[int, Sequence[Job], Sequence[Job]], JobStart | None]
+@dataclass(frozen=True, slots=True)
+class JobSuspend:
+    """The job to suspend now, so that another one can start."""
+
+    job: Job
+
+
+Choice = Callable[[int, Sequence[Job], Sequence[Job]], JobStart | JobSuspend | None]
 """Chooses the next job by the capacity that is free, the jobs that wait in order, and those that run."""
 
 
@@ -56,7 +64,7 @@ class WorkQueue:
         self._choose = choose
         self._waiting: list[Job] = []
         self._running: list[Job] = []
-        self._is_closed = False
+        self._is_closed = self._is_paused = False
         self._threads = capacity
         self._ended = threading.Event()  # a join that a signal interrupts takes the thread for ended in Python 3.11
         for _ in range(capacity):
@@ -68,16 +76,19 @@ class WorkQueue:
         with self._changed:
             return sum(not job.view.is_over for job in self._waiting)
 
-    def append(self, work: Callable[[Job], Any], *, takes: int = 1, facts: Any = None) -> Job:
+    def append(
+        self, work: Callable[[Job], Any], *, takes: int = 1, facts: Any = None, source: Any = None, kept: Any = None
+    ) -> Job:
         """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait.
 
-        `facts`: what `choose` has to know of it.
+        `facts`: what `choose` has to know of it. `source`, `kept`: see Job; one that goes on is never one too many.
         """
         with self._changed:
             self._drop_ended()
-            if len(self._waiting) >= self._most:
+            if len(self._waiting) >= self._most and kept is None:
                 raise QueueFull(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
-            return self._insert(Job(work, min(takes, self._capacity), facts=facts), len(self._waiting))
+            job = Job(work, min(takes, self._capacity), facts=facts, source=source, kept=kept)
+            return self._insert(job, len(self._waiting))
 
     def put_first(self, work: Callable[[Job], Any], *, takes: int = 1) -> Job:
         """Insert a job before all that wait, whatever `choose` says and however many wait. Raises QueueClosed."""
@@ -91,7 +102,15 @@ class WorkQueue:
             self._waiting.insert(position, job)
             self._update_positions()
             self._changed.notify_all()
+            self._make_room()
             return job
+
+    def _make_room(self) -> None:
+        """Suspend a job for one that has come while all threads work. Needs the lock."""
+        if self._waiting and not self._waiting[0].is_urgent and not self._is_paused:
+            found = self._choose(self._free, tuple(self._waiting), tuple(self._running))
+            if isinstance(found, JobSuspend):
+                found.job.suspend()
 
     def check_open(self) -> None:
         """Raise QueueClosed if the queue takes no more jobs."""
@@ -109,6 +128,18 @@ class WorkQueue:
         self.stop_taking()
         return self._ended.wait(seconds)
 
+    def suspend_all(self, seconds: float) -> tuple[Job, ...]:
+        """Take and start no more jobs, suspend those that run within `seconds`; return those that have not ended.
+
+        Those that were suspended come first, as they began first.
+        """
+        with self._changed:
+            self._is_closed = self._is_paused = True
+            for job in self._running:
+                job.suspend()
+            self._changed.wait_for(lambda: not self._running, seconds)
+            return tuple(job for job in (*self._running, *self._waiting) if not job.view.is_over)
+
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Cancel everything, wait up to `timeout` seconds for running jobs, and abandon the others. Idempotent."""
         with self._changed:
@@ -124,14 +155,24 @@ class WorkQueue:
         while (job := self._next()) is not None:
             job.run()
             with self._changed:
-                self._running.remove(job)
                 self._free += job.takes
+                self._take_back(job)
                 self._update_positions()
                 self._changed.notify_all()
         with self._changed:
             self._threads -= 1
             if self._threads == 0:
                 self._ended.set()
+
+    def _take_back(self, job: Job) -> None:
+        """Let jobs wait again that have not ended: a suspended one, and those joined with it. Needs the lock."""
+        peers, job.peers = job.peers, ()
+        for peer in peers:
+            peer.part()
+        for each in (*reversed(peers), job):
+            self._running.remove(each)
+            if not each.view.is_over:
+                self._waiting.insert(sum(other.is_urgent for other in self._waiting), each)
 
     def _next(self) -> Job | None:
         """Wait for a job that there is room for; None when the queue is closed and empty."""
@@ -141,8 +182,12 @@ class WorkQueue:
                     return None
                 self._changed.wait()
             job, job.takes = start.job, start.takes
-            self._waiting.remove(job)
-            self._running.append(job)
+            for each in (job, *start.peers):
+                self._waiting.remove(each)
+                self._running.append(each)
+            for peer in start.peers:
+                peer.join(job)
+            job.peers = start.peers
             self._free -= job.takes
             self._update_positions()
             return job
@@ -150,10 +195,13 @@ class WorkQueue:
     def _chosen(self) -> JobStart | None:
         """Return the job that can start now. Needs the lock."""
         self._drop_ended()
-        if not self._waiting:
+        if not self._waiting or self._is_paused:
             return None
         urgent = self._waiting[0].is_urgent
         found = (in_order if urgent else self._choose)(self._free, tuple(self._waiting), tuple(self._running))
+        if isinstance(found, JobSuspend):
+            found.job.suspend()
+            return None  # until its devices are free
         assert found is None or 0 < found.takes <= self._free, "a job starts where there is room for it"
         return found
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class KeptWork:
     """What a kept job is for. `owner`: who may see it. `finish`: makes of the job's result what is kept of it.
 
-    `drop`: frees what is kept. `images`: how many images the job makes, for its progress.
+    `drop`: frees what is kept. `images`: how many images the job makes, for its progress. `ended`: called at its end.
     """
 
     kind: Kind
@@ -35,15 +35,18 @@ class KeptWork:
     finish: Callable[[str, Any], Any]
     drop: Callable[[Any], object] = lambda _: None
     images: int = 1
+    ended: Callable[["KeptJob"], object] = lambda _: None
 
 
 class KeptJob:
     """A job and, once it has ended, its result or the exception that it ended with. Times are Unix times in seconds."""
 
-    def __init__(self, work: KeptWork, job: Job) -> None:
+    def __init__(self, work: KeptWork, job: Job, *, name: str = "", created_at: int | None = None) -> None:
         self.work, self.job = work, job
-        self.id = f"{work.kind}_{secrets.token_hex(12)}"
-        self.created_at = int(time.time())
+        self.id = name or new_id(work.kind)
+        self.created_at = int(time.time()) if created_at is None else created_at
+        self.key, self.digest = "", b""
+        """Of the Idempotency-Key that it was sent with."""
         self.completed_at: int | None = None
         self.result: Any = None
         self.error: Exception | None = None
@@ -63,7 +66,7 @@ class KeptJob:
         view = self.job.view
         if self._end == "completed":
             return 100
-        if view.state == "waiting":
+        if view.state == "waiting" and not self.job.suspensions:
             return 0
         if view.state == "done":
             return 95
@@ -89,6 +92,11 @@ class KeptJob:
         self.ended.set()
 
 
+def new_id(kind: Kind) -> str:
+    """Return an ID that cannot be guessed."""
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
 class KeptJobs:
     """The kept jobs of a server. Results go one after another through a thread that encodes them."""
 
@@ -99,8 +107,19 @@ class KeptJobs:
         self._lock = threading.RLock()
         self._encoder = ThreadPoolExecutor(1, "patchpar-encoder")
 
-    def add(self, work: KeptWork, submit: Callable[[], Job], *, key: str = "", digest: bytes = b"") -> KeptJob:
+    def add(
+        self,
+        work: KeptWork,
+        submit: Callable[[], Job],
+        *,
+        key: str = "",
+        digest: bytes = b"",
+        name: str = "",
+        created_at: int | None = None,
+    ) -> KeptJob:
         """Submit a job and keep it. Raises what `submit` raises.
+
+        `name`, `created_at`: of a job that goes on.
 
         `key`: a name by which the owner may send the same request again, and get the same job. `digest`: of the
         request; another one under the same key is refused with RequestError, 409.
@@ -113,7 +132,8 @@ class KeptJobs:
                     reason = "Idempotency-Key: another request has used it: use a new one"
                     raise RequestError(reason, status=409, code="idempotency_conflict")
                 return self._jobs[known[0]]
-            kept = KeptJob(work, submit())
+            kept = KeptJob(work, submit(), name=name, created_at=created_at)
+            kept.key, kept.digest = key, digest
             self._jobs[kept.id] = kept
             if key:
                 self._keys[work.owner, key] = kept.id, digest
@@ -143,6 +163,11 @@ class KeptJobs:
         """Return when a job expires, in Unix time; None before it has ended."""
         return None if kept.completed_at is None else kept.completed_at + int(self._limits.seconds)
 
+    def of(self, job: Job) -> KeptJob | None:
+        """Return what is kept of a job; None for one whose client waits for it."""
+        with self._lock:
+            return next((each for each in self._jobs.values() if each.job is job), None)
+
     def delete(self, kept: KeptJob) -> None:
         """Cancel a job, if it has not ended, and keep nothing of it."""
         with self._lock:
@@ -161,6 +186,7 @@ class KeptJobs:
 
     def _finish_now(self, kept: KeptJob, outcome: "Future[Any]") -> None:
         kept.finish(outcome)
+        kept.work.ended(kept)
         with self._lock:
             is_kept = kept.id in self._jobs
         if not is_kept:  # deleted meanwhile

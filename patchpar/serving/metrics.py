@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from patchpar.pipeline.report import Run
 
 STATES = ("loading", "ready", "lost", "draining")
+SIZES = (1, 2, 4, 8, 16, 32)
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -32,6 +33,9 @@ class ServerMetrics:
             "patchpar_image_seconds", "Time of the call of an image.", buckets=SECONDS, registry=registry
         )
         self._steps = Counter("patchpar_steps_total", "Denoising steps.", registry=registry)
+        self._batches = Histogram(
+            "patchpar_batch_size", "Requests that were made in one call.", buckets=SIZES, registry=registry
+        )
         self._bytes = Counter(
             "patchpar_bytes_sent_total", "Bytes sent to other ranks.", ["rank", "kind"], registry=registry
         )
@@ -58,6 +62,10 @@ class ServerMetrics:
                     self._bytes.labels(rank, kind).inc(count)
                 for kind, seconds in figures.seconds_waited.items():
                     self._waits.labels(rank, kind).inc(seconds)
+
+    def observe_batch(self, size: int) -> None:
+        """Count a call that made the images of several requests."""
+        self._batches.observe(size)
 
     def observe_response(self, route: str, status: int, seconds: float) -> None:
         """Count a response. `route`: the path as it is declared, never as it was requested."""

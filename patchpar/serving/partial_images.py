@@ -19,25 +19,45 @@ class PartialImage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFigures:
+    """What clients are told of a call: its plan as text, seconds, ranks and steps."""
+
+    plan: str
+    seconds: float
+    ranks: int
+    steps: int
+
+    @classmethod
+    def of(cls, run: Run) -> "ImageFigures":
+        """Return the figures of a call."""
+        return cls(plan=str(run.plan), seconds=run.seconds, ranks=len(run.ranks), steps=run.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedImage:
-    """A finished PIL image of a request, and the statistics of its call. `prompt_tokens`: of the prompt."""
+    """A finished PIL image of a request, and the figures of its call. `prompt_tokens`: of the prompt."""
 
     image_index: int
     image: Any
-    run: Run
+    figures: ImageFigures
     reason: str
     prompt_tokens: int
 
 
 class PartialImages:
-    """Receives latents of one image. `send` gets its partial images, of `size`, width and height in pixels."""
+    """Receives latents of one image. `send` gets its partial images, of `size`, width and height in pixels.
+
+    `after`: the last step whose latents have come, and `sent`: how many images have; a call that goes on where another
+    one was begins with those of that one.
+    """
 
     def __init__(
         self, colours: ColourMap, *, size: tuple[int, int], count: int, image_index: int, send: Callable[[Any], object]
     ) -> None:
         self._colours, self._size, self._count, self._send = colours, size, count, send
-        self._image_index, self._sent = image_index, 0
+        self._image_index = image_index
         self._latents: Any = None
+        self.after = self.sent = 0
 
     @property
     def previews(self) -> Previews:
@@ -47,12 +67,13 @@ class PartialImages:
     def receive(self, step: int, steps: int, latents: Any) -> None:
         """Send latents of a step as a partial image; keep those of the last one for `fit`."""
         self._latents = grid_of(latents.numpy(), self._size)
-        if step == steps or self._latents is None or self._sent == self._count:
-            return
+        if step == steps or self._latents is None or step <= self.after:
+            return  # also in a call that is made again
+        self.after = step
         image = self._colours.enlarged(self._latents, self._size)
         if image is not None:
-            self._send(PartialImage(image_index=self._image_index, index=self._sent, image=image))
-            self._sent += 1
+            self._send(PartialImage(image_index=self._image_index, index=self.sent, image=image))
+            self.sent += 1
 
     def fit(self, image: Any) -> None:
         """Fit the map to the finished image, for later ones."""

@@ -1,6 +1,8 @@
 """Fields that all requests have in common, with their types, and errors of bodies. Limits and the model come later."""
 
-from typing import Annotated, Any, TypeVar
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -8,8 +10,9 @@ from patchpar.serving.request_error import RequestError, nearest
 
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE = 24 * 3600 * 1000
+MAX_SCALE, MAX_LORAS = 10.0, 8
 Text = Annotated[str, Field(max_length=32_000)]
-NOT_THERE_YET = ("lora", "degree", "previews", "exactness")
+NOT_THERE_YET = ("degree", "previews")
 """Extensions that are planned; a request with one is refused, so that none is ignored."""
 
 _UPLOADS = "send it as a file of a form (multipart/form-data), to /v1/images/edits or /v1/videos; never a path or URL"
@@ -20,13 +23,30 @@ OF_OTHERS = {
 """Fields of other requests, and why they are refused here."""
 
 
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class LoraField(BaseModel):
+    """A registered LoRA. `scale`: None for that with which it was registered."""
+
+    model_config = STRICT
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] | None = None
+
+
+Loras = Annotated[list[LoraField], Field(max_length=MAX_LORAS)]
+
+
 class PipelineFields(BaseModel):
     """Arguments of the pipeline and of its call. None is a field that was left out. `height` and `width` in pixels.
 
     `deadline_ms`: milliseconds from the arrival of the request. `priority`: those of a higher one come first.
+    `lora`: those that act, each as a name and a scale; in a form their JSON. `exactness`: "exact" keeps it out of
+    batches.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
     prompt: Annotated[Text, Field(pattern=r"\S")]
     model: Text | None = None
@@ -45,6 +65,8 @@ class PipelineFields(BaseModel):
     strategy: Text | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE)] | None = None
+    lora: Loras | None = None
+    exactness: Literal["any", "exact"] | None = None
 
 
 F = TypeVar("F", bound=PipelineFields)
@@ -60,10 +82,22 @@ def from_json(kind: type[F], body: bytes) -> F:
 
 def from_texts(kind: type[F], values: dict[str, str]) -> F:
     """Return the request of a form, whose values are all text. Raises RequestError as `from_json` does."""
+    given = {name: value for name, value in values.items() if value != ""}
+    lora = given.pop("lora", None)
     try:
-        return kind.model_validate_strings({name: value for name, value in values.items() if value != ""})
+        found = kind.model_validate_strings(given)
+        return found if lora is None else found.model_copy(update={"lora": _loras_of(kind, lora)})
     except ValidationError as error:
         raise _refusal(error, kind) from None
+
+
+def _loras_of(kind: type[F], text: str) -> list[LoraField] | None:
+    """Return the LoRAs of a form's field. Raises RequestError, and ValidationError that names the field."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError('lora: write it as JSON, such as [{"name": "ink", "scale": 0.8}]', param="lora") from None
+    return kind.model_validate_json(json.dumps({"prompt": "any", "lora": found})).lora
 
 
 def _refusal(error: ValidationError, kind: type[PipelineFields]) -> RequestError:
@@ -76,23 +110,28 @@ def _refusal(error: ValidationError, kind: type[PipelineFields]) -> RequestError
     if not first["loc"]:
         return RequestError('the body is no JSON object: send {"prompt": "..."}', code="invalid_json")
     if first["type"] == "extra_forbidden":
-        return _unknown(name, kind)
-    if first["type"] == "missing":
-        return RequestError("there is no prompt: describe the result", param=name, code="missing_parameter")
-    if first["type"] == "string_pattern_mismatch":
-        return RequestError("the prompt is empty: describe the result", param=name, code="invalid_value")
+        return _unknown(name, tuple(kind.model_fields if len(first["loc"]) == 1 else LoraField.model_fields))
+    if first["type"] in ("missing", "string_pattern_mismatch"):
+        return _missing(name, first["type"])
     given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"
     return RequestError(f"{name}{given}: {first['msg']}", param=name, code="invalid_value")
 
 
-def _unknown(name: str, kind: type[PipelineFields]) -> RequestError:
+def _missing(name: str, kind: str) -> RequestError:
+    if name != "prompt":
+        return RequestError(f"{name} is missing", param=name, code="missing_parameter")
+    if kind == "missing":
+        return RequestError("there is no prompt: describe the result", param=name, code="missing_parameter")
+    return RequestError("the prompt is empty: describe the result", param=name)
+
+
+def _unknown(name: str, known: Sequence[str]) -> RequestError:
     short = name[:64]
     if short in NOT_THERE_YET:
         return RequestError(f"{short} is not there yet: leave it out", param=short, code="unsupported_parameter")
     if short in OF_OTHERS:
         return RequestError(f"{short}: {OF_OTHERS[short]}", param=short, code="unsupported_parameter")
-    known = tuple(kind.model_fields)
-    near = nearest(short, known)
+    near = nearest(short.rpartition(".")[2], known)
     hint = f"; did you mean {near!r}?" if near else f". There are {', '.join(known)}"
     return RequestError(f"there is no parameter {short!r}{hint}", param=short, code="unknown_parameter")
 

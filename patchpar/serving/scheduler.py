@@ -1,14 +1,15 @@
 """Policies on the queue of a server: its jobs as requests of a schedule, and the start that a policy orders."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from patchpar.serving.job import Job
-from patchpar.serving.job_queue import JobStart, in_order
+from patchpar.serving.job_queue import JobStart, JobSuspend, in_order
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
-from patchpar.serving.scheduling.policies import Policy
+from patchpar.serving.scheduling.policies import MAX_SUSPENSIONS, Policy
 from patchpar.serving.scheduling.state import NEVER, RunningRequest, ScheduleState, StartRequest, WaitingRequest
 
 
@@ -16,6 +17,7 @@ from patchpar.serving.scheduling.state import NEVER, RunningRequest, ScheduleSta
 class JobFacts:
     """What a policy has to know of a job. `steps`: of all its images. `degrees`: the numbers of devices it may have.
 
+    `can_suspend`: whether it can go on later from where it is. `batch_key`: of jobs that can be made in one call.
     `deadline`: on the clock of time.monotonic, in seconds.
     """
 
@@ -24,6 +26,12 @@ class JobFacts:
     degrees: tuple[int, ...]
     deadline: float = NEVER
     priority: int = 0
+    can_suspend: bool = True
+    batch_key: Hashable | None = None
+
+
+RESUME_SECONDS = 1.0
+"""What it takes to go on with a suspended request: its prompt is encoded, and its steps are replayed."""
 
 
 class JobScheduler:
@@ -31,22 +39,42 @@ class JobScheduler:
 
     def __init__(self, policy: Policy, devices: int, costs: LearntCosts) -> None:
         self._policy, self._devices, self.costs = policy, devices, costs
+        self.batch = 1
+        """Most requests of one call."""
 
-    def choose(self, free: int, waiting: Sequence[Job], running: Sequence[Job]) -> JobStart | None:
-        """Return the job to start now, with its number of devices; None to wait for others to end."""
+    def choose(self, free: int, waiting: Sequence[Job], running: Sequence[Job]) -> JobStart | JobSuspend | None:
+        """Return the job to start now, with its number of devices, or one to suspend; None to wait for others to end.
+
+        While one is being suspended, nothing takes the devices from the job that it makes room for.
+        """
+        if any(job.is_suspending for job in running):
+            return None
         if not all(isinstance(job.facts, JobFacts) for job in waiting):
             return in_order(free, waiting, running)  # the first call of the server is among them
         now = time.monotonic()
-        known = [job for job in running if isinstance(job.facts, JobFacts)]
+        known = [job for job in running if isinstance(job.facts, JobFacts) and job.takes]
         state = ScheduleState(
             now=now,
             devices=self._devices,
             waiting=tuple(self._request(job) for job in waiting),
             running=tuple(self._running(job, now) for job in known),
             busy=sum(job.takes for job in running if job not in known),
+            can_suspend=True,
+            resume_seconds=RESUME_SECONDS,
         )
-        starts = [each for each in self._policy(state) if isinstance(each, StartRequest)]
-        return JobStart(starts[0].request.name, starts[0].degree) if starts else None
+        first = next(iter(self._policy(state)), None)
+        if isinstance(first, StartRequest):
+            job = first.request.name
+            return JobStart(job, first.degree, self._peers(job, waiting))
+        return None if first is None else JobSuspend(first.request.request.name)
+
+    def _peers(self, job: Job, waiting: Sequence[Job]) -> tuple[Job, ...]:
+        """Return the jobs that wait and can be made in one call with this one, in order."""
+        key = job.facts.batch_key
+        if key is None or job.kept is not None:
+            return ()
+        alike = (each for each in waiting if each is not job and each.facts.batch_key == key and each.kept is None)
+        return tuple(islice(alike, self.batch - 1))
 
     def check_deadline(self, facts: JobFacts) -> None:
         """Raise RequestError, 504, for a deadline that nothing can meet, as far as calls like it have been measured."""
@@ -68,19 +96,17 @@ class JobScheduler:
         return WaitingRequest(
             name=job,
             arrival=job.submitted,
-            steps=facts.steps,
+            steps=max(1, facts.steps - job.done_steps),
             costs=self.costs.costs(facts.shape, facts.degrees),
             deadline=facts.deadline,
             priority=facts.priority,
+            suspensions=job.suspensions if facts.can_suspend and not job.peers else MAX_SUSPENSIONS,
         )
 
     def _running(self, job: Job, now: float) -> RunningRequest:
         request = self._request(job)
-        started = job.submitted + job.queued_seconds if job.queued_seconds else now
-        end = started + request.costs.seconds(
-            min(request.costs.steps, key=lambda each: abs(each - job.takes)), request.steps
-        )
-        return RunningRequest(request=request, degree=job.takes, end=max(now, end))
+        degree = min(request.costs.steps, key=lambda each: abs(each - job.takes))
+        return RunningRequest(request=request, degree=job.takes, end=now + request.costs.seconds(degree, request.steps))
 
 
 def check_not_late(facts: JobFacts) -> None:

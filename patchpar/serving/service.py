@@ -1,32 +1,42 @@
 """What a server does, without HTTP: loads a model, checks and queues requests, keeps results, drains."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar.errors import LaunchError, WorkerError
 from patchpar.pipeline.report import Run
-from patchpar.serving.generation import GeneratedImages, GeneratedVideo, ImageGenerator
+from patchpar.serving.batching import completed
+from patchpar.serving.generated import GeneratedImages, GeneratedVideo
+from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.image_call import NO_UPLOADS, CallRules, ImageCall
 from patchpar.serving.image_request import GenerationRequest
-from patchpar.serving.job import Job
+from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import CLOSE_SECONDS, QueueClosed, QueueFull, WorkQueue
+from patchpar.serving.job_source import JobSource, write_journal
 from patchpar.serving.kept_jobs import KeptJobs
+from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
+from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.pipeline_fields import PipelineFields
+from patchpar.serving.refusals import RETRY_SECONDS, draining, loading
 from patchpar.serving.request_error import RequestError
-from patchpar.serving.scheduler import JobScheduler, check_not_late
-from patchpar.serving.scheduling.learnt_costs import LearntCosts
+from patchpar.serving.request_journal import RequestJournal
+from patchpar.serving.scheduler import JobFacts, JobScheduler, check_not_late
+from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
-from patchpar.serving.settings import ServerSettings
+from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.unfinished_call import UnfinishedCall
 from patchpar.serving.uploaded_image import Uploads
 from patchpar.serving.video_call import video_arguments
 from patchpar.serving.video_files import VideoFiles
 from patchpar.serving.video_request import VideoRequest
 
-LOADING_SECONDS, FULL_SECONDS = 5, 5
 MAX_RETRY_SECONDS = 600
+SUSPEND_SECONDS = 15.0
+"""Time for requests to come to their next denoiser call, at the end of a server with a journal."""
+PAGE_IMAGE, PAGE_STEPS = CallShape(512 * 512, branches=2), 20  # what policies expect of a job of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +58,30 @@ class ImageService:
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
         self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
         self._rules: CallRules | None = None
-        self._is_draining = False
-        self._seconds = float(FULL_SECONDS)  # of the last request
+        self.journal = None if settings.journal is None else RequestJournal(settings.journal)
+        self._is_draining = self._is_closed = False
+        self._seconds = float(RETRY_SECONDS)  # of the last request
         self.metrics.watch(queue_length=lambda: self.waiting, state=lambda: self.state)
 
     @property
     def name(self) -> str:
         """The name of the served model."""
         return self.generator.served.name
+
+    @property
+    def served(self) -> ServedModel:
+        """The model, and how it is served."""
+        return self.generator.served
+
+    @property
+    def route(self) -> str:
+        """The path of requests."""
+        return "/v1/videos" if self.generator.makes_videos else "/v1/images/generations"
+
+    @property
+    def loras(self) -> LoraRegistry:
+        """The LoRAs that requests may select."""
+        return self.generator.loras
 
     @property
     def state(self) -> str:
@@ -80,23 +106,45 @@ class ImageService:
     def prepare(self) -> None:
         """Warm up the open pipeline, and accept requests from then on."""
         self._queue.append(self.generator.warm_up, takes=self._devices).outcome.result()
+        self.scheduler.batch = self.served.batch if self.generator.can_batch else 1
         task = self.generator.task
         self._rules = CallRules(
             model=self.generator.description,
             served=self.generator.served,
             limits=self.settings.limits,
             needs_image=task is not None and task.begins_with == "image",
+            loras=self.generator.loras,
         )
 
-    def submit(self, request: GenerationRequest, uploads: Uploads = NO_UPLOADS) -> QueuedImages:
-        """Check and queue a request. Raises RequestError: 400, 404 for another model, 503 if it cannot be queued."""
+    def submit(
+        self,
+        request: GenerationRequest,
+        uploads: Uploads = NO_UPLOADS,
+        *,
+        route: str = "generation",
+        owner: str = "",
+        kept: UnfinishedCall | None = None,
+    ) -> QueuedImages:
+        """Check and queue a request. Raises RequestError: 400, 404 for another model, 503 if it cannot be queued.
+
+        `kept`: what an earlier server has of it.
+        """
         rules = self._open_rules(request)
         if self.generator.makes_videos:
             raise RequestError("this model makes videos: use /v1/videos", code="unsupported_model", param="model")
         call = rules.call_of(request, uploads)
-        return QueuedImages(call, self._queued(request, call, lambda job: self._images(job, call)))
+        source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
+        return QueuedImages(call, self._queued(source, call, lambda job: self._images(job, call), kept))
 
-    def submit_video(self, request: VideoRequest, uploads: Uploads = NO_UPLOADS) -> QueuedImages:
+    def submit_video(
+        self,
+        request: VideoRequest,
+        uploads: Uploads = NO_UPLOADS,
+        *,
+        route: str = "video",
+        owner: str = "",
+        kept: UnfinishedCall | None = None,
+    ) -> QueuedImages:
         """Check and queue a request for a video. Raises as `submit` does."""
         rules = self._open_rules(request)
         if not self.generator.makes_videos:
@@ -104,29 +152,37 @@ class ImageService:
                 "this model makes images: use /v1/images/generations", code="unsupported_model", param="model"
             )
         call = rules.call_of(request, uploads, **video_arguments(request, rules.model, rules.limits))
-        return QueuedImages(call, self._queued(request, call, lambda job: self._video(job, call)))
+        source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
+        return QueuedImages(call, self._queued(source, call, lambda job: self._video(job, call), kept))
 
     def _open_rules(self, request: PipelineFields) -> CallRules:
         self.check_name(request.model or self.name)
         if self._is_draining:
-            raise _draining()
+            raise draining()
         if self._rules is None:
-            raise RequestError("the model is being loaded", status=503, code="loading", retry_after=LOADING_SECONDS)
+            raise loading()
         return self._rules
 
-    def _queued(self, request: PipelineFields, call: ImageCall, work: Callable[[Job], Any]) -> Job:
+    def _queued(
+        self, source: JobSource, call: ImageCall, work: Callable[[Job], Any], kept: UnfinishedCall | None
+    ) -> Job:
         """Append a job to the queue. Raises RequestError: 504 for a deadline that cannot be met, 503 if it is full."""
         served = self.generator.served
-        facts = facts_of(request, call, served, self.generator.description, self.settings.policy)
-        self.scheduler.check_deadline(facts)
+        facts = facts_of(source.request, call, served, self.generator.description, self.settings.policy)
+        if kept is None:
+            self.scheduler.check_deadline(facts)
         try:
             return self._queue.append(
-                work, takes=served.devices_of(served.plan if call.plan is None else call.plan), facts=facts
+                work,
+                takes=served.devices_of(served.plan if call.plan is None else call.plan),
+                facts=facts,
+                source=source,
+                kept=kept,
             )
         except QueueFull as error:
             raise RequestError(str(error), status=503, code="queue_full", retry_after=self._wait_seconds()) from None
         except QueueClosed:
-            raise _draining() from None
+            raise draining() from None
 
     def check_name(self, name: str) -> None:
         """Raise RequestError, 404, for a model that is not served."""
@@ -137,6 +193,29 @@ class ImageService:
                 param="model",
                 code="model_not_found",
             )
+
+    def append_page_job(self, work: Callable[[Job], Any]) -> Job:
+        """Append a job of the page, which takes all devices. Raises PatchparError where it cannot be queued."""
+        if self._rules is None:
+            raise loading()
+        facts = JobFacts(shape=PAGE_IMAGE, steps=PAGE_STEPS, degrees=(self._devices,), can_suspend=False)
+        return self._queue.append(work, takes=self._devices, facts=facts)
+
+    def add_lora(self, lora: RegisteredLora) -> Job:
+        """Load a LoRA once what runs has ended, before anything else starts. Raises RequestError, 503."""
+        return self._alone(lambda job: self.generator.add_lora(job, lora))
+
+    def remove_lora(self, name: str) -> Job:
+        """Delete a LoRA as `add_lora` loads one. Requests that wait for it fail. Raises RequestError: 404, 503."""
+        return self._alone(lambda job: self.generator.remove_lora(job, name))
+
+    def _alone(self, work: Callable[[Job], Any]) -> Job:
+        if self._rules is None:
+            raise loading()
+        try:
+            return self._queue.put_first(work, takes=self._devices)
+        except QueueClosed:
+            raise draining() from None
 
     def drain(self, seconds: float) -> bool:
         """Accept nothing more, and finish what was accepted within `seconds`. Return whether it has all ended."""
@@ -151,12 +230,40 @@ class ImageService:
     def close(self) -> None:
         """Cancel what is left and end the workers. Idempotent."""
         self._is_draining = True
+        if self.journal is not None and not self._is_closed:
+            write_journal(self.journal, self._queue.suspend_all(SUSPEND_SECONDS), self.kept, self.name)
+        self._is_closed = True
         self._queue.close()
         self.kept.close()
         self.videos.close()
         self.generator.close()
 
+    def _batch(self, job: Job) -> GeneratedImages:
+        """Make the images of a job and of those that have joined it. Each has an event of its own image."""
+        calls = [each.source.call for each in (job, *job.peers)]
+        try:
+            made: list[GeneratedImages] = self._run(job, lambda: self.generator.generate_batch(job, calls))
+        except (Cancelled, Suspended):
+            raise  # those who have joined wait again
+        except Exception as error:
+            if is_out_of_memory(error):
+                for each in (job, *job.peers):
+                    each.facts = replace(each.facts, batch_key=None)  # alone it may fit
+                raise Suspended from error
+            for peer in job.peers:
+                peer.fail(error)
+            raise
+        self.metrics.observe_batch(len(made))
+        for each, images in zip((job, *job.peers), made, strict=True):
+            each.send(completed(images))
+            if each is not job:
+                each.finish(images)
+        self._ended(job, made[0].runs)
+        return made[0]
+
     def _images(self, job: Job, call: ImageCall) -> GeneratedImages:
+        if job.peers:
+            return self._batch(job)
         images: GeneratedImages = self._run(job, lambda: self.generator.generate(job, call))
         self._ended(job, images.runs)
         return images
@@ -173,7 +280,8 @@ class ImageService:
             self.scheduler.costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
 
     def _run(self, job: Job, generate: Callable[[], Any]) -> Any:
-        check_not_late(job.facts)
+        if not job.suspensions:  # one that has begun goes on
+            check_not_late(job.facts)
         try:
             return generate()
         except (WorkerError, LaunchError):
@@ -190,9 +298,3 @@ class ImageService:
     def _wait_seconds(self) -> int:
         """Return the seconds until the queue is likely to be shorter: those of the last request, for Retry-After."""
         return max(1, min(MAX_RETRY_SECONDS, round(self._seconds)))
-
-
-def _draining() -> RequestError:
-    return RequestError(
-        "the server is ending and accepts no more requests", status=503, code="draining", retry_after=FULL_SECONDS
-    )

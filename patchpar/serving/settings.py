@@ -8,8 +8,11 @@ from patchpar.errors import PlanError
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole
 from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.lora_registry import RegisteredLora
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.stream.web.server import HOME, check_port, is_local, names_of
+
+MAX_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,8 @@ class ServedModel:
 
     `per_request`: the devices that work on a request with an automatic plan; None is all of them, or what a policy
     gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
-    what they are. Raises PlanError for a plan with axis data.
+    what they are. `loras`: those that requests may select. `batch`: most requests of one call. Raises PlanError for a
+    plan with axis data, two LoRAs of one name, and numbers out of bounds.
     """
 
     model: str
@@ -27,6 +31,8 @@ class ServedModel:
     per_request: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     measured: tuple[Any, ...] = ()
+    loras: tuple[RegisteredLora, ...] = ()
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan) and self.plan.data > 1:
@@ -34,6 +40,11 @@ class ServedModel:
                 f"plan {self.plan}: axis data divides prompts, and a server makes one image after another: use cfg, "
                 "patch or stage"
             )
+        if not is_whole(self.batch, most=MAX_BATCH):
+            raise PlanError(f"--batch {self.batch}: use 1, for none, to {MAX_BATCH}")
+        names = [each.name for each in self.loras]
+        if len(set(names)) < len(names):
+            raise PlanError(f"--lora: {', '.join(names)}: each needs a name of its own")
         most = len(self.devices)
         if isinstance(self.plan, Plan) and (self.plan.world_size > most or self.plan.divides_weights):
             self.plan.check_devices(most)
@@ -60,6 +71,8 @@ class ServedModel:
 class RequestLimits:
     """Most pixels of an image, denoising steps, images, frames, characters of a prompt, bytes of a body and of a form.
 
+    `stream_seconds`: the longest stream.
+
     Raises PlanError for a limit below 1.
     """
 
@@ -70,11 +83,14 @@ class RequestLimits:
     characters: int = 32_000
     body_bytes: int = 1 << 20
     form_bytes: int = 32 << 20
+    stream_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
         for name, flag in (("pixels", "--max-pixels"), ("steps", "--max-steps"), ("frames", "--max-frames")):
             if not is_whole(getattr(self, name)):
                 raise PlanError(f"{flag} {getattr(self, name)}: it must be at least 1")
+        if not 0 < self.stream_seconds < float("inf"):
+            raise PlanError(f"--max-seconds {self.stream_seconds:g}: it must be a finite number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +117,9 @@ class KeptResults:
 class ServerSettings:
     """Address, access and queue. `grace`: seconds for accepted requests to finish after a signal.
 
+    `journal`: a folder for those that do not, which the next server goes on with. `page_paths`: begins of paths of a
+    page, which has a log-in of its own.
+
     Raises PlanError for an address beyond this machine without a key.
     """
 
@@ -112,6 +131,8 @@ class ServerSettings:
     policy: str = "latency"
     grace: float = 30.0
     kept: KeptResults = field(default_factory=KeptResults)
+    journal: Path | None = None
+    page_paths: tuple[str, ...] = ()
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:

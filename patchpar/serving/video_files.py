@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.pipeline.report import Run
-from patchpar.serving.generation import GeneratedVideo
+from patchpar.serving.generated import GeneratedVideo
 from patchpar.stream.web.video_file import write_video
 
 THUMBNAIL = 256

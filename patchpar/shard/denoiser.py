@@ -1,22 +1,27 @@
 """Base of denoisers that ranks compute together, in bands or by tokens: the local patch, stale state, start and end."""
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.fingerprint import Fingerprint, WatchedNetwork
+from patchpar.shard.fingerprint import Fingerprint
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.graphs.step_graphs import Stateless, StepGraphs
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.watched_network import NetworkRecord, WatchedNetwork
+
+EARLIER = 16
+"""So many states of a network, such as its adapters in turn, are known again when it comes back to them."""
 
 
 @dataclass(eq=False, repr=False)
@@ -36,6 +41,8 @@ class SharedDenoiser:
     _: KW_ONLY
     clock: StepClock | None = None
     verifications: VerificationCache | None = None
+    _learns: ClassVar[str]
+    """Name of the attribute with what is found out about the denoiser, which `_unlearn` discards."""
 
     def __post_init__(self) -> None:
         self.patch = LocalPatch(*self.mesh, self.policy)
@@ -43,6 +50,7 @@ class SharedDenoiser:
         self.exchange = "on"
         self.history = StaleState(self.mesh[0], self.policy, self.clock) if self.policy.remembers else None
         self.watched, self.unsure = WatchedNetwork(self.denoiser), False
+        self._earlier: deque[tuple[NetworkRecord, Any]] = deque(maxlen=EARLIER)
         self.foreign = ForeignCheck(self.denoiser, self.mesh, self.verifications)
         self.graphs: StepGraphs | None = None
         self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
@@ -70,6 +78,7 @@ class SharedDenoiser:
         self.restore()
         self.watched.forget()
         self._unlearn()
+        self._earlier.clear()
         if self.history is not None:
             self.history = self.history.anew()
 
@@ -80,17 +89,28 @@ class SharedDenoiser:
         return before
 
     def _make_sure(self) -> None:
-        """Discard what is known of the denoiser if it has changed since its last verification."""
+        """Set aside what is known of the denoiser if it has changed; take up what is known of its state now."""
         if self.unsure and self.graphs is not None:
             self.graphs.look_at_network()
         if self.unsure and self.watched.has_changed:
             self._drop_graphs("the denoiser has changed")
-            self.restore()
-            self.watched.forget()
-            self._unlearn()
+            self._take_up_state()
             if self.history is not None:
                 self.history.lose()
         self.unsure = False
+
+    def _take_up_state(self) -> None:
+        assert self.watched.latest is not None
+        self._earlier.append((self.watched.latest, getattr(self, self._learns)))
+        self.restore()
+        self.watched.forget()
+        self._unlearn()
+        now = self.watched.now()
+        found = next((entry for entry in self._earlier if entry[0].describes(now)), None)
+        if found is not None:  # verified in that state, which the cache of results remembers
+            self._earlier.remove(found)
+            self.watched.know_again(found[0])
+            setattr(self, self._learns, found[1])
 
     def _steady(self, kind: Hashable | None, step: Callable[..., Any], call: tuple[Any, Any]) -> Any:
         """Return the output of `step` for a call. `kind`: of a step like others, which may be a graph; else None."""

@@ -97,36 +97,6 @@ def fingerprint(network: nn.Module) -> Fingerprint:
     return _Reader().read(network)
 
 
-class WatchedNetwork:
-    """Detects changes of a network since it was verified.
-
-    Facts that change during the verification itself, such as a counter of calls in a processor, are ignored.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-        self._known: Fingerprint | None = None
-        self._moving: frozenset[tuple[str, str]] = frozenset()
-
-    def now(self) -> Fingerprint:
-        """Return the current fingerprint."""
-        return fingerprint(self.network)
-
-    def record(self, before: Fingerprint) -> None:
-        """Record the network as verified; `before`: its fingerprint before the verification."""
-        self._known = self.now()
-        self._moving = before.differences(self._known)
-
-    def forget(self) -> None:
-        """Discard the record."""
-        self._known = None
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the network differs from the record. False without one."""
-        return self._known is not None and bool(self._known.differences(self.now()) - self._moving)
-
-
 class _Reader:
     """Reads the facts of one network and notes foreign code."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +49,46 @@ def started(executable: str) -> Iterator[Any]:
             browser.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedApp:
+    """A running `patchpar app`, the first of its process group, and where it serves the page."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal that ends it. Returns its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it, or a worker of it, has not ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 0)
+            return True
+        return False
+
+
 @contextmanager
-def served() -> Iterator[str]:
-    """The command itself, on any free port; its address. Ctrl-C ends it and everything that it has started."""
+def served(variables: Mapping[str, str] = os.environ) -> Iterator[ServedApp]:
+    """The command itself, on any free port. Ctrl-C ends it and all that it has started, unless the block has."""
     command = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=pipe, text=True, start_new_session=True, env={**variables}
+    )
     try:
         assert process.stdout is not None
         found = next((line for line in process.stdout if "http://" in line), "")
-        yield re.findall(r"http://\S+", found)[0]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130, "as other commands after ctrl-C"
+        app = ServedApp(process=process, address=re.findall(r"http://\S+", found)[0])
+        yield app
+        if process.poll() is None:
+            assert app.end(signal.SIGINT) == 130, "as other commands after ctrl-C"
     finally:
-        process.kill()
-        process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from app.state import AppState
 
 from .actions import TIMEOUT_MS
 from .app_states import client_of, state_of
-from .browser import installed, served, started
+from .browser import ServedApp, installed, served, started
 
 
 @pytest.fixture
@@ -38,10 +40,15 @@ def client(state: AppState) -> Iterator[TestClient]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """Where the page is."""
-    with served() as address:
-        yield address
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server has its temporary files."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def server(scratch: Path) -> Iterator[ServedApp]:
+    with served({**os.environ, "TMPDIR": str(scratch)}) as app:
+        yield app
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any, server: str) -> Iterator[Any]:
+def opened(browser: Any, server: ServedApp) -> Iterator[Any]:
     """Opens a page as a person of its own; what a page says in its console as an error fails the test."""
     contexts: list[Any] = []
     errors: list[str] = []
@@ -67,7 +74,7 @@ def opened(browser: Any, server: str) -> Iterator[Any]:
         page: Page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(server)
+        page.goto(server.address)
         expect(page.locator("#image-generate")).to_be_enabled()  # the page has been told what was under way
         return page
 

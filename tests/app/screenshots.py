@@ -64,5 +64,5 @@ if __name__ == "__main__":
     if found is None:
         raise SystemExit("no Chromium here: apt-get install chromium, or make browser")
     expect.set_options(timeout=TIMEOUT_MS)
-    with served() as where, started(found) as chromium:
-        take_screenshots(chromium, where)
+    with served() as app, started(found) as chromium:
+        take_screenshots(chromium, app.address)

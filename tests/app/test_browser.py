@@ -7,10 +7,12 @@ test_image_runner.py, test_image_stream.py and test_job_queue.py) are opened wit
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import av
+import httpx
 import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
@@ -18,8 +20,10 @@ from playwright.sync_api import Page, expect
 from tests.breadth import first_of
 
 from .actions import TIMEOUT_MS, done, fill, press, retry_until, saved, screenshot, sees, small, status, tab
+from .browser import ServedApp
 from .looks import LOOKS, TABS, WINDOWS, check_looks
 from .videos import grey_video
+from .waits import until
 
 
 def saved_video(page: Page) -> tuple[int, float, tuple[int, int], int]:
@@ -47,6 +51,7 @@ def test_an_image_is_generated_with_its_figures_and_its_timeline(opened: Any) ->
     screenshot(page, "timeline")
 
 
+@pytest.mark.breadth  # the page that is reloaded, below, cancels an image as well
 def test_an_image_is_cancelled_and_the_workers_are_free(opened: Any) -> None:
     page = opened()
     small(page, steps=150)
@@ -99,12 +104,14 @@ def test_a_page_that_is_reloaded_goes_on_with_its_run_and_says_that_it_is_busy(o
     tab(page, "Compare")
     press(page, "compare-run")
     expect(status(page, "compare")).to_contain_text("this page already has a job: wait for it, or cancel it")
-    page.reload()
-    expect(status(page, "image")).to_contain_text("of 60")
-    page.reload()
-    expect(status(page, "image")).to_contain_text("of 60")
+    for _ in range(2):
+        page.reload()
+        expect(status(page, "image")).to_contain_text("of 60")
     press(page, "image-cancel")
     expect(status(page, "image")).to_contain_text("Cancelled")
+    fill(page, "Steps", 2)
+    press(page, "image-generate")
+    done(page, "image")  # the workers are free
 
 
 @pytest.mark.breadth
@@ -273,3 +280,15 @@ def test_every_tab_can_be_read(opened: Any, position: str, scheme: Any) -> None:
         if name == "Plan":
             expect(page.locator("#plan-table table")).to_be_visible()
         check_looks(page, f"{position}-{scheme}-{name.lower().replace(' ', '-')}")
+
+
+def test_sigterm_leaves_nothing_behind(server: ServedApp, scratch: Path) -> None:
+    """As `docker stop` ends it: videos and uploads are gone, workers too. The last test, since the page is gone."""
+    response = httpx.post(f"{server.address}/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")})
+    (uploaded,) = map(Path, response.json())
+    assert uploaded.is_relative_to(scratch)
+    assert uploaded.exists()
+    assert server.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert list(scratch.rglob("patchpar-app-*")) == []
+    assert not uploaded.exists()
+    until(lambda: not server.is_there, "the workers, which are of its session, to be gone")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
@@ -31,11 +27,23 @@ from patchpar.models.files import embedded_model
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import WebServer
 from patchpar.stream.web.shutdown import signals_unwind
+from tests.breadth import first_of
 from tests.forked import compute_for_ever, forked
 
-from .app_states import client_of
-from .browser import REPOSITORY
-from .waits import until
+from .app_states import client_of, state_of
+
+
+@pytest.fixture(scope="module")
+def state() -> Iterator[AppState]:
+    """Of one page for all tests here, which takes a second to build."""
+    with closing(state_of()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(state: AppState) -> Iterator[TestClient]:
+    with client_of(state) as found:
+        yield found
 
 
 def test_the_page_is_there_and_nothing_is_fetched_from_elsewhere(client: TestClient) -> None:
@@ -91,10 +99,11 @@ OWN = (
 @pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join", "/gradio_api/run/predict", "/login"])
 def test_what_another_page_has_a_browser_do_is_refused(client: TestClient, path: str, state: AppState) -> None:
     """A form needs no permission to send a file here: browsers ask for none."""
+    before = list(state.uploads.rglob("*.png"))
     for headers in FOREIGN:
         response = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
         assert (response.status_code, "made by another page" in response.text) == (403, True), headers
-    assert list(state.uploads.rglob("*.png")) == []
+    assert list(state.uploads.rglob("*.png")) == before
     for headers in OWN:
         response = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
         assert "made by another page" not in response.text, headers
@@ -105,20 +114,22 @@ def test_another_page_may_link_here(client: TestClient) -> None:
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
 
 
-def test_what_people_upload_is_for_nobody_else(client: TestClient, state: AppState) -> None:
+def test_what_people_upload_is_for_nobody_else() -> None:
     """In a folder of this server, which goes with it, and not in one that every user of the machine shares."""
-    (path,) = client.post("/gradio_api/upload", files={"files": ("a.png", b"x", "image/png")}).json()
-    assert Path(path).is_relative_to(state.uploads)
-    assert stat.S_IMODE(Path(state.scratch.name).stat().st_mode) == 0o700
-    assert client.get(f"/gradio_api/file={path}").content == b"x"
-    state.close()
-    assert not Path(path).exists()
+    with closing(state_of()) as state, client_of(state) as client:
+        (path,) = client.post("/gradio_api/upload", files={"files": ("a.png", b"x", "image/png")}).json()
+        assert Path(path).is_relative_to(state.uploads)
+        assert stat.S_IMODE(Path(state.scratch.name).stat().st_mode) == 0o700
+        assert client.get(f"/gradio_api/file={path}").content == b"x"
+        state.close()
+        assert not Path(path).exists()
 
 
-def test_the_shipped_audio_is_served_from_where_it_is(state: AppState) -> None:
-    state.workers.setup = AppConfig(face="embedded-face")
+def test_the_shipped_audio_is_served_from_where_it_is() -> None:
     speech = (embedded_model("embedded-face") / "speech.wav").resolve()
-    with client_of(state) as client:
+    with closing(state_of()) as state:
+        state.workers.setup = AppConfig(face="embedded-face")
+        client = client_of(state)
         assert client.get(f"/gradio_api/file={speech}").content == speech.read_bytes()
         assert client.get(f"/gradio_api/file={speech.with_name('model_index.json')}").status_code in (403, 404)
 
@@ -192,38 +203,9 @@ def test_a_model_that_is_none_is_refused_early() -> None:
         AppConfig(model="nowhere").check()
 
 
-@contextmanager
-def command_running(scratch: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`patchpar app` as somebody starts it, with a folder of its own for temporary files; it and where it serves."""
-    arguments = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
-    environment = {**os.environ, "TMPDIR": str(scratch)}
-    process = subprocess.Popen(
-        arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        yield process, re.findall(r"http://\S+", next(line for line in process.stdout if "http://" in line))[0]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    """As `docker stop` ends it: videos and uploads are gone, workers too, and the exit code says what happened."""
-    with command_running(tmp_path) as (process, url):
-        response = httpx.post(f"{url}/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")})
-        (uploaded,) = map(Path, response.json())
-        assert uploaded.is_relative_to(tmp_path)
-        assert uploaded.exists()
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(120) == 128 + signal.SIGTERM
-        assert list(tmp_path.rglob("patchpar-app-*")) == []
-        assert not uploaded.exists()
-        until(lambda: not is_there(process.pid), "the workers, which are of its session, to be gone")
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), first_of([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGTERM, 143))
+)
 def test_a_first_call_in_its_own_process_is_abandoned(
     number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,14 +224,6 @@ def test_a_first_call_in_its_own_process_is_abandoned(
         assert list(tmp_path.glob("patchpar-app-*"))
         child.ends_by(number, code)
     assert list(tmp_path.glob("patchpar-app-*")) == []
-
-
-def is_there(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def hung_up_then_terminated() -> None:

@@ -345,6 +345,17 @@ def test_the_table() -> None:
     assert naive[3:] == ["11.0", "11.0", "0.9500", "not measured", "100 %", "0", "2.000", "", "12 |"]
 
 
+def test_a_published_method_has_the_name_of_its_paper(tmp_path: Path) -> None:
+    records = [record(Named.parse("displaced:preset=paper,warmup_steps=1")), record(STALE)]
+    options = quality.parse(["--table", str(tmp_path / "it.md")])
+    assert quality.write_documents(options, records, "abc") == 0
+    page = (tmp_path / "it.md").read_text()
+    assert "| displaced:preset=paper,warmup_steps=1 (DistriFusion) | 4 |" in page
+    assert "| displaced | 4 |" in page
+    assert {row.label for row in rows_of_page(tmp_path / "it.md")} == {each.label for each in records}
+    assert {"DistriFusion", "displaced"} <= set(texts(plot(rows_of(records))))
+
+
 def table_of(records: Sequence[Record]) -> str:
     return table(rows_of(records))
 

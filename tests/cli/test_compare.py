@@ -76,3 +76,31 @@ def test_not_under_torchrun(fake: Any, run: Any, tmp_path: Path, monkeypatch: py
     assert result.exit_code == 2
     assert "start it without torchrun" in result.stderr
     assert not fake.opened
+
+
+def test_several_strategies_are_a_table(fake: Any, run: Any, tmp_path: Path) -> None:
+    words = ["--devices", 2, "--plan", "patch=2", "--strategy", "pcpp", "--strategy", "fresh-edges:bits=8"]
+    result = run("compare", "a fox", *words, "-o", tmp_path / "fox.png")
+    assert result.exit_code == 0, result.output
+    assert [str(pipe.options["plan"].strategy) for pipe in fake.opened] == ["pcpp", "fresh-edges:bits=8", "exact"]
+    assert result.stdout.count("  cfg=2") == 2  # the plan of the fake's runs
+    sides = ("fresh-edges-bits-8", "pcpp")
+    names = [f"fox-{side}{end}.png" for side in sides for end in ("-difference", "")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "fox-single.png"])
+    result = run("compare", "a fox", *words, "--json", "-o", tmp_path / "fox.png")
+    assert [set(each) >= KEYS - {"outputs"} for each in json.loads(result.stdout)["runs"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategy", "pcpp", "--strategy", "pcpp"], "--strategy pcpp is given twice"),
+        (["--strategy", "pcpp", "--strategy", "exact", "--trace", "t.json"], "it is of one run"),
+        (["--steps", 3, "--steps", 4], "'--steps': it is given 2 times, but takes one value"),
+    ],
+)
+def test_what_is_given_twice(fake: Any, run: Any, words: list[Any], message: str) -> None:
+    result = run("compare", "a fox", "--plan", "patch=2", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not fake.opened

@@ -19,6 +19,8 @@ from tests.breadth import first_of
 PRELUDE = """
 import hashlib, sys, threading, time
 from patchpar.cli.shutdown import ended_at_once, ended_by_signals
+from patchpar.stream.web import shutdown
+shutdown.SECONDS = 0.5  # not three, so that the test takes less
 def kernel():
     "Minutes in one call that leaves the interpreter to other threads, and hears of no signal."
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -48,7 +50,7 @@ def after(source: str, *signals: signal.Signals) -> tuple[int, str, str]:
 def test_in_the_middle_of_a_kernel(number: signal.Signals, code: int) -> None:
     source = """
     with ended_by_signals(), ended_at_once():
-        threading.Timer(1.0, say, ["ready"]).start()
+        threading.Timer(0.3, say, ["ready"]).start()
         kernel()
     """
     returned, _, err = after(source, number)
@@ -68,7 +70,7 @@ def test_what_is_open_is_closed_where_the_main_thread_hears(number: signal.Signa
                     say("ready")
                     time.sleep(600)
             finally:
-                time.sleep(4)
+                time.sleep(1.0)
                 say("closed")
     except typer.Exit as end:
         sys.exit(end.exit_code)

@@ -36,17 +36,29 @@ def assert_libraries_are_silent(stderr: str) -> None:
         assert noise not in stderr, stderr
 
 
-def test_two_workers_generate_an_image(tmp_path: Path) -> None:
-    target = tmp_path / "demo.png"
-    result = patchpar("generate", PROMPT, "--devices", 2, *QUICK, "--output", target)
-    assert result.returncode == 0, result.stderr
+def assert_generated(code: int, stdout: str, stderr: str, target: Path) -> None:
+    assert code == 0, stderr
     assert Image.open(target).size == (128, 128)
-    first, saved = result.stdout.strip().splitlines()
+    first, saved = stdout.strip().splitlines()
     assert "cfg=2" in first
     assert "sent per step and rank" in first
     assert saved == f"saved {target}"
-    assert "Traceback" not in result.stderr
-    assert_libraries_are_silent(result.stderr)
+    assert "Traceback" not in stderr
+    assert_libraries_are_silent(stderr)
+
+
+def test_two_workers_generate_an_image(run: Any, tmp_path: Path) -> None:
+    """In this process, whose workers start at once."""
+    target = tmp_path / "demo.png"
+    result = run("generate", PROMPT, "--devices", 2, *QUICK, "--output", target)
+    assert_generated(result.exit_code, result.stdout, result.stderr, target)
+
+
+@pytest.mark.breadth  # tests/app has a command that is started as people start it
+def test_two_workers_of_a_new_process_generate_an_image(tmp_path: Path) -> None:
+    target = tmp_path / "demo.png"
+    result = patchpar("generate", PROMPT, "--devices", 2, *QUICK, "--output", target)
+    assert_generated(result.returncode, result.stdout, result.stderr, target)
 
 
 @pytest.mark.breadth

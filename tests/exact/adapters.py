@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from patchpar.pipeline.adapter_selection import AdapterSelection
+from patchpar.pipeline.encoder_placement import EncoderPlacement
+from patchpar.pipeline.installed_plan import InstalledPlan
+from patchpar.shard.unet import denoiser as unet_denoiser
 from tests.exact import denoisers, on_ranks
 from tests.ranks import PoolRank
 
@@ -38,6 +43,39 @@ def with_peft(this: PoolRank, name: str) -> dict[str, float]:
     denoiser.disable_adapters()
     found["disabled"] = on_ranks.relative(split(), alone)
     return found
+
+
+@torch.no_grad()
+def in_turn(this: PoolRank, name: str) -> dict[str, Any]:
+    """Two adapters and none, each twice, as requests select them: errors, and how often exchange points are found."""
+    from peft import LoraConfig
+
+    denoiser, call = denoisers.build(name), denoisers.call(name, 20, 8)
+    for adapter, targets in (("ink", TARGETS), ("snow", ["conv1", "to_k"])):
+        config = LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+        denoiser.add_adapter(config, adapter_name=adapter)
+    _same_everywhere(denoiser)
+    pipe, selection = SimpleNamespace(components={"unet": denoiser}), AdapterSelection()
+    encoders = EncoderPlacement(this.rank, torch.device("cpu"), this.comm)
+    bands, found = on_ranks.patched(this, denoiser), list[float]()
+    count, discover = 0, unet_denoiser.discover
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return discover(*args)
+
+    unet_denoiser.discover = counted
+    try:
+        for adapters in (("ink", 0.7),), (("snow", 1.0),), (), (("ink", 0.2),), (("snow", 0.4),), ():
+            selection.choose(pipe, adapters, InstalledPlan(), encoders)
+            bands.reset()
+            got = on_ranks.first(bands.denoise(denoiser.forward, **call))
+            bands.restore()
+            found.append(on_ranks.relative(got, on_ranks.first(denoiser(**call))))
+    finally:
+        unet_denoiser.discover = discover
+    return {"errors": found, "searches": count}
 
 
 class LowRank(nn.Module):

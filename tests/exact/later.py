@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -257,8 +258,9 @@ def network_of(kind: str) -> tuple[nn.Module, nn.Module, Callable[[int], dict[st
     return model, site, lambda time: entry.call(0) | {"timestep": torch.full((2,), time / 1000)}
 
 
+@functools.lru_cache(maxsize=8)
 @torch.no_grad()
-def plain_steps(kind: str, name: str, times: Sequence[float], images: int) -> list[Tensor]:
+def plain_steps(kind: str, name: str, times: tuple[float, ...], images: int) -> list[Tensor]:
     """What one process returns in each step of some images."""
     network, site, call = network_of(kind)
     if name:

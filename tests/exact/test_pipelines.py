@@ -43,7 +43,7 @@ def cases_of(name: str) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("name", first_of(NAMES, "embedded"))
+@pytest.mark.parametrize("name", first_of(NAMES, "sd"))
 def test_final_latents(ranks: Any, tmp_path: Path, name: str) -> None:
     found = ranks.run("tests.exact.pipelines:compared", 4, name, cases_of(name), str(tmp_path))[0]
     assert max(each.relative_error for each in found) <= LIMIT, found

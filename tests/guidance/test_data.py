@@ -99,7 +99,6 @@ def test_noise_sampled_between_steps(scheduler: str, monkeypatch: pytest.MonkeyP
     first_of(
         ["sd_img2img", "sdxl_inpaint", "sd_controlnet", "animatediff", "wan", "flux", "svd"],
         "sdxl_inpaint",
-        "svd",
     ),
 )
 def test_other_kinds(name: str) -> None:

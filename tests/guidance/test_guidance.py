@@ -90,8 +90,6 @@ def test_three_branches_on_two_ranks_are_refused(ranks: Any) -> None:
             ("qwen", {"negative_prompt": None}),
         ],
         ("sdxl", {"guidance_scale": 1.0}),
-        ("svd", {"max_guidance_scale": 1.0}),
-        ("flux", {"true_cfg_scale": 1.0}),
         ("qwen", {"negative_prompt": None}),
     ),
 )

@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", first_of(MODES, "masked-lagging", "paper", "touching-with-context"))
+@pytest.mark.parametrize("mode", first_of(MODES, "masked-lagging", "paper"))
 def test_ranks_generate_the_image_of_one(mode: str) -> None:
     case = Case(options=MODES[mode])
     want = alone(case)

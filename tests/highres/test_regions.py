@@ -103,7 +103,7 @@ NOT_ENOUGH: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_ENOUGH)
+@pytest.mark.parametrize("name", first_of(NOT_ENOUGH, "fewer samples of the guide"))
 def test_a_region_that_is_too_small_is_no_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what a rank lacks is no number, and that is said rather than drawn."""
     monkeypatch.setattr(*NOT_ENOUGH[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,15 +109,15 @@ def _type_of(value: Any) -> Any:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Launch], list[bytes]]:
-    """Compiles the program of a launch for each architecture, without a GPU; returns the binaries."""
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[bytes]]:
+    """Compiles the program of a launch for some architectures, all by default, without a GPU; returns the binaries."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def binaries(launch: Launch) -> list[bytes]:
+    def binaries(launch: Launch, architectures: Sequence[int] = ARCHITECTURES) -> list[bytes]:
         parameters = {each.name: each for each in launch.program.params}
         fixed = {
             name: value for name, value in launch.arguments.items() if parameters[name].is_constexpr or value is None
@@ -126,7 +126,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Launc
         source = ASTSource(fn=launch.program, signature=types, constexprs=fixed)
         return [
             triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options).asm["cubin"]
-            for arch in ARCHITECTURES
+            for arch in architectures
         ]
 
     return binaries

@@ -21,10 +21,12 @@ from patchpar.shard.kernels import (
     group_moments,
     group_norm,
     merge_partials,
+    quantize_delta,
     sample_tokens,
     write_tokens,
 )
 from tests.breadth import first_of
+from tests.kernels.conftest import ARCHITECTURES
 
 
 class Case(NamedTuple):
@@ -83,6 +85,16 @@ def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
     return (torch.randn(20, 4, 3, 40).to(dtype), newest, newest + 1, fits, torch.tensor(0.5), table, list(runs[0]))
 
 
+def changed_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    copy = torch.randn(13, 2, 3, 41).to(dtype)
+    return (copy, copy + 0.1 * torch.randn_like(copy), 4)
+
+
+def quantised_change(dtype: torch.dtype) -> tuple[Any, ...]:
+    copy, x, bits = changed_tokens(dtype)
+    return (copy, *quantize_delta.quantize_delta_eager(copy.clone(), x, bits), bits)
+
+
 def norm_args(dtype: torch.dtype) -> tuple[Any, ...]:
     wide, weight = group_moments.empty_moments(torch.empty(0, dtype=dtype), 1).dtype, torch.randn(40).to(dtype)
     moments = torch.rand(3, 1 + 2 * 2 * 4, dtype=wide) + 1
@@ -113,6 +125,8 @@ CASES = [
         own_tokens,
     ),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
+    Case("quantize_delta", quantize_delta.quantize_delta, quantize_delta.launch_quantize_delta, changed_tokens),
+    Case("add_delta", quantize_delta.add_delta, quantize_delta.launch_add_delta, quantised_change),
     Case(
         "merge_parts",
         group_moments.merge_parts,
@@ -154,12 +168,13 @@ def test_every_operator_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("architecture", first_of(ARCHITECTURES, ARCHITECTURES[-1]))
 @pytest.mark.parametrize("dtype", first_of([torch.float16, torch.bfloat16, torch.float32], torch.bfloat16))
 def test_one_launch_that_compiles_for_gpus(
-    launches: Callable[..., Any], compiled: Callable[..., Any], case: Case, dtype: torch.dtype
+    launches: Callable[..., Any], compiled: Callable[..., Any], case: Case, dtype: torch.dtype, architecture: int
 ) -> None:
     (launch,) = launches(case.launch, *case.args(dtype))
-    assert all(len(binary) > 1000 for binary in compiled(launch))
+    assert all(len(binary) > 1000 for binary in compiled(launch, [architecture]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)

@@ -70,7 +70,7 @@ def fit(
 @pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
 @pytest.mark.parametrize("extrapolates", first_of([True, False], True))
 def test_fits_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool) -> None:
-    for tokens, stride, width in ((37, 1, 8), (600, 3, 40)):
+    for tokens, stride, width in ((37, 1, 8), (150, 3, 40)):
         whole = [noise(seed, tokens, 4, 3, width) + 2 for seed in (0, 1)]
         now, before = whole[0] + 0.3 * noise(2, *whole[0].shape), whole[0] - 0.2 * whole[1]
         steps = [x.to(dtype) for x in (now, whole[0], before)]
@@ -93,7 +93,7 @@ def sampled(sample_tokens: Callable[..., None], now: Tensor, past: list[Tensor],
 @pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
 @pytest.mark.parametrize("continues", first_of([True, False], True))
 def test_samples_equal_those_of_the_twin(interpreted: Callable[..., Any], dtype: torch.dtype, continues: bool) -> None:
-    for tokens, stride, width in ((37, 1, 8), (600, 3, 40)):
+    for tokens, stride, width in ((37, 1, 8), (150, 3, 40)):
         now, last = (noise(seed, tokens, 4, 3, width, dtype=dtype) + 2 for seed in (0, 1))
         seen, unknown = last[::stride].contiguous(), torch.full_like(last[::stride], torch.nan)
         past = [last.mean(0, dtype=torch.float32), seen, unknown[0].float(), unknown]
@@ -119,7 +119,7 @@ def test_all_tokens_may_be_kept(interpreted: Callable[..., Any], dtype: torch.dt
 
     If they are extrapolated, by their owner: as far as they went in the last step.
     """
-    for tokens, stride, width in ((37, 1, 8), (601, 3, 40), (5, 4, 8)):
+    for tokens, stride, width in ((37, 1, 8), (151, 3, 40), (5, 4, 8)):
         last, moved, other = (noise(seed, tokens, 4, 3, width) + 2 for seed in range(3))
         steps = [x.to(dtype) for x in (last + 0.3 * moved, last, last - 0.2 * moved - 0.1 * other)]
         along = 0.7 + 0.3 * torch.rand(4, 3, generator=torch.Generator().manual_seed(3))
@@ -136,7 +136,7 @@ def test_all_tokens_may_be_kept(interpreted: Callable[..., Any], dtype: torch.dt
 
 @pytest.mark.parametrize("continues", first_of([True, False], True))
 def test_samples_of_an_exact_step_may_be_all_tokens(interpreted: Callable[..., Any], continues: bool) -> None:
-    for tokens, stride, width in ((37, 1, 8), (601, 3, 40)):
+    for tokens, stride, width in ((37, 1, 8), (151, 3, 40)):
         now, last, unknown = (noise(seed, tokens, 4, 3, width) for seed in range(3))
         past = means(last, unknown)
         for given in (past, past[:2]):

@@ -141,14 +141,24 @@ def test_a_lost_rank_is_replaced_alone(pool: LocalExecutor, replaces: list[int],
 
 def test_a_death_leaves_a_call_on_other_ranks_alone(pool: LocalExecutor, replaces: list[int]) -> None:
     """Also the one that takes the dead rank's place starts beside it."""
+    begun, senders = threading.Event(), []
+
+    def meet() -> list[float]:
+        """A call that lasts until it is told to go on."""
+        events = {"on_event": lambda *_: begun.set(), "on_start": senders.append}
+        return pool.call("meet", 0, ranks=(0, 1), expected=SECONDS, **events)
+
     with ThreadPoolExecutor(1) as threads:
-        beside = threads.submit(pool.call, "compute", 0, 8.0, ranks=(0, 1), expected=SECONDS)
+        beside = threads.submit(meet)
+        assert begun.wait(SECONDS)
         threading.Timer(0.3, os.kill, (pool.pids[3], signal.SIGKILL)).start()
         with pytest.raises(WorkerDied, match=r"rank 3 .*SIGKILL"):
             pool.call("compute", 3, 30, ranks=(2, 3), expected=SECONDS)
         assert pool.call("add_up", 1, ranks=(3, 2)) == [7.0] * 2
         assert not beside.done()
-        assert beside.result(SECONDS) == [0.0] * 2
+        for rank in (0, 1):
+            senders[0](rank, "go on")
+        assert beside.result(SECONDS) == [1.0] * 2
     replaces.append(3)
 
 

@@ -2,9 +2,12 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from patchpar.errors import LaunchError
 from patchpar.launch.control_group import GroupControl
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from tests.forked import forked
 from tests.launch.conftest import TOY
 
 
@@ -113,7 +117,7 @@ def test_no_thread_of_a_group_outlives_it(tmp_path):
 def distant(tmp_path_factory):
     """What two ranks saw that are on a host each, as far as they know."""
     folder = tmp_path_factory.mktemp("distant")
-    run_ranks(folder, "tests.launch.distant_hosts", 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    fork_ranks(folder, "tests.launch.distant_hosts", 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -154,7 +158,7 @@ def test_a_rank_that_refuses_a_message_is_not_waited_for(distant):
 
 
 def test_a_rank_that_dies_in_a_call_is_named_on_all_others(tmp_path):
-    run_ranks(tmp_path, "tests.launch.dying_rank", 3, codes=[0, 0, 7])
+    fork_ranks(tmp_path, "tests.launch.dying_rank", 3, codes=[0, 0, 7])
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         kind, text, number = found["first"]
@@ -164,28 +168,50 @@ def test_a_rank_that_dies_in_a_call_is_named_on_all_others(tmp_path):
         assert found["next"][0] == "WorkerDied"
 
 
-def run_ranks(folder, module, world, codes=None, **environment):
-    """Start what torchrun would, without what it does when one of them fails."""
+def variables_of_ranks(world, environment):
+    """What torchrun would set for each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    base = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    return [{**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment} for rank in range(world)]
+
+
+def fork_ranks(folder, module, world, codes=None, **environment):
+    """As `run_ranks`, in children of this process: a Python of its own would import torch anew."""
+
+    def run(variables):
+        os.environ.update(variables)
+        sys.argv[1:] = [str(folder)]
+        runpy.run_module(module, run_name="__main__")
+
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(forked(partial(run, variables), folder / f"{variables['RANK']}.errors"))
+            for variables in variables_of_ranks(world, environment)
+        ]
+        found = [rank.code(within=120) for rank in ranks]
+        assert found == (codes or [0] * world), [rank.errors() for rank in ranks]
+
+
+def run_ranks(folder, module, world, **environment):
+    """Start what torchrun would, without what it does when one of them fails."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(folder)],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
+            env={**os.environ, **variables},
             cwd=Path(__file__).parents[2],
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world)
+        for variables in variables_of_ranks(world, environment)
     ]
     try:
         errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == (codes or [0] * world), errors
+    assert [rank.returncode for rank in ranks] == [0] * world, errors
 
 
 def test_a_group_that_went_with_the_default_one_is_left_in_peace():

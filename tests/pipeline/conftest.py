@@ -1,9 +1,8 @@
-"""One pool of two workers with a tiny pipeline for all tests here, the same pipeline plain, ways to compare them."""
+"""The pipeline of the pool without us, a pool of four for jobs, adapters, and ways to compare what comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,15 @@ from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
 from patchpar import ParallelPipeline
+from tests.pipeline.pool import Hold
 from tests.tiny import build
+
+__all__ = ["Hold"]
 
 QUICK = {"prompt": "a small red house", "height": 128, "width": 128, "num_inference_steps": 2}
 WORLD = 4
 EXACT = 1e-5
 """Relative error of exact strategies in fp32."""
-
-Hold = Callable[[Any], AbstractContextManager[ParallelPipeline]]
-
-
-@pytest.fixture(scope="session")
-def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model folder; never write into it."""
-    folder = tmp_path_factory.mktemp("sdxl")
-    build("sdxl").pipe.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -56,14 +48,6 @@ def plain(sdxl_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def pool(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verifications = tmp_path_factory.mktemp("verifications")
-    with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", verify=verifications) as pipe:
-        pipe.set_progress_bar_config(disable=True)
-        yield pipe
-
-
-@pytest.fixture(scope="session")
 def four(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
     """A pool of four, for jobs. Tests kill workers of it."""
     verifications = tmp_path_factory.mktemp("verifications")
@@ -75,37 +59,10 @@ def four(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def parallel(pool: ParallelPipeline) -> Iterator[ParallelPipeline]:
-    """The pool, as it was at first."""
-    pool.plan = "auto"
-    yield pool
-    pool.plan, pool.on_step = "auto", None
-    pool.set_progress_bar_config(disable=True)
-
-
-@pytest.fixture
 def reloaded(parallel: ParallelPipeline, sdxl_folder: Path) -> Iterator[ParallelPipeline]:
     """The pool for a test that changes weights: an adapter fused and unfused again leaves a rounding in them."""
     yield parallel
     parallel._state.executor.call("load", str(sdxl_folder), {}, replay=True)  # and in workers that take their place
-
-
-@pytest.fixture
-def hold(parallel: ParallelPipeline, sdxl_folder: Path) -> Hold:
-    """Lets the workers of the pool hold another pipeline for a while: a fifth of the time that new workers take."""
-    state = parallel._state
-
-    @contextmanager
-    def held(pipe: Any) -> Iterator[ParallelPipeline]:
-        before = state.model
-        state.model = state.executor.call("adopt", pipe)[0]
-        try:
-            yield parallel
-        finally:
-            state.executor.call("load", str(sdxl_folder), {})
-            state.model = before
-
-    return held
 
 
 def generator(seed: int = 0) -> torch.Generator:

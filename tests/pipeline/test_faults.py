@@ -17,7 +17,7 @@ from patchpar import ParallelPipeline, PlanError, WorkerDied, WorkerError, Worke
 from .conftest import EXACT, QUICK, generator, relative_error
 from .odd import NeverSteps, RaisesOnOneRank
 
-CALL = {**QUICK, "num_inference_steps": 6, "output_type": "latent"}
+CALL = {**QUICK, "num_inference_steps": 4, "output_type": "latent"}
 DEADLINE = 3.0
 
 

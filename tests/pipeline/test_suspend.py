@@ -114,7 +114,7 @@ def test_another_sample_starts_from_the_beginning(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_job_is_suspended_on_two_ranks_and_goes_on_from_a_file(parallel: ParallelPipeline, tmp_path: Path) -> None:
-    call = {**CALL, "num_inference_steps": 30}
+    call = {**CALL, "num_inference_steps": 10}
     whole = parallel.submit(**call, plan="patch=2", generator=generator()).result(SECONDS)
     pids = parallel._executor.pids
     job = parallel.submit(**call, plan="patch=2", generator=generator())
@@ -122,7 +122,7 @@ def test_a_job_is_suspended_on_two_ranks_and_goes_on_from_a_file(parallel: Paral
         time.sleep(0.005)
     suspended = job.suspend(SECONDS)
     assert suspended is not None
-    assert 2 <= suspended.num_calls < 30
+    assert 2 <= suspended.num_calls < 10
     assert suspended.num_calls - suspended.step in (0, 1)
     with pytest.raises(CallSuspended, match=f"suspended after {suspended.num_calls} denoiser calls"):
         job.result()

@@ -12,10 +12,12 @@ from patchpar.models.info import PipelineInfo
 from patchpar.models.task import PipelineTask
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
-from patchpar.serving.generation import GeneratedImages, PoolState
+from patchpar.serving.generated import GeneratedImages
+from patchpar.serving.generation import PoolState
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job
-from patchpar.serving.partial_images import CompletedImage, PartialImage
+from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
+from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.settings import ServedModel
 
@@ -54,7 +56,9 @@ class FakeGenerator:
         self.state: PoolState = "loading"
         self.ranks = RankPool(len(self.served.devices))
         self.task: PipelineTask | None = None
-        self.makes_videos = False
+        self.loras = LoraRegistry()
+        self.pipe: Any = None
+        self.makes_videos = self.can_batch = False
         self.description = MODEL
         self.gate, self.started = threading.Event(), threading.Event()
         self.gate.set()
@@ -75,9 +79,16 @@ class FakeGenerator:
     def repair(self, job: Job) -> None:
         self.warm_up(job)
 
+    def add_lora(self, job: Job, lora: RegisteredLora) -> None:
+        self.loras.load(lora, self.pipe)
+
+    def remove_lora(self, job: Job, name: str) -> None:
+        self.loras.remove(name, self.pipe)
+
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         self.calls.append(call)
         self.started.set()
+        self.loras.adapters(call.loras)
         error, self.error = self.error, None
         if error is not None:
             self.state = "lost"
@@ -89,8 +100,18 @@ class FakeGenerator:
         for number, image in enumerate(images):
             for index in range(call.partial_images):
                 job.send(PartialImage(image_index=number, index=index, image=image))
-            job.send(CompletedImage(image_index=number, image=image, run=run, reason="none", prompt_tokens=3))
-        return GeneratedImages(images=images, runs=(run,) * call.count, reason="there is one device", prompt_tokens=3)
+            job.send(
+                CompletedImage(
+                    image_index=number, image=image, figures=ImageFigures.of(run), reason="none", prompt_tokens=3
+                )
+            )
+        return GeneratedImages(
+            images=images,
+            runs=(run,) * call.count,
+            figures=(ImageFigures.of(run),) * call.count,
+            reason="there is one device",
+            prompt_tokens=3,
+        )
 
     def close(self) -> None:
         self.is_closed = True

@@ -11,6 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
 
 from patchpar.errors import LaunchError, PlanError, RetriesExhausted, WorkerDied, WorkerOutOfMemory
 from patchpar.serving.api_keys import ApiKeys
@@ -21,7 +23,7 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from tests.serving.fakes import MODEL, FakeGenerator
-from tests.serving.requests import PATH, client_of, disconnected, is_busy, until
+from tests.serving.requests import HOME, PATH, client_of, disconnected, is_busy, until
 
 KEY = "0123456789abcdef-key"
 JSON = {"Content-Type": "application/json"}
@@ -34,7 +36,8 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"promt": "a"}, "promt", "unknown_parameter", "did you mean 'prompt'"),
     ({"num_inference_step": 3}, "num_inference_step", "unknown_parameter", "'num_inference_steps'"),
     ({"xyzzy" * 100: 3}, ("xyzzy" * 100)[:64], "unknown_parameter", "output_format"),
-    ({"lora": []}, "lora", "unsupported_parameter", "not there yet"),
+    ({"degree": 2}, "degree", "unsupported_parameter", "not there yet"),
+    ({"lora": [{"name": "ink"}]}, "lora.0.name", "lora_not_found", "--lora"),
     ({"image": "/etc/passwd"}, "image", "unsupported_parameter", "as a file of a form"),
     ({"frame_count": 3}, "frame_count", "unsupported_parameter", "does not apply"),
     ({"response_format": "url"}, "response_format", "unsupported_parameter", "b64_json"),
@@ -136,10 +139,14 @@ def test_any_body_is_read_or_refused() -> None:
 @pytest.mark.breadth
 def test_a_thousand_clients_that_disconnect(app: Any, fake: FakeGenerator, service: ImageService) -> None:
     fake.gate.clear()
-    for _ in range(1000):
+    pages = []
+    for number in range(1000):
         fake.started.clear()
         assert disconnected(app, {"prompt": "a"}, fake.started.is_set) == []
+        if number in (199, 999):
+            pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
     until(lambda: not is_busy(service) and service.waiting == 0, "all jobs to be gone")
+    assert pages[1] <= 1.02 * pages[0], "memory is flat"
 
 
 def test_defaults_of_openai_are_accepted(strict: Any) -> None:
@@ -225,6 +232,18 @@ def test_a_client_that_disconnects(app: Any, client: Any, fake: FakeGenerator, s
         assert running.result(20).status_code == 200
     assert [call.arguments["prompt"] for call in fake.calls] == ["runs", "stays"]
     assert 'code="499"' in client.get("/metrics").text
+
+
+def test_a_response_that_has_begun_is_not_answered_twice(app: Any) -> None:
+    """An error in its middle ends the connection; it cannot have another status."""
+
+    async def parts() -> Any:
+        yield b"begun"
+        raise ValueError("/secret")
+
+    app.add_api_route("/broken", lambda: StreamingResponse(parts()), methods=["GET"])
+    response = TestClient(app, base_url=HOME, raise_server_exceptions=False).get("/broken")
+    assert (response.status_code, response.content) == (200, b"begun")
 
 
 def test_loading_and_draining(fake: Any) -> None:

@@ -16,7 +16,7 @@ from patchpar import ParallelPipeline
 from patchpar.pipeline.messages import Previews, preview_steps
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.latent_preview import grid_of
-from patchpar.serving.server import ImageServer
+from patchpar.serving.server import ModelServer
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from tests.serving.test_images import generated, image_of
@@ -26,7 +26,7 @@ SIZE, STEPS = (96, 64), 6
 
 
 def served_client(service: ImageService) -> Iterator[openai.OpenAI]:
-    server = ImageServer(service)
+    server = ModelServer(service)
     server.start()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client

@@ -51,12 +51,8 @@ class Entry:
     @property
     def plans(self) -> tuple[str, ...]:
         """What is tried; `data` where there are prompts for it."""
-        return (*self.quick_plans, "patch=3", *(["data=2"] if self.prompts else []))
-
-    @property
-    def quick_plans(self) -> tuple[str, str]:
-        """Patches, and a rank for each branch of guidance."""
-        return "patch=2", "cfg=3" if self.guidance == THREE else "cfg=2"
+        branches = "cfg=3" if self.guidance == THREE else "cfg=2"
+        return ("patch=2", branches, "patch=3", *(["data=2"] if self.prompts else []))
 
     def make(self) -> Built:
         """The same weights every time, and the arguments of a call. The caller's random state is left as it was."""

@@ -54,16 +54,14 @@ class Outcome:
     message: str = ""
 
 
-def examined(
-    this: PoolRank, name: str, plans: Sequence[str], verifications: str, has_controls: bool = True
-) -> list[Outcome]:
-    """What each plan gives, on this rank, without those that leave it idle.
+def examined(this: PoolRank, name: str, plans: Sequence[str], verifications: str) -> list[Outcome]:
+    """What each plan gives, on this rank, without those that leave it idle; patch=2 also without exchange.
 
-    `has_controls`: patch=2 is tried without exchange too. Collective: every rank of the pool calls it.
+    Collective: every rank of the pool calls it.
     """
     this.transport.deadline = PATIENCE
     engine, subject = PipelineRunner(this.context), _Subject(name)
-    trials = [_Trial(this, engine, subject, plan, Path(verifications), has_controls) for plan in plans]
+    trials = [_Trial(this, engine, subject, plan, Path(verifications)) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
 
 
@@ -106,9 +104,8 @@ class _Trial:
         subject: _Subject,
         plan: str,
         verifications: Path,
-        has_controls: bool,
     ) -> None:
-        self.this, self.engine, self.subject, self.has_controls = this, engine, subject, has_controls
+        self.this, self.engine, self.subject = this, engine, subject
         self.text, self.plan = plan, Plan.parse(plan)
         self.options = CallOptions(
             plan=self.plan, verify=verifications / str(this.rank), random=RandomState(seed=SEED), quiet=True
@@ -153,7 +150,7 @@ class _Trial:
         pipe, call = self.subject.make(self.plan.data)
         engine.adopt(pipe)
         got = [engine.generate(_seeded(call), self.options)]
-        if self.plan.patch == CONTROLLED and self.has_controls:
+        if self.plan.patch == CONTROLLED:
             engine.control(exchange="off")
             got.append(engine.generate(_seeded(call), self.options))
         errors = [self._error(each, want) for each in got]

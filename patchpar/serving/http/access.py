@@ -3,11 +3,11 @@
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from hashlib import sha256
 
-from fastapi import Request
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from patchpar.serving.api_keys import ApiKeys
@@ -20,21 +20,31 @@ OPEN = ("/health/live", "/health/ready", "/version")
 """Paths that need no key."""
 ADMIN = "/admin/"
 """Begin of paths that need a key of administrators."""
-NO_ROUTE = "none"
+NO_ROUTE, NO_PATH = "none", "\0"
 ID_HEADER = b"x-request-id"
 GONE = 499
 """The status under which a client that disconnected is counted, as nginx does."""
+REFUSED, MAX_REASON = 1008, 40
+"""Close code of a refused WebSocket (RFC 6455: policy violation), and characters of the reason, 123 bytes at most."""
 log = logging.getLogger(__name__)
 
 
 class RequestGuard:
-    """ASGI middleware. Sets `scope["state"]["request_id"]`, which is also a header of the response, and "owner"."""
+    """ASGI middleware. Sets `scope["state"]["request_id"]`, which is also a header of the response, and "owner".
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys, metrics: ServerMetrics) -> None:
-        self._app, self._keys, self._admin_keys, self._metrics = app, keys, admin_keys, metrics
+    `pages`: begins of paths that have a log-in of their own instead of a key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys, metrics: ServerMetrics, pages: tuple[str, ...] = ()
+    ) -> None:
+        self._app, self._keys, self._admin_keys, self._metrics, self._pages = app, keys, admin_keys, metrics, pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request, or serve a WebSocket."""
+        if scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -49,19 +59,32 @@ class RequestGuard:
             await send(message)
 
         try:
-            await self._answered(scope, receive, answer, request_id)
+            await self._answered(scope, receive, answer, request_id, has_begun=lambda: status != GONE)
         finally:
             route = getattr(scope.get("route"), "path", NO_ROUTE)
             self._metrics.observe_response(route, status, time.perf_counter() - start)
 
-    async def _answered(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a WebSocket with the same keys. What is refused is closed before it is accepted, which is 403."""
         try:
-            if scope["path"] not in OPEN:
+            scope.setdefault("state", {})["owner"] = self._key_of(scope)
+            await self._app(scope, receive, send)
+        except RequestError as error:
+            await send({"type": "websocket.close", "code": REFUSED, "reason": str(error)[:MAX_REASON]})
+
+    async def _answered(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, has_begun: Callable[[], bool]
+    ) -> None:
+        try:
+            if scope["path"] not in OPEN and not scope["path"].startswith(self._pages or NO_PATH):
                 scope["state"]["owner"] = self._key_of(scope)
             await self._app(scope, receive, send)
         except ClientDisconnect:
             return
         except Exception as error:
+            if has_begun():  # its status was sent, so that only the connection can say it
+                log.exception("request %s failed after its response had begun", request_id)
+                raise
             refusal = request_error_of(error, request_id)
             if refusal.status >= 500 and not isinstance(error, (RequestError, Cancelled)):
                 log.exception("request %s failed", request_id)
@@ -80,7 +103,7 @@ class RequestGuard:
         return sha256(given.partition(b" ")[2].strip()).hexdigest() if keys else ""
 
 
-def owner_of(request: Request) -> str:
+def owner_of(request: HTTPConnection) -> str:
     """Return a name of the key that a request was sent with; "" on a server without keys."""
     return str(request.scope["state"]["owner"])
 

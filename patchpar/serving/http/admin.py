@@ -1,9 +1,12 @@
-"""Routes of administrators: what each rank does, and an orderly end. They need a key of their own."""
+"""Routes of administrators: what each rank does, LoRAs, and an orderly end. They need a key of their own."""
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
+from patchpar.serving.http.job_outcome import outcome_of
+from patchpar.serving.http.request_body import read_body
+from patchpar.serving.lora_body import parse_lora
 from patchpar.serving.service import ImageService
 
 
@@ -21,8 +24,34 @@ def add_admin(app: FastAPI, service: ImageService) -> None:
         ]
         return {"object": "list", "data": found}
 
+    _add_loras(app, service)
+
     @app.post("/admin/drain")
     async def drain() -> dict[str, Any]:
         """Accept no more requests; those that wait or run are finished. SIGTERM then ends the server."""
         service.stop_accepting()
         return {"status": service.state, "waiting": service.waiting}
+
+
+def _add_loras(app: FastAPI, service: ImageService) -> None:
+    def listed() -> dict[str, Any]:
+        found = [{"name": each.name, "scale": each.scale} for each in service.generator.loras.loras]
+        return {"object": "list", "data": found}
+
+    @app.get("/admin/lora")
+    async def loras() -> dict[str, Any]:
+        """List the registered LoRAs."""
+        return listed()
+
+    @app.post("/admin/lora")
+    async def add(request: Request) -> dict[str, Any]:
+        """Register a LoRA of a file or a folder on this machine, once what runs has ended."""
+        lora = parse_lora(await read_body(request, service.settings.limits.body_bytes))
+        await outcome_of(service.add_lora(lora), request)
+        return listed()
+
+    @app.delete("/admin/lora/{name}")
+    async def remove(request: Request, name: str) -> dict[str, Any]:
+        """Delete a LoRA, once what runs has ended. Requests that wait for it fail."""
+        await outcome_of(service.remove_lora(name), request)
+        return listed()

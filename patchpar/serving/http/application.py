@@ -2,7 +2,7 @@
 
 import time
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,32 +13,80 @@ from patchpar.serving.http.access import RequestGuard, error_response
 from patchpar.serving.http.admin import add_admin
 from patchpar.serving.http.images import add_images
 from patchpar.serving.http.jobs import add_jobs
+from patchpar.serving.http.streams import add_no_streams, add_streams
 from patchpar.serving.http.videos import add_videos
+from patchpar.serving.lora_registry import LoraRegistry
+from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
+from patchpar.serving.settings import ServerSettings
+from patchpar.serving.streams.stream_service import StreamService
+
+
+class Served(Protocol):
+    """What the routes that all servers have know of a service. `loras`: those that requests may select."""
+
+    settings: ServerSettings
+    metrics: ServerMetrics
+
+    @property
+    def name(self) -> str:
+        """The name of the served model."""
+
+    @property
+    def state(self) -> str:
+        """Where it is: "ready", or why not."""
+
+    @property
+    def loras(self) -> LoraRegistry:
+        """The LoRAs that requests may select."""
+
+    def check_name(self, name: str) -> None:
+        """Raise RequestError, 404, for a model that is not served."""
 
 
 def application(service: ImageService) -> FastAPI:
-    """Return the ASGI application of a service."""
-    settings = service.settings
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestGuard, keys=settings.keys, admin_keys=settings.admin_keys, metrics=service.metrics)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.host_names)
-    app.add_exception_handler(HTTPException, _no_route)
+    """Return the ASGI application of a service of images or videos."""
+    app = _guarded(service)
     add_images(app, service)
     add_jobs(app, service)
     add_videos(app, service)
     add_admin(app, service)
+    add_no_streams(app)
+    return app
+
+
+def stream_application(service: StreamService) -> FastAPI:
+    """Return the ASGI application of a service of streams."""
+    app = _guarded(service)
+    add_streams(app, service)
+    return app
+
+
+def _guarded(service: Served) -> FastAPI:
+    """Return an application with access, models, health, version and metrics."""
+    settings = service.settings
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(
+        RequestGuard,
+        keys=settings.keys,
+        admin_keys=settings.admin_keys,
+        metrics=service.metrics,
+        pages=settings.page_paths,
+    )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.host_names)
+    app.add_exception_handler(HTTPException, _no_route)
     _add_models(app, service)
     _add_state(app, service)
     return app
 
 
-def _add_models(app: FastAPI, service: ImageService) -> None:
+def _add_models(app: FastAPI, service: Served) -> None:
     started = int(time.time())
 
     def described() -> dict[str, Any]:
-        return {"id": service.name, "object": "model", "created": started, "owned_by": "patchpar"}
+        names = {"id": service.name, "object": "model", "created": started, "owned_by": "patchpar"}
+        return {**names, "adapters": list(service.loras.names)}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -52,7 +100,7 @@ def _add_models(app: FastAPI, service: ImageService) -> None:
         return described()
 
 
-def _add_state(app: FastAPI, service: ImageService) -> None:
+def _add_state(app: FastAPI, service: Served) -> None:
     @app.get("/health/live")
     async def live() -> dict[str, str]:
         """Answer as long as the process does."""

@@ -7,9 +7,9 @@ from patchpar.errors import (
     RetriesExhausted,
     WorkerDied,
     WorkerHung,
-    WorkerOutOfMemory,
 )
-from patchpar.serving.job import Cancelled
+from patchpar.serving.job import Cancelled, Journaled
+from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.request_error import RequestError
 
 RESTART_SECONDS = 10
@@ -21,6 +21,13 @@ def request_error_of(error: Exception, request_id: str) -> RequestError:
         return error
     if isinstance(error, PlanError):
         return RequestError(str(error))
+    if isinstance(error, Journaled):
+        kind = "videos" if error.name.startswith("video") else "jobs"
+        reason = (
+            f"the server is ending; when it is started again, it goes on with this request as {error.name}: "
+            f"GET /v1/{kind}/{error.name}"
+        )
+        return RequestError(reason, status=503, code="draining", retry_after=RESTART_SECONDS)
     if isinstance(error, Cancelled):
         reason = "the server is ending, and this request did not finish"
         return RequestError(reason, status=503, code="draining", retry_after=1)
@@ -40,9 +47,3 @@ def _failure_of(error: Exception, request_id: str) -> RequestError:
     kind = "" if isinstance(error, PatchparError) else f" with {type(error).__name__}"
     reason = f"generation failed{kind}; the server's log says where ({request_id})"
     return RequestError(reason, status=500, code="failed")
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether torch had no memory left on a device. By name, so that torch need not be imported."""
-    known = isinstance(error, (MemoryError, WorkerOutOfMemory))
-    return known or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -18,7 +17,7 @@ from patchpar.serving.http.jobs import job_view
 from patchpar.serving.http.request_body import FormBody, read_body, read_form
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
 from patchpar.serving.image_response import event_fields, response_of
-from patchpar.serving.kept_jobs import KeptWork
+from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService, QueuedImages
@@ -28,6 +27,7 @@ QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 IMAGES = ("image", "image[]")
 MASK = "mask"
 GENERATION, EDIT = "image_generation", "image_edit"
+ROUTES = {GENERATION: "generation", EDIT: "edit"}
 
 
 def add_images(app: FastAPI, service: ImageService) -> None:
@@ -56,8 +56,8 @@ async def _answer(
     """Answer with images, with events, or with a job whose result is kept."""
     is_later = request.query_params.get("async", "").lower() in ("1", "true")
     if is_later:
-        return _later(service, request, wanted, uploads, digest)
-    queued = service.submit(wanted, uploads)
+        return _later(service, request, wanted, uploads, kind, digest)
+    queued = service.submit(wanted, uploads, route=ROUTES[kind], owner=owner_of(request))
     if wanted.stream:
         request_id = request.scope["state"]["request_id"]
         return EventStream(_events(wanted, queued, kind, request_id))
@@ -67,24 +67,21 @@ async def _answer(
 
 
 def _later(
-    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, digest: bytes
+    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, kind: str, digest: bytes
 ) -> Response:
     if wanted.stream:
         raise RequestError(
             "stream=true and ?async=true: leave one out; /v1/jobs/{id}/events has the events of a job", param="stream"
         )
-    queued: list[QueuedImages] = []
-
-    def submit() -> Any:
-        queued.append(service.submit(wanted, uploads))
-        return queued[0].job
-
-    def finish(_: str, done: Any) -> Any:
-        return response_of(wanted, queued[0].call, done, queued[0].job.queued_seconds)
-
-    work = KeptWork(kind="job", owner=owner_of(request), request=wanted, call=None, finish=finish, images=wanted.n or 1)
-    kept = service.kept.add(work, submit, key=request.headers.get("idempotency-key", "")[:256], digest=digest)
-    return JSONResponse(job_view(service, kept, request), status_code=202, headers=_warning(wanted))
+    later = LaterRequest(
+        route=ROUTES[kind],
+        wanted=wanted,
+        owner=owner_of(request),
+        uploads=uploads,
+        key=request.headers.get("idempotency-key", "")[:256],
+        digest=digest,
+    )
+    return JSONResponse(job_view(service, keep(service, later), request), status_code=202, headers=_warning(wanted))
 
 
 async def _events(wanted: GenerationRequest, queued: QueuedImages, kind: str, request_id: str) -> AsyncIterator[bytes]:

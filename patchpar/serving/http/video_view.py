@@ -18,7 +18,8 @@ STATUSES = {"cancelled": "failed"}
 def video_view(service: ImageService, kept: KeptJob, request: Request) -> dict[str, Any]:
     """Return the JSON of a video, with OpenAI's fields, and `patchpar` with figures once it is there."""
     wanted: VideoRequest = kept.work.request
-    (call,) = kept.work.call
+    (queued,) = kept.work.call
+    call = queued.call
     stored = kept.result if isinstance(kept.result, StoredVideo) else None
     fps = frame_rate_of(wanted, service.generator.description)
     width, height = call.size if stored is None else stored.size

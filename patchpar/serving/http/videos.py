@@ -12,11 +12,11 @@ from patchpar.serving.http.job_outcome import until_ended
 from patchpar.serving.http.jobs import page_of
 from patchpar.serving.http.request_body import FORM, kind_of, read_body, read_form
 from patchpar.serving.http.video_view import video_view
-from patchpar.serving.kept_jobs import KeptJob, KeptWork
+from patchpar.serving.kept_jobs import KeptJob
+from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.uploaded_image import Uploads, read_upload
-from patchpar.serving.video_call import frame_rate_of
 from patchpar.serving.video_files import StoredVideo
 from patchpar.serving.video_request import VideoRequest, parse_video, parse_video_form
 
@@ -41,7 +41,7 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
     @app.post("/v1/videos/sync")
     async def create_and_wait(request: Request) -> Response:
         """Generate a video and return its file. A client that disconnects cancels it."""
-        kept = await _created(service, request)
+        kept = await _created(service, request, is_kept=False)
         try:
             await until_ended(kept, request)
             if kept.error is not None:
@@ -98,28 +98,21 @@ def _add_content(app: FastAPI, service: ImageService) -> None:
         return FileResponse(kept.result.file, media_type="video/mp4", filename=kept.result.file.name)
 
 
-async def _created(service: ImageService, request: Request) -> KeptJob:
-    """Queue the video of a request, as JSON or as a form. Raises RequestError."""
+async def _created(service: ImageService, request: Request, *, is_kept: bool = True) -> KeptJob:
+    """Queue the video of a request, as JSON or as a form. Raises RequestError.
+
+    `is_kept`: otherwise it is deleted with the response, and is none that another request has made.
+    """
     wanted, uploads, digest = await _read(service, request)
-    calls: list[Any] = []
-
-    def submit() -> Any:
-        queued = service.submit_video(wanted, uploads)
-        calls.append(queued.call)
-        return queued.job
-
-    def finish(name: str, video: Any) -> StoredVideo:
-        return service.videos.store(name, video, frame_rate_of(wanted, service.generator.description))
-
-    work = KeptWork(
-        kind="video",
+    later = LaterRequest(
+        route="video",
+        wanted=wanted,
         owner=owner_of(request),
-        request=wanted,
-        call=calls,
-        finish=finish,
-        drop=StoredVideo.delete,
+        uploads=uploads,
+        key=request.headers.get("idempotency-key", "")[:256] if is_kept else "",
+        digest=digest,
     )
-    return service.kept.add(work, submit, key=request.headers.get("idempotency-key", "")[:256], digest=digest)
+    return keep(service, later)
 
 
 async def _read(service: ImageService, request: Request) -> tuple[VideoRequest, Uploads, bytes]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
@@ -42,6 +41,7 @@ from patchpar.shard.verification import (
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.watched_network import WatchedNetwork
 from patchpar.shard.weights.sharded import ShardedWeights
 
 log = logging.getLogger(__name__)

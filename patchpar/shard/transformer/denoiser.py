@@ -6,7 +6,7 @@ The counterpart of `shard.unet` for transformers.
 import logging
 from collections.abc import Hashable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ class TokenDenoiser(SharedDenoiser):
     after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off" attends to
     own tokens only, "frozen" sends no keys after the exact steps.
     """
+
+    _learns: ClassVar[str] = "plan"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +138,7 @@ class TokenDenoiser(SharedDenoiser):
         assert self._shard is not None
         self._shard.split = self._split(kernel)
         if self.history is not None:
-            return self._with_stale_state(self.history, signature, forward, *call[0], **call[1])
+            return self._with_stale_state(self.history, signature, forward, call)
         self._this_step()
         return self._steady(self._of_grids(self._exact_kind), partial(self._shard.denoise, forward), call)
 
@@ -256,14 +258,12 @@ class TokenDenoiser(SharedDenoiser):
     def _this_step(self) -> None:
         self.patch.fresh, self.patch.cache = True, None
 
-    def _with_stale_state(
-        self, history: StaleState, signature: Any, forward: Forward, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _with_stale_state(self, history: StaleState, signature: Any, forward: Forward, call: Call) -> Any:
         """Run with stale keys, where there are any and the policy uses them."""
         assert self._shard is not None
-        self._look_back(history, signature, (args, kwargs))
+        self._look_back(history, signature, call)
         step = partial(self._stale_step, history, self._shard, forward)
-        output, gathered = self._steady(self._of_grids(history.steady_kind), step, (args, kwargs))
+        output, gathered = self._steady(self._of_grids(history.steady_kind), step, call)
         history.receive(gathered, fresh=self.patch.fresh)
         return output
 

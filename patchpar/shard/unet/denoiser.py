@@ -6,7 +6,7 @@ Common to all patch strategies; a strategy decides what its exchange points exch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class PatchedDenoiser(SharedDenoiser):
     """A denoiser whose calls are computed in bands of rows or columns, as `split` says. See `SharedDenoiser`."""
 
     split: str = "auto"
+
+    _learns: ClassVar[str] = "sites"
 
     def __post_init__(self) -> None:
         super().__post_init__()

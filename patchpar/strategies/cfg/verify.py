@@ -17,7 +17,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
-from patchpar.shard.fingerprint import Fingerprint, WatchedNetwork
+from patchpar.shard.fingerprint import Fingerprint
 from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.step_caches import caches_set_aside
@@ -32,6 +32,7 @@ from patchpar.shard.verification import (
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.watched_network import WatchedNetwork
 
 EMPTY = Fingerprint({}, {})
 

@@ -33,11 +33,11 @@ def video_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> 
     app = _page("video", status, names)
 
     async def video(socket: WebSocket) -> None:
-        if not _is_ours(socket):
+        if not is_own_origin(socket):
             await socket.close(NOT_OURS)
             return
         await socket.accept()
-        tasks = [asyncio.create_task(_send(socket, feed)), asyncio.create_task(_until_gone(socket))]
+        tasks = [asyncio.create_task(_sent_whole(socket, feed)), asyncio.create_task(_until_gone(socket))]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -63,7 +63,13 @@ def _page(kind: str, status: Callable[[], str], names: list[str]) -> FastAPI:
     return app
 
 
-async def _send(socket: WebSocket, feed: VideoFeed) -> None:
+async def _sent_whole(socket: WebSocket, feed: VideoFeed) -> None:
+    await send_video(socket, feed)
+    await socket.close()
+
+
+async def send_video(socket: WebSocket, feed: VideoFeed) -> None:
+    """Send the fragments of a feed until its end: `media_init` with the MIME type, the header, and `media_end`."""
     has_begun = False
     async for fragment in feed.fragments():
         if not has_begun and feed.head is not None:
@@ -72,7 +78,6 @@ async def _send(socket: WebSocket, feed: VideoFeed) -> None:
             has_begun = True
         await socket.send_bytes(fragment.data)
     await socket.send_json({"type": "media_end"})
-    await socket.close()
 
 
 async def _until_gone(socket: WebSocket) -> None:
@@ -81,7 +86,7 @@ async def _until_gone(socket: WebSocket) -> None:
         pass
 
 
-def _is_ours(socket: WebSocket) -> bool:
+def is_own_origin(socket: WebSocket) -> bool:
     """Whether the origin is this page or none: browsers let any page open a WebSocket to any server."""
     origin: Any = socket.headers.get("origin")
     return origin is None or urlsplit(origin).netloc == socket.headers.get("host")

@@ -76,14 +76,37 @@ class ImageScreen:
         self._feed.put(Image.fromarray(frame_HWC.numpy()))
 
 
+class VideoFeedWriter:
+    """Encodes a stream to a feed of fragmented MP4, with audio of `rate` samples per second."""
+
+    def __init__(self, feed: VideoFeed, fps: float, rate: int | None) -> None:
+        self._feed, self._fps, self._rate = feed, fps, rate
+        self._encoder: FragmentEncoder | None = None
+
+    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
+        """Encode frames and audio for all who watch, without waiting for them. Raises PlanError for odd sizes."""
+        if self._encoder is None:
+            height, width = frames_FHWC.shape[1:3]
+            self._encoder = FragmentEncoder(self._fps, height, width, self._rate)
+        fragments = self._encoder.add(frames_FHWC, pts, audio_N)
+        if fragments:
+            self._feed.put(self._encoder.head, fragments)
+
+    def close(self) -> None:
+        """Encode the rest. Idempotent."""
+        encoder, self._encoder = self._encoder, None
+        if encoder is not None:
+            fragments = encoder.close()
+            self._feed.put(encoder.head, fragments)
+
+
 class VideoScreen:
     """Fragmented MP4 over a WebSocket, with audio of `rate` samples per second. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float, rate: int | None) -> None:
         self._feed = VideoFeed(KEPT)
         self.page = WebPage(self._feed, host, port, "--ws")
-        self._fps, self._rate = fps, rate
-        self._encoder: FragmentEncoder | None = None
+        self._writer = VideoFeedWriter(self._feed, fps, rate)
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
@@ -93,19 +116,11 @@ class VideoScreen:
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Queue frames and audio for all browsers, without waiting for them. Raises PlanError for odd sizes."""
-        if self._encoder is None:
-            height, width = frames_FHWC.shape[1:3]
-            self._encoder = FragmentEncoder(self._fps, height, width, self._rate)
-        fragments = self._encoder.add(frames_FHWC, pts, audio_N)
-        if fragments:
-            self._feed.put(self._encoder.head, fragments)
+        self._writer.add(frames_FHWC, pts, audio_N)
 
     def close(self) -> None:
         """Encode the rest and stop serving. Idempotent."""
-        encoder, self._encoder = self._encoder, None
-        if encoder is not None:
-            fragments = encoder.close()
-            self._feed.put(encoder.head, fragments)
+        self._writer.close()
         self.page.close()
 
 

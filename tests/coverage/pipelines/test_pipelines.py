@@ -19,57 +19,15 @@ ALWAYS = (
     "FluxControlNetImg2ImgPipeline",
     "PixArtSigmaPAGPipeline",
 )
-"""Residuals and images, three branches: one of each in every run, under every plan."""
-DAILY = 3
+"""Residuals and images, three branches: one of each in every run."""
 
 
-SLOW = (
-    "AceStepPipeline",
-    "AllegroPipeline",
-    "AltDiffusionPipeline",
-    "AltDiffusionImg2ImgPipeline",
-    "AnimateDiffVideoToVideoControlNetPipeline",
-    "AmusedImg2ImgPipeline",
-    "AmusedInpaintPipeline",
-    "AnimateDiffControlNetPipeline",
-    "AnyFlowFARPipeline",
-    "HeliosPyramidPipeline",
-    "JoyImageEditPipeline",
-    "Kandinsky6SRPipeline",
-    "LTX2ConditionPipeline",
-    "LTX2DFRPipeline",
-    "LTX2HDRPipeline",
-    "LTX2ImageToVideoPipeline",
-    "LTX2InContextPipeline",
-    "SanaWMPipeline",
-    "StableDiffusionPAGPipeline",
-    "StableDiffusionUpscalePipeline",
-    "StableDiffusionXLControlNetUnionPipeline",
-    "StableDiffusionXLPAGInpaintPipeline",
-)
-"""They take ten seconds and more each: the others of their families are in every run."""
-
-
-def in_every_run() -> tuple[str, ...]:
-    """Three of the zoo: ALWAYS, and of the others as many as are missing, evenly spread."""
-    others = [name for name in ZOO if name not in (*ALWAYS, *SLOW)]
-    count = DAILY - len(ALWAYS)
-    return tuple(sorted({*ALWAYS, *(others[index * len(others) // count] for index in range(count))}))
-
-
-EVERY_RUN = in_every_run()
-"""Those that are not in ALWAYS under two plans each, and without controls."""
-
-
-@pytest.mark.parametrize("name", first_of(ZOO, *EVERY_RUN))
+@pytest.mark.parametrize("name", first_of(ZOO, *ALWAYS))
 def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, name: str) -> None:
     """Exact under every plan, or refused in words."""
     entry = ZOO[name]
-    is_quick = name in EVERY_RUN and name not in ALWAYS
-    plans = entry.quick_plans if is_quick else entry.plans
-    arguments = (name, plans, str(tmp_path), not is_quick)
-    found = ranks.run("benchmarks.coverage.pipelines.trial:examined", POOL_SIZE, *arguments)
-    assert not Report(name=name, guidance=entry.guidance, outcomes=outcomes_of(found, plans)).failures
+    found = ranks.run("benchmarks.coverage.pipelines.trial:examined", POOL_SIZE, name, entry.plans, str(tmp_path))
+    assert not Report(name=name, guidance=entry.guidance, outcomes=outcomes_of(found, entry.plans)).failures
 
 
 def test_what_is_wrong_is_seen() -> None:

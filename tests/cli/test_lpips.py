@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.quality.perceptual import Lpips, extract, fetch, read_arrays
+from patchpar.cli.bench.lpips import Lpips, extract, fetch, read_arrays
 
 ALEXNET = ((11, 3, 64), (5, 64, 192), (3, 192, 384), (3, 384, 256), (3, 256, 256))
 
@@ -127,6 +127,6 @@ def test_only_the_archive_we_know_is_opened(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.quality.perceptual._download", lambda folder: pytest.fail("it must not be fetched"))
+    monkeypatch.setattr("patchpar.cli.bench.lpips._download", lambda folder: pytest.fail("it must not be fetched"))
     (tmp_path / "lpips-alexnet-0.1.pickle").write_bytes(b"weights")
     assert fetch(tmp_path).read_bytes() == b"weights"

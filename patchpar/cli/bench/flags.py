@@ -1,0 +1,121 @@
+"""The flags of `patchpar bench`, and what they select: prompts, plans and numbers of steps."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, Json, Model, Variant, check_deadline
+from patchpar.cli.folded_help import more
+from patchpar.cli.pipeline_changes import loras_of, scheduler_name
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from patchpar import Plan
+
+DEFAULTS = ("exact", "fresh-edges", "pcpp", "displaced")
+STEPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchFlags:
+    """The flags of `bench`."""
+
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; or --prompts FILE.", show_default=False)] = None
+    prompts: Annotated[Path | None, typer.Option(help="A text file: one prompt per line.")] = None
+    model: Model = "embedded"
+    devices: Devices = "auto"
+    strategy: Annotated[list[str] | None, typer.Option(help="name or name:key=value; several times for several.")] = (
+        None
+    )
+    ranks: Annotated[list[int] | None, typer.Option(help="Ranks of the strategies; default: all devices.")] = None
+    plan: Annotated[list[str] | None, typer.Option(help="A whole plan, beside the strategies: cfg=2,patch=2.")] = None
+    steps: Annotated[list[int] | None, typer.Option(help=f"Denoising steps; default: {STEPS}.")] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder; what it has is not measured again.")] = Path(
+        "bench"
+    )
+    lpips: Annotated[bool, typer.Option("--lpips", help="LPIPS too; fetches 62 MB once.")] = False
+    height: Annotated[int | None, more("Pixels; default: the model's own size.")] = None
+    width: Annotated[int | None, more("Pixels; default: the model's own size.")] = None
+    guidance_scale: Annotated[float | None, more("Guidance; default: the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, more("What the output should not show.")] = None
+    seed: Annotated[int, more("Of the first prompt; the next one has the next.")] = 0
+    lora: Annotated[list[str] | None, more("A LoRA; several times for several.", metavar="PATH[:scale]")] = None
+    scheduler: Annotated[str | None, more("Scheduler of diffusers, such as DDIMScheduler.")] = None
+    dtype: Format = None
+    variant: Variant = None
+    deadline: Deadline = DEADLINE
+    json: Json = False
+    debug: Debug = False
+
+    def check(self) -> None:
+        """Raise PlanError for counts and sizes below 1, a bad LoRA or scheduler, and a folder that cannot be written.
+
+        And for a negative seed.
+        """
+        for name in ("height", "width", "steps", "ranks"):
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and each < 1:
+                    raise PlanError(f"--{name} {each}: it must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise PlanError(f"--seed {self.seed}: it must be at least 0 and below 2**63")
+        check_deadline(self.deadline)
+        loras_of(self.lora)
+        if self.scheduler is not None:
+            scheduler_name(self.scheduler)
+        check_folder(self.output)
+
+    def all_prompts(self) -> list[str]:
+        """Return the prompts of the command line, then those of the file. Raises PlanError if there are none."""
+        found = [*(self.prompt or ()), *(() if self.prompts is None else prompts_in(self.prompts))]
+        if not found:
+            raise PlanError('no prompt: give one, such as patchpar bench "a red house", or a file with --prompts')
+        return list(dict.fromkeys(found))
+
+    def all_steps(self) -> list[int]:
+        """Return the numbers of steps, each once."""
+        return list(dict.fromkeys(self.steps or [STEPS]))
+
+    def all_plans(self, devices: int) -> list[Plan]:
+        """Return the plans: every strategy on every number of ranks, then whole plans. Raises PlanError."""
+        from patchpar import Plan
+        from patchpar.strategies import parse_strategy
+
+        names = self.strategy or ([] if self.plan else list(DEFAULTS))
+        counts = list(dict.fromkeys(self.ranks or [devices]))
+        strategies = [parse_strategy(name) for name in names]
+        plans = [Plan.parse(f"{each.axis}={count}", strategy=each) for count in counts for each in strategies]
+        plans += [Plan.parse(text) for text in self.plan or ()]
+        if too_large := next((plan for plan in plans if plan.world_size > devices), None):
+            raise PlanError(
+                f"{too_large} takes {too_large.world_size} ranks, but there are {devices} devices: name more with "
+                f"--devices, such as --devices cpu:{too_large.world_size}, or fewer with --ranks"
+            )
+        return list(dict.fromkeys(plan for plan in plans if plan.world_size > 1 or plan.strategy.for_one_rank))
+
+
+def prompts_in(path: Path) -> list[str]:
+    """Return the lines of a file that are not empty and do not begin with #. Raises PlanError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise PlanError(f"--prompts {path}: it cannot be read as text: {error}") from error
+    found = [line.strip() for line in lines]
+    return [line for line in found if line and not line.startswith("#")]
+
+
+def check_folder(path: Path) -> None:
+    """Make the folder. Raises PlanError where files cannot be written into it."""
+    try:
+        path.mkdir(exist_ok=True)
+    except FileExistsError as error:
+        raise PlanError(f"--output {path}: it is a file; name a folder") from error
+    except OSError as error:
+        raise PlanError(f"--output {path}: the folder cannot be made ({error.strerror}); name another") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PlanError(f"--output {path}: no permission to write there; name another folder")

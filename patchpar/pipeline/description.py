@@ -1,0 +1,18 @@
+"""The description of a pipeline that a rank holds."""
+
+from dataclasses import replace
+from typing import Any
+
+from patchpar.models.info import PipelineInfo, describe
+from patchpar.strategies.data.split import why_one_batch
+from patchpar.strategies.structure.native_size import why_native_only
+
+
+def described(pipe: Any) -> PipelineInfo:
+    """Return the description of a pipeline."""
+    return replace(describe(pipe), **set_by_attributes(pipe))
+
+
+def set_by_attributes(pipe: Any) -> dict[str, Any]:
+    """Return the fields of a description that depend on attributes which can be set, such as the scheduler."""
+    return {"native_only_reason": why_native_only(pipe), "one_batch_reason": why_one_batch(pipe)}

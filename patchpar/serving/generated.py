@@ -1,0 +1,51 @@
+"""What calls of the pipeline make."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.pipeline.report import Run
+from patchpar.serving.partial_images import CompletedImage, ImageFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedImages:
+    """PIL images, the figures of each image's call, and the reason for the plan. `prompt_tokens`: of the prompt.
+
+    `runs`: statistics of the calls of this process, which are not all where a request began in another one.
+    """
+
+    images: tuple[Any, ...]
+    runs: tuple[Run, ...]
+    figures: tuple[ImageFigures, ...]
+    reason: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedVideo:
+    """Frames [F, H, W, 3] in uint8, the statistics of their call, and the reason for the plan."""
+
+    frames: Any
+    run: Run
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedCall:
+    """A call of the pipeline that has ended well: its output, statistics, and the reason for the plan."""
+
+    output: Any
+    run: Run
+    reason: str
+
+
+def generated(done: Sequence[CompletedImage], runs: Sequence[Run]) -> GeneratedImages:
+    """Return what a request gets of its finished images. `runs`: the calls of this process."""
+    return GeneratedImages(
+        images=tuple(each.image for each in done),
+        runs=tuple(runs),
+        figures=tuple(each.figures for each in done),
+        reason=done[-1].reason,
+        prompt_tokens=done[-1].prompt_tokens,
+    )

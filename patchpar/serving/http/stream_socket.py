@@ -1,0 +1,84 @@
+"""The WebSocket of a stream.
+
+client -> server    binary: mono audio, 16-bit little-endian, at `audio_rate` of the stream; JSON: controls
+server -> client    {"type": "media_init"}, then fragments of MP4 as binary; {"type": "status" | "effect" | "error"};
+                    {"type": "media_end"}
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import WebSocket
+from starlette.websockets import WebSocketState
+
+from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.streams.live_stream import LiveStream
+from patchpar.serving.streams.stream_request import parse_control
+from patchpar.stream.web.http_page import send_video
+
+MAX_MESSAGE = 1 << 20
+"""Bytes of audio in one message."""
+STATUS_SECONDS = 0.5
+
+
+class StreamSocket:
+    """One client of a stream. Any number may watch and control it; it goes on when they leave."""
+
+    def __init__(self, socket: WebSocket, stream: LiveStream) -> None:
+        self._socket, self._stream = socket, stream
+        self._sending = asyncio.Lock()  # a message is sent whole before the next one
+
+    async def run(self) -> None:
+        """Serve the client until it leaves or the stream ends."""
+        await self._socket.accept()
+        parts = (send_video(self._socket, self._stream.video), self._receive(), self._send_states())
+        tasks = [asyncio.create_task(part) for part in parts]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._socket.application_state is WebSocketState.CONNECTED and tasks[0].done():
+            await self._socket.close()
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            answer = await self._answer(message)
+            if answer is not None:
+                await self._send(answer)
+
+    async def _answer(self, message: Any) -> dict[str, Any] | None:
+        """Apply a message; return what the client is told: effects of controls, and errors."""
+        try:
+            data = message.get("bytes")
+            if data is not None:
+                if len(data) > MAX_MESSAGE:
+                    raise RequestError(
+                        f"{len(data)} bytes of audio in a message, and at most {MAX_MESSAGE} are taken",
+                        status=413,
+                        code="body_too_large",
+                    )
+                await asyncio.to_thread(self._stream.push, data)
+                return None
+            control = parse_control(message.get("text") or "")
+            effect = await asyncio.to_thread(self._stream.control, control)
+        except Exception as error:  # noqa: BLE001  the client is told, and the stream goes on
+            return {"type": "error", **request_error_of(error, self._stream.id).body}
+        return {"type": "effect", "of": control.type, **effect}
+
+    async def _send_states(self) -> None:
+        last: tuple[Any, ...] = ()
+        while True:
+            session = self._stream.session
+            now = (self._stream.status, session.dropped)
+            if now != last:
+                last = now
+                await self._send({"type": "status", "status": now[0], "dropped": now[1], "behind": session.behind})
+            await asyncio.sleep(STATUS_SECONDS)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        async with self._sending:
+            await self._socket.send_json(message)

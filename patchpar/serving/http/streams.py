@@ -1,0 +1,178 @@
+"""Routes of streams: create, state, controls, end; video and images; and a WebSocket for all of it."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from patchpar.errors import PlanError
+from patchpar.serving.http.access import error_response, owner_of
+from patchpar.serving.http.event_stream import HEARTBEAT, HEARTBEAT_SECONDS, EventStream, event_of
+from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.request_body import FORM, check_origin, kind_of, read_body, read_form
+from patchpar.serving.http.stream_socket import StreamSocket
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.streams.live_stream import LiveStream
+from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, parse_stream, parse_stream_form
+from patchpar.serving.streams.stream_service import StreamService
+from patchpar.serving.uploaded_image import read_upload
+from patchpar.stream.web.http_page import is_own_origin
+
+REFERENCE, AUDIO = "reference", "audio_file"
+FRESH = {"Cache-Control": "no-store"}
+LOOK_SECONDS = 0.1
+RATE = 48_000
+"""Samples per second to which files of audio are brought."""
+
+
+def add_streams(app: FastAPI, service: StreamService) -> None:
+    """Add the routes."""
+    _add_kept(app, service)
+    _add_media(app, service)
+
+    @app.post("/v1/streams")
+    async def create(request: Request) -> JSONResponse:
+        """Begin a stream."""
+        wanted, reference, audio = await _read(service, request)
+        stream = await asyncio.to_thread(service.create, wanted, owner_of(request), reference=reference, audio=audio)
+        return JSONResponse(stream_view(service, stream))
+
+
+def add_no_streams(app: FastAPI) -> None:
+    """Add routes that say why there are no streams."""
+
+    @app.api_route("/v1/streams", methods=["GET", "POST"])
+    async def streams(request: Request) -> JSONResponse:
+        """Refuse."""
+        reason = "this model is none for streams: serve one, such as embedded-face; it has a stream.json in its folder"
+        return error_response(RequestError(reason, param="model", code="unsupported_model"))
+
+
+def _add_kept(app: FastAPI, service: StreamService) -> None:
+    def found(request: Request, name: str) -> LiveStream:
+        return service.get(name, owner_of(request))
+
+    @app.get("/v1/streams")
+    async def streams(request: Request) -> dict[str, Any]:
+        """List the streams that run, and the latest that have ended."""
+        return {
+            "object": "list",
+            "data": [stream_view(service, each) for each in service.all_of(owner_of(request))[::-1]],
+        }
+
+    @app.get("/v1/streams/{name}")
+    async def stream(request: Request, name: str) -> dict[str, Any]:
+        """Return the state of a stream."""
+        return stream_view(service, found(request, name))
+
+    @app.post("/v1/streams/{name}/controls")
+    async def control(request: Request, name: str) -> dict[str, Any]:
+        """Apply a control, and return the block from which it holds."""
+        stream = found(request, name)
+        wanted = parse_control(await read_body(request, service.settings.limits.form_bytes))
+        return {"type": "effect", "of": wanted.type, **await asyncio.to_thread(stream.control, wanted)}
+
+    @app.get("/v1/streams/{name}/events")
+    async def events(request: Request, name: str) -> EventStream:
+        """Send the state of a stream as it changes."""
+        stream = found(request, name)
+        return EventStream(_events(service, stream))
+
+    @app.delete("/v1/streams/{name}")
+    async def delete(request: Request, name: str) -> dict[str, Any]:
+        """End a stream now."""
+        found(request, name).cancel()
+        return {"id": name, "object": "stream.deleted", "deleted": True}
+
+
+def _add_media(app: FastAPI, service: StreamService) -> None:
+    @app.get("/v1/streams/{name}/video")
+    async def video(request: Request, name: str) -> StreamingResponse:
+        """Send the video, fragmented MP4 with audio, from the newest key frame on."""
+        feed = service.get(name, owner_of(request)).video
+        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
+
+    @app.get("/v1/streams/{name}/images")
+    async def images(request: Request, name: str) -> StreamingResponse:
+        """Send the frames as MJPEG, without audio."""
+        feed = service.get(name, owner_of(request)).images
+        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
+
+    @app.websocket("/v1/streams/{name}")
+    async def connect(socket: WebSocket, name: str) -> None:
+        """Send video, states and effects; receive audio and controls."""
+        if not is_own_origin(socket):
+            raise RequestError("a page of another site may not connect", status=403, code="foreign_origin")
+        stream = service.get(name, owner_of(socket))
+        await StreamSocket(socket, stream).run()
+
+
+def stream_view(service: StreamService, stream: LiveStream) -> dict[str, Any]:
+    """Return the JSON of a stream."""
+    error = None if stream.error is None else request_error_of(stream.error, stream.id).body["error"]
+    return {
+        "id": stream.id,
+        "object": "stream",
+        "status": stream.status,
+        "created_at": stream.created_at,
+        "model": service.name,
+        "fps": stream.fps,
+        "seconds": round(stream.seconds, 3),
+        "dropped": stream.session.dropped,
+        "behind": round(stream.session.behind, 3),
+        "audio": None if stream.rate is None else {"rate": stream.rate, "live_rate": stream.audio_rate},
+        "error": error,
+    }
+
+
+async def _events(service: StreamService, stream: LiveStream) -> AsyncIterator[bytes]:
+    last, quiet = None, 0.0
+    while True:
+        is_over = stream.over.is_set()
+        if stream.status != last:
+            last, quiet = stream.status, 0.0
+            yield event_of("stream.status", stream_view(service, stream))
+        elif quiet >= HEARTBEAT_SECONDS:
+            quiet = 0.0
+            yield HEARTBEAT
+        if is_over:
+            yield event_of("stream.ended", stream_view(service, stream))
+            return
+        await asyncio.sleep(LOOK_SECONDS)
+        quiet += LOOK_SECONDS
+
+
+async def _read(service: StreamService, request: Request) -> tuple[LiveStreamRequest, Any, Any]:
+    """Return a request, its reference image and its audio. Raises RequestError."""
+    limits = service.settings.limits
+    if kind_of(request) != FORM:
+        return parse_stream(await read_body(request, limits.body_bytes)), None, None
+    check_origin(request)
+    form = await read_form(request, limits.form_bytes)
+    form.check_files(REFERENCE, AUDIO)
+    for name, files in form.files.items():
+        if len(files) > 1:
+            raise RequestError(f"{len(files)} files: send one", param=name)
+    reference = [await asyncio.to_thread(read_upload, data, REFERENCE) for data in form.files.get(REFERENCE, ())]
+    audio = [await asyncio.to_thread(_read_audio, data) for data in form.files.get(AUDIO, ())]
+    wanted = parse_stream_form(dict(form.values))
+    return wanted, reference[0] if reference else None, audio[0] if audio else None
+
+
+def _read_audio(data: bytes) -> Any:
+    """Return samples [N] and their rate, of the bytes of a file. Raises RequestError."""
+    from patchpar.stream.audio.audio_file import read_audio
+
+    with tempfile.TemporaryDirectory(prefix="patchpar-audio-") as folder:
+        path = Path(folder) / "audio"
+        path.write_bytes(data)
+        try:
+            found = read_audio(path, RATE)
+        except PlanError as error:
+            reason = str(error).replace(str(path), AUDIO)
+            raise RequestError(reason, param=AUDIO, code="invalid_audio") from None
+    return found.samples, found.rate

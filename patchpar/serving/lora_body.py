@@ -1,0 +1,44 @@
+"""The body of a request that registers a LoRA."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from patchpar.errors import PlanError
+from patchpar.serving.lora_registry import RegisteredLora
+from patchpar.serving.pipeline_fields import STRICT
+from patchpar.serving.request_error import RequestError
+
+
+class LoraBody(BaseModel):
+    """The fields of POST /admin/lora. `path`: a file or folder on the server's machine."""
+
+    model_config = STRICT
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    scale: float = 1.0
+
+
+def parse_lora(body: bytes) -> RegisteredLora:
+    """Return the LoRA of a JSON body. Raises RequestError that names the first wrong field."""
+    try:
+        found = LoraBody.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"]))[:64] or None
+        raise RequestError(f"{name or 'the body'}: {first['msg']}", param=name) from None
+    if not _exists(found.path):
+        raise RequestError(f"path {found.path[:200]!r}: there is no such file or folder here", param="path")
+    try:
+        return RegisteredLora(name=found.name, source=found.path, scale=found.scale)
+    except PlanError as error:
+        raise RequestError(str(error), param="name") from None
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # a name that is too long, has a null byte, or a user who is none
+        return False

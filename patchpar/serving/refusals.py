@@ -1,0 +1,17 @@
+"""Refusals of a server that does not accept requests now."""
+
+from patchpar.serving.request_error import RequestError
+
+RETRY_SECONDS = 5
+
+
+def loading() -> RequestError:
+    """Return the refusal while the model is loaded."""
+    return RequestError("the model is being loaded", status=503, code="loading", retry_after=RETRY_SECONDS)
+
+
+def draining() -> RequestError:
+    """Return the refusal while the server ends."""
+    return RequestError(
+        "the server is ending and accepts no more requests", status=503, code="draining", retry_after=RETRY_SECONDS
+    )

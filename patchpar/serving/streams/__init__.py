@@ -1,0 +1,1 @@
+"""`patchpar serve` with a streaming model: streams with controls, and their videos."""

@@ -1,0 +1,167 @@
+"""One stream of a server: its session, the thread that reads it, and what those who watch it get.
+
+clients --controls, audio--> session --> ranks
+clients <--video, images---- feeds <---- thread
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from patchpar.errors import PatchparError, PlanError
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.streams.stream_request import StreamControl, reference_of
+from patchpar.stream.session import StreamSession
+from patchpar.stream.web.feed import ImageFeed, VideoFeed
+from patchpar.stream.web.viewer import KEPT, FramePlayer, VideoFeedWriter
+
+IDLE_SECONDS = 60.0
+"""A stream that nobody has watched for so long ends, so that it does not keep devices from others."""
+AHEAD_SECONDS = 60.0
+"""Most audio that may have been sent beyond what has been played."""
+LOOK_SECONDS = 0.5
+log = logging.getLogger(__name__)
+
+
+class LiveStream:
+    """A stream that runs. `rate`: audio samples per second of its video, None without audio. `owner`: who may see it.
+
+    `audio_rate`: of the audio that is sent to it while it runs, None if it takes none. `ended` is called once its
+    devices are free. The thread begins at `start`.
+    """
+
+    def __init__(
+        self,
+        session: StreamSession,
+        *,
+        owner: str,
+        fps: float,
+        rate: int | None,
+        audio_rate: int | None,
+        ended: Callable[["LiveStream"], object],
+    ) -> None:
+        self.id, self.owner, self.created_at = f"stream_{secrets.token_hex(16)}", owner, int(time.time())
+        self.session, self.fps, self.rate, self.audio_rate = session, fps, rate, audio_rate
+        self.video, self.images = VideoFeed(KEPT), ImageFeed()
+        self.error: Exception | None = None
+        self.seconds = self._pushed = 0.0
+        self._ended = ended
+        self.over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="patchpar-live-stream", daemon=True)
+
+    def start(self) -> "LiveStream":
+        """Begin to read the session."""
+        self._thread.start()
+        return self
+
+    @property
+    def status(self) -> str:
+        """That of the session, or "failed"."""
+        return "failed" if self.error is not None else self.session.status
+
+    @property
+    def watchers(self) -> int:
+        """Number of those who watch."""
+        return self.video.watchers + self.images.watchers
+
+    def push(self, pcm: bytes) -> dict[str, Any]:
+        """Append mono audio, 16-bit little-endian samples at `audio_rate` a second; return when it takes effect.
+
+        Raises RequestError for a stream without live audio, half a sample, and too much audio ahead of the video.
+        """
+        import torch
+
+        rate = self.audio_rate
+        if rate is None:
+            raise RequestError("this stream takes no audio: create it with audio=live", param="audio")
+        if len(pcm) % 2:
+            raise RequestError(f"{len(pcm)} bytes of audio: samples have 2 bytes each", param="audio")
+        length = len(pcm) / 2 / rate
+        if self._pushed + length > self.seconds + AHEAD_SECONDS:
+            raise RequestError(
+                f"audio is {self._pushed - self.seconds:.0f} s ahead of the video, and at most {AHEAD_SECONDS:g} s are "
+                "held: send it as it is spoken",
+                status=429,
+                param="audio",
+                code="above_limit",
+            )
+        if not pcm:
+            return {}
+        samples = torch.frombuffer(bytearray(pcm), dtype=torch.int16).float() / 32768
+        effect = self.session.push_audio(samples, rate)
+        self._pushed += length
+        return asdict(effect)
+
+    def control(self, control: StreamControl) -> dict[str, Any]:
+        """Apply a control and return when it takes effect. Raises PlanError and RequestError."""
+        session, at = self.session, control.at
+        if control.type == "flush":
+            return {"dropped": session.flush()}
+        if control.type == "prompt":
+            effect = session.set_prompt(
+                control.text or "", at=at, transition=control.transition or "switch", over=control.over or 0
+            )
+        elif control.type == "param":
+            effect = session.set_param(control.name or "", control.value or 0.0, at=at)
+        elif control.type == "reference":
+            effect = session.set_reference(reference_of(control), at=at)
+        else:
+            effect = getattr(session, control.type)()
+        return asdict(effect)
+
+    def stop(self) -> None:
+        """Begin nothing further; what has begun is still shown."""
+        self.session.stop()
+
+    def cancel(self) -> None:
+        """End now."""
+        self.session.cancel()
+
+    def _run(self) -> None:
+        writer, player = VideoFeedWriter(self.video, self.fps, self.rate), FramePlayer(self._put, self.fps)
+        player.start()
+        threading.Thread(target=self._end_when_idle, name="patchpar-idle-stream", daemon=True).start()
+        try:
+            for chunk in self.session:
+                writer.add(chunk.frames, chunk.pts, chunk.audio)
+                self.seconds = chunk.pts + len(chunk.frames) / self.fps
+                if self.images.watchers:
+                    player.add(chunk.frames)
+        except Exception as error:
+            if not isinstance(error, PatchparError):
+                log.exception("%s failed", self.id)
+            self.error = error.with_traceback(None)
+        finally:
+            writer.close()
+            player.close()
+            self.video.close()
+            self.images.close()
+            self._free()
+
+    def _free(self) -> None:
+        try:
+            self.session.close()
+        except PlanError:
+            log.exception("%s does not end", self.id)
+        self.over.set()
+        self._ended(self)
+
+    def _end_when_idle(self) -> None:
+        """Cancel the stream once nobody has watched it for IDLE_SECONDS, also where it waits for audio."""
+        watched_at = time.monotonic()
+        while not self.over.wait(LOOK_SECONDS):
+            if self.watchers:
+                watched_at = time.monotonic()
+            elif time.monotonic() > watched_at + IDLE_SECONDS:
+                log.warning("%s ends: nobody has watched it for %g s", self.id, IDLE_SECONDS)
+                self.session.cancel()
+                return
+
+    def _put(self, frame_HWC: Any) -> None:
+        from PIL import Image
+
+        self.images.put(Image.fromarray(frame_HWC.numpy()))

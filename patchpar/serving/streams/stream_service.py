@@ -1,0 +1,210 @@
+"""Streams of one model: opening it, a limited number of streams at once, and their end. Knows nothing of HTTP."""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole
+from patchpar.serving.lora_registry import LoraRegistry
+from patchpar.serving.metrics import ServerMetrics
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.streams.live_stream import LiveStream
+from patchpar.serving.streams.stream_request import LiveStreamRequest
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.delivery import StreamDelivery
+
+KEPT = 64
+"""So many streams that have ended are listed."""
+RETRY_SECONDS = 5
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSlots:
+    """`count` streams at once, each on an equal part of the devices. Raises PlanError for more slots than devices."""
+
+    count: int
+    devices: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.count, most=len(self.devices)):
+            raise PlanError(f"--stream-slots {self.count}: there are {len(self.devices)} devices: use 1 to that many")
+
+    @property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each slot."""
+        ends = [number * len(self.devices) // self.count for number in range(self.count + 1)]
+        return tuple(self.devices[start:end] for start, end in pairwise(ends))
+
+
+class StreamService:
+    """Streams of one model. `metrics` counts requests."""
+
+    route = "/v1/streams"
+
+    def __init__(self, served: ServedModel, settings: ServerSettings, slots: int = 1) -> None:
+        self.served, self.settings = served, settings
+        self.metrics, self.loras = ServerMetrics(), LoraRegistry()
+        self._slots = StreamSlots(count=slots, devices=served.devices)
+        self._lock = threading.Lock()
+        self._free: list[StreamingPipeline] = []
+        self._pipes: list[StreamingPipeline] = []
+        self._streams: dict[str, LiveStream] = {}
+        self._is_draining = False
+        self.metrics.watch(queue_length=lambda: 0, state=lambda: self.state)
+
+    @property
+    def name(self) -> str:
+        """The name of the served model."""
+        return self.served.name
+
+    @property
+    def state(self) -> str:
+        """One of loading, ready and draining."""
+        if self._is_draining:
+            return "draining"
+        return "ready" if self._pipes else "loading"
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a stream still runs after `close`, on a device in this process."""
+        return any(pipe.is_computing for pipe in self._pipes)
+
+    def load(self) -> None:
+        """Start the workers of all slots and load the model. Raises what these raise."""
+        opened: list[StreamingPipeline] = []
+        try:
+            for devices in self._slots.parts:
+                opened.append(
+                    StreamingPipeline.from_pretrained(self.served.model, devices=list(devices), **self.served.options)
+                )
+        except BaseException:
+            for pipe in opened:
+                pipe.close()
+            raise
+        self.adopt(opened)
+
+    def adopt(self, pipes: Sequence[StreamingPipeline]) -> None:
+        """Use open pipelines, one for each slot, and close them at the end."""
+        with self._lock:
+            self._pipes, self._free = list(pipes), list(pipes)
+
+    def check_name(self, name: str) -> None:
+        """Raise RequestError, 404, for a model that is not served."""
+        if name != self.name:
+            raise RequestError(
+                f"model {name[:80]!r} is not served here: there is {self.name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def create(self, request: LiveStreamRequest, owner: str, *, reference: Any = None, audio: Any = None) -> LiveStream:
+        """Begin a stream. Raises RequestError: 400, 404, and 503 where all slots are taken.
+
+        `reference`: a PIL image. `audio`: samples [N] and their rate, for a stream of their length.
+        """
+        self.check_name(request.model or self.name)
+        pipe = self._taken()
+        try:
+            return self._begun(pipe, request, owner, reference, audio)
+        except PlanError as error:
+            self._give_back(pipe)
+            raise RequestError(str(error)) from None
+        except BaseException:
+            self._give_back(pipe)
+            raise
+
+    def _begun(self, pipe: Any, request: LiveStreamRequest, owner: str, reference: Any, audio: Any) -> LiveStream:
+        most = self.settings.limits.stream_seconds
+        seconds = request.seconds
+        if seconds is not None and seconds > most:
+            raise RequestError(
+                f"seconds={seconds:g}, and a stream has at most {most:g}", param="seconds", code="above_limit"
+            )
+        if audio is not None and request.audio is not None:
+            raise RequestError("audio=live and a file of audio: send one of them", param="audio")
+        is_live = request.audio == "live"
+        session = pipe.stream(
+            request.prompt,
+            reference=reference,
+            audio="live" if is_live else audio,
+            seed=request.seed,
+            seconds=most if seconds is None and audio is None else seconds,
+            delivery=StreamDelivery(
+                output="skip_to_live" if is_live else "block",
+                pace="realtime",
+                fps=request.fps,
+                keep_alive=request.keep_alive,
+            ),
+        )
+        stream = LiveStream(
+            session,
+            owner=owner,
+            fps=request.fps or pipe.config.fps,
+            rate=pipe.rate,
+            audio_rate=(request.audio_rate or pipe.rate) if is_live else None,
+            ended=lambda _: self._give_back(pipe),
+        )
+        with self._lock:
+            self._streams[stream.id] = stream
+            ended = [each.id for each in self._streams.values() if each.over.is_set()]
+            for name in ended[: max(0, len(ended) - KEPT)]:
+                del self._streams[name]
+        return stream.start()
+
+    def get(self, name: str, owner: str) -> LiveStream:
+        """Return a stream by its ID. Raises RequestError, 404, also for that of another owner."""
+        with self._lock:
+            found = self._streams.get(name)
+        if found is None or found.owner != owner:
+            raise RequestError(f"there is no stream {name[:80]!r}", status=404, code="not_found")
+        return found
+
+    def all_of(self, owner: str) -> list[LiveStream]:
+        """Return the streams of an owner, the oldest first."""
+        with self._lock:
+            return [each for each in self._streams.values() if each.owner == owner]
+
+    def _taken(self) -> StreamingPipeline:
+        with self._lock:
+            if self._is_draining:
+                raise RequestError(
+                    "the server is ending and begins no more streams",
+                    status=503,
+                    code="draining",
+                    retry_after=RETRY_SECONDS,
+                )
+            if not self._pipes:
+                raise RequestError("the model is being loaded", status=503, code="loading", retry_after=RETRY_SECONDS)
+            if not self._free:
+                reason = f"all {self._slots.count} streams are taken: end one, or start the server with --stream-slots"
+                raise RequestError(reason, status=503, code="queue_full", retry_after=RETRY_SECONDS)
+            return self._free.pop()
+
+    def _give_back(self, pipe: StreamingPipeline) -> None:
+        with self._lock:
+            self._free.append(pipe)
+
+    def drain(self, seconds: float) -> bool:
+        """Begin no more streams, and let those that run end after what has begun; return whether all have."""
+        self._is_draining = True
+        give_up = time.monotonic() + seconds
+        streams = list(self._streams.values())
+        for stream in streams:
+            stream.stop()
+        return all([stream.over.wait(max(0.0, give_up - time.monotonic())) for stream in streams])
+
+    def close(self) -> None:
+        """End all streams and the workers. Idempotent."""
+        self._is_draining = True
+        for stream in list(self._streams.values()):
+            stream.cancel()
+        for pipe in self._pipes:
+            pipe.close(wait=False)

@@ -1,0 +1,40 @@
+"""What a suspended request has reached: finished images, and the denoiser calls of the one that is not."""
+
+from patchpar.errors import PatchparError
+from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.suspended_call import SuspendedCall
+from patchpar.serving.partial_images import CompletedImage, PartialImages
+
+
+class UnfinishedCall:
+    """`done`: finished images, in order. `suspended`: the next one; None if it has not begun."""
+
+    def __init__(self, done: tuple[CompletedImage, ...] = (), suspended: SuspendedCall | None = None) -> None:
+        self.done = list(done)
+        self.suspended = suspended
+        self.partial = 0, 0
+        """Of the next image: the last step whose latents have come, and how many partial images were sent."""
+        self._latents: PartialImages | None = None
+
+    @property
+    def done_steps(self) -> int:
+        """Steps of the finished images."""
+        return sum(each.figures.steps for each in self.done)
+
+    def watch(self, latents: PartialImages) -> None:
+        """Note who receives latents of the next image."""
+        self._latents = latents
+
+    def suspend(self, call: PipelineJob) -> None:
+        """Keep a call of the pipeline that was suspended."""
+        try:
+            self.suspended = call.suspend(timeout=0)
+        except (PatchparError, TimeoutError):
+            self.suspended = None  # it starts from its beginning
+        if self._latents is not None:
+            self.partial = self._latents.after, self._latents.sent
+
+    def finish(self, image: CompletedImage) -> None:
+        """Keep a finished image."""
+        self.done.append(image)
+        self.suspended, self.partial, self._latents = None, (0, 0), None

@@ -1,0 +1,104 @@
+"""Differences to a copy that sender and receivers hold, in few bits, and the same numbers added to the copies.
+
+    scale = largest |difference| of a head / most       most = 127 for 8 bits, 7 for 4
+    copy += round(difference / scale) * scale
+
+Tokens are [..., D], with D numbers of one head in a row, of which each has a scale [..., 1] in fp16. Levels are int8
+[..., D], or two to a byte, uint8 [..., (D + 1) // 2]. See `shard.stale.quantized_delta` for the method.
+"""
+
+import torch
+from torch import Tensor
+
+from patchpar.shard.kernels.fused_op import fused_op, nothing
+from patchpar.shard.kernels.map_layout import power_of_2
+
+SCALE = torch.float16
+SCALES = (2.0**-14, 6e4)  # smallest and largest
+TILE = 4096  # numbers of a program
+
+
+def most_of(bits: int) -> int:
+    """Return the largest level of so many bits."""
+    return 2 ** (bits - 1) - 1
+
+
+def quantize_delta_eager(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return levels and scales of the difference of `x` [..., D] to `copy` [..., D], and add them to `copy`."""
+    difference, most = x.float() - copy.float(), most_of(bits)
+    scale = (difference.abs().amax(-1, keepdim=True) / most).clamp(*SCALES).to(SCALE)
+    levels = (difference / scale.float()).round_().clamp_(-most, most).to(torch.int8)
+    levels = levels if bits == 8 else _packed(levels)
+    add_delta_eager(copy, levels, scale, bits)
+    return levels, scale
+
+
+def add_delta_eager(copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> None:
+    """Add a difference to `copy` [..., D]: levels [..., D], or packed, and `scale` [..., 1]."""
+    levels = levels if bits == 8 else _unpacked(levels, copy.shape[-1])
+    copy.copy_(copy.float() + levels.float() * scale.float())
+
+
+def _packed(levels: Tensor) -> Tensor:
+    """Pack two values of 4 bits into a byte; an odd last one gets a byte of its own."""
+    unsigned = (levels + 8).to(torch.uint8)
+    low, high = unsigned[..., ::2], unsigned[..., 1::2]
+    high = torch.nn.functional.pad(high, (0, low.shape[-1] - high.shape[-1]))
+    return low | (high << 4)
+
+
+def _unpacked(packed: Tensor, width: int) -> Tensor:
+    both = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return both[..., :width].to(torch.int8) - 8
+
+
+def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for `copy` and `x` [..., D], both contiguous: a program for a few heads. See the twin."""
+    from patchpar.shard.kernels.programs.quantize_delta import quantize_delta_program
+
+    levels, scale = empty_delta(copy, x, bits)
+    grid, numbers = _heads_of(copy)
+    quantize_delta_program[grid](
+        copy, x, levels, scale, scale.numel(), MOST=most_of(bits), IS_BYTE=bits == 8, **numbers
+    )
+    return levels, scale
+
+
+def launch_add_delta(copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> None:
+    """Launch the kernel for `copy` [..., D], levels and `scale` [..., 1], all contiguous. See the twin."""
+    from patchpar.shard.kernels.programs.quantize_delta import add_delta_program
+
+    grid, numbers = _heads_of(copy)
+    add_delta_program[grid](copy, levels, scale, scale.numel(), IS_BYTE=bits == 8, **numbers)
+
+
+def _heads_of(copy: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid for `copy` [..., D], and the numbers that a program is made for."""
+    width = copy.shape[-1]
+    pairs = power_of_2(-(-width // 2))
+    heads = max(1, TILE // (2 * pairs))
+    return (-(-copy.numel() // (width * heads)),), {"WIDTH": width, "PAIRS": pairs, "HEADS": heads}
+
+
+def empty_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return levels and scales for tokens [..., D], without values."""
+    *heads, width = copy.shape
+    if bits == 8:
+        levels = copy.new_empty((*heads, width), dtype=torch.int8)
+    else:
+        levels = copy.new_empty((*heads, -(-width // 2)), dtype=torch.uint8)
+    return levels, copy.new_empty((*heads, 1), dtype=SCALE)
+
+
+quantize_delta = fused_op(
+    "quantize_delta(Tensor(a!) copy, Tensor x, int bits) -> (Tensor, Tensor)",
+    eager=quantize_delta_eager,
+    launch=launch_quantize_delta,
+    fake=empty_delta,
+)
+add_delta = fused_op(
+    "add_delta(Tensor(a!) copy, Tensor levels, Tensor scale, int bits) -> ()",
+    eager=add_delta_eager,
+    launch=launch_add_delta,
+    fake=nothing,
+)

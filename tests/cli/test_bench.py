@@ -1,0 +1,189 @@
+"""`patchpar bench`: a table and a plot of plans beside one process, which goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from benchmarks.quality.known import rows_of_page
+from patchpar.cli.bench.records import BenchKey, BenchRecord, BenchSetting, RecordFile
+from patchpar.cli.bench.table import markdown, rows_of
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.report import Run
+from patchpar.plan.plan import Plan
+from tests.cli.conftest import FakePipeline
+from training.scenes import held_out_captions
+
+SETTING = BenchSetting(
+    model="tiny 0123",
+    dtype="float32",
+    scheduler="DDIMScheduler",
+    height=None,
+    width=64,
+    steps=3,
+    guidance_scale=3.5,
+    negative_prompt=None,
+    loras=("a.safetensors:0.5",),
+    libraries="diffusers 1, torch 2",
+)
+RECORD = BenchRecord(
+    key=BenchKey(SETTING, "a fox", 7, "patch=2"),
+    devices=("cpu", "cpu"),
+    psnr_db=40.0,
+    ssim=0.9,
+    lpips=None,
+    bytes_per_step=1000,
+    seconds=2.0,
+    single_seconds=3.0,
+    waited=0.5,
+    steps=3,
+    exact_steps=1,
+)
+
+
+class FakeBenchPipeline(FakePipeline):
+    """Images of plans differ from those of one process by 0.01, and pcpp is not supported."""
+
+    scheduler = SimpleNamespace()
+
+    def submit(self, *, plan: Plan, ranks: tuple[int, ...], generator: Any, **arguments: Any) -> Any:
+        if plan.strategy.name == "pcpp":
+            raise UnsupportedModel("this model is not for pcpp")
+        self.calls.append({**arguments, "plan": plan, "seed": generator.initial_seed()})
+        image = np.random.default_rng(generator.initial_seed()).random((16, 16, 3)) * 0.9 + 0.01 * (len(ranks) > 1)
+        stats = [
+            RankStats(rank=rank, device="cpu", bytes_sent={"halo": 300 * rank}, bytes_received={}, seconds_waited={})
+            for rank in ranks
+        ]
+        run = Run(plan=plan, seconds=4.0 / len(ranks), ranks=tuple(stats))
+        return SimpleNamespace(result=lambda: SimpleNamespace(images=[image]), run=run)
+
+
+@pytest.fixture
+def bench(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("patchpar.ParallelPipeline", FakeBenchPipeline, raising=False)
+    monkeypatch.setattr(FakePipeline, "opened", [])
+    return lambda *words: run("bench", *words, "--devices", "cpu:4", "--json", "-o", tmp_path / "out")
+
+
+def test_a_table_of_strategies_ranks_and_steps(bench: Any, tmp_path: Path) -> None:
+    words = ["--strategy", "exact", "--strategy", "fresh-edges", "--ranks", 2, "--ranks", 4, "--steps", 3, "--steps", 5]
+    result = bench("a fox", "a house", *words, "--plan", "cfg=2,patch=2", "--seed", 10)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["rows"]) == 2 * 5
+    row = next(each for each in found["rows"] if each["plan"] == "patch=4,strategy=exact")
+    assert (row["prompts"], row["seconds"], row["single_seconds"]) == (2, 1.0, 4.0)
+    assert row["psnr_db"] == pytest.approx(40.0)
+    (pipe,) = FakePipeline.opened
+    singles = [call for call in pipe.calls if call["plan"].world_size == 1]
+    assert [call["seed"] for call in singles if call["num_inference_steps"] == 3] == [10, 11], "once for all plans"
+    table = (tmp_path / "out/table.md").read_text()
+    assert "## 3 steps" in table
+    assert "## 5 steps" in table
+    assert "| cfg=2,patch=2,strategy=exact | 2 | 40.0 |" in table
+    assert ElementTree.parse(tmp_path / "out/plot.svg").getroot().tag.endswith("svg")
+
+
+def test_what_is_known_is_not_measured_again(bench: Any, tmp_path: Path) -> None:
+    bench("a fox", "--strategy", "exact")
+    bench("a fox", "a house", "--strategy", "exact", "--strategy", "displaced")
+    first, second = FakePipeline.opened
+    assert {call["prompt"] for call in first.calls} == {"a fox"}
+    again = [call for call in second.calls if call["prompt"] == "a fox" and call["plan"].world_size > 1]
+    assert {call["plan"].strategy.name for call in again} == {"displaced"}
+    assert len((tmp_path / "out/records.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_plan_that_is_refused_stops_no_other(bench: Any, tmp_path: Path) -> None:
+    result = bench("a fox", "a house", "--strategy", "pcpp", "--strategy", "exact")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert [row["plan"] for row in found["rows"]] == ["patch=4,strategy=exact"]
+    assert found["refused"] == {"patch=4,strategy=pcpp": "this model is not for pcpp"}
+    assert "this model is not for pcpp" in (tmp_path / "out/table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no prompt"),
+        (["a fox", "--ranks", 8], "takes 8 ranks, but there are 4 devices"),
+        (["a fox", "--ranks", 0], "--ranks 0: it must be at least 1"),
+        (["a fox", "--ranks", 1, "--strategy", "exact"], "no plan takes more than 1 rank"),
+        (["a fox", "--strategy", "fresh"], "fresh-edges"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt: it cannot be read"),
+    ],
+)
+def test_bad_flags(bench: Any, words: list[Any], message: str) -> None:
+    result = bench(*words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not any(pipe.calls for pipe in FakePipeline.opened)
+
+
+def test_prompts_of_a_file(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("# two of them\na fox\n\na house\na fox\n")
+    bench("--prompts", file, "--strategy", "exact")
+    assert {(call["prompt"], call["seed"]) for call in FakePipeline.opened[0].calls} == {("a fox", 0), ("a house", 1)}
+
+
+def test_records_are_read_as_written_and_half_a_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    equal = replace(RECORD, psnr_db=math.inf, key=RECORD.key._replace(plan="patch=3"))
+    file = RecordFile(path)
+    file.add(RECORD)
+    file.add(equal)
+    with path.open("a") as opened:
+        opened.write(RECORD.as_json()[:40])
+    again = RecordFile(path)
+    assert list(again.records.values()) == [RECORD, equal]
+    again.add(replace(RECORD, seconds=5.0))
+    assert RecordFile(path).records[RECORD.key].seconds == 5.0
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"a": 1}\n')
+    with pytest.raises(PlanError, match=r"records\.jsonl, line 1, is no record.*name another folder"):
+        RecordFile(path)
+
+
+def test_equal_images_and_means() -> None:
+    other = replace(RECORD, psnr_db=math.inf, seconds=1.0, key=RECORD.key._replace(prompt="a house"))
+    (row,) = rows_of([RECORD, other])
+    assert (row.psnr_db, row.worst_db, row.seconds, row.speedup) == (95.0, 40.0, 1.5, 2.0)
+    (row,) = rows_of([other])
+    assert "| equal | equal |" in markdown([row], {}, "cpu")
+
+
+@pytest.mark.breadth
+@pytest.mark.timeout(3600)
+def test_rows_of_the_quality_page(run: Any, tmp_path: Path) -> None:
+    """Real ranks, and all held-out captions of the page."""
+    page = Path(__file__).parents[2] / "docs/figures/quality.md"
+    names = ("fresh-edges", "displaced:warmup_steps=1", "pcpp:warmup_steps=1")
+    wanted = {
+        row.label: row.psnr_db
+        for row in rows_of_page(page)
+        if row.label in names and (row.setting.steps, row.setting.width, row.ranks, row.captions) == (8, 256, 4, 32)
+    }
+    assert set(wanted) == set(names)
+    words = ["--height", 256, "--width", 256, "--steps", 8, "--guidance-scale", 3.5, "--seed", 1000]
+    words += [word for name in names for word in ("--strategy", name)]
+    captions = [text for text, _ in held_out_captions(32)]
+    result = run("bench", *captions, *words, "--devices", "cpu:4", "--deadline", 600, "--json", "-o", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = {row["plan"]: row["psnr_db"] for row in json.loads(result.stdout)["rows"]}
+    for name, psnr in wanted.items():
+        assert found[f"patch=4,strategy={name}"] == pytest.approx(psnr, abs=0.1)

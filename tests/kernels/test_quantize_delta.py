@@ -1,0 +1,77 @@
+"""Quantised differences by one kernel: bit for bit what the twin sends and keeps, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.shard.kernels.quantize_delta import (
+    add_delta_eager,
+    launch_add_delta,
+    launch_quantize_delta,
+    quantize_delta_eager,
+)
+from tests.breadth import first_of
+
+HALF = torch.float16
+CASES = [
+    (bits, dtype, width) for bits in (8, 4) for dtype in (torch.float32, HALF, torch.bfloat16) for width in (7, 64)
+]
+CHOSEN = first_of(CASES, (8, torch.float32, 64), (8, torch.bfloat16, 64), (4, HALF, 7))
+
+
+def tokens(dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
+    """A copy and tokens that have changed little, by nothing, by halves of a level, and by much."""
+    torch.manual_seed(0)
+    copy = torch.randn(37, 2, 3, width)
+    x = copy + 0.05 * torch.randn_like(copy)
+    x[0] = copy[0]
+    x[1] = copy[1] + torch.arange(width) / 2
+    x[2], copy[2] = -6e4, 6e4
+    return copy.to(dtype), x.to(dtype)
+
+
+def sent_and_kept(quantize: Callable[..., Any], copy: Tensor, x: Tensor, bits: int) -> list[Tensor]:
+    return [*quantize(copy, x, bits), copy]
+
+
+def added(add: Callable[..., None], copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> Tensor:
+    add(copy, levels, scale, bits)
+    return copy
+
+
+@pytest.mark.parametrize(("bits", "dtype", "width"), CHOSEN)
+def test_sender_and_receiver_have_the_bits_of_the_twin(
+    interpreted: Callable[..., Any], bits: int, dtype: torch.dtype, width: int
+) -> None:
+    copy, x = tokens(dtype, width)
+    want = sent_and_kept(quantize_delta_eager, copy.clone(), x, bits)
+    found = interpreted(sent_and_kept, launch_quantize_delta, copy.clone(), x, bits)
+    levels, scale, kept = want
+    assert torch.equal(found[0], levels)
+    assert torch.equal(bits_of(found[1]), bits_of(scale))
+    received = interpreted(added, launch_add_delta, copy.clone(), levels, scale, bits)
+    for each in (found[2], received):
+        if dtype == torch.bfloat16:  # which the interpreter does not round as GPUs do, but cuts
+            torch.testing.assert_close(each, kept, rtol=2.0**-7, atol=0)
+        else:
+            assert torch.equal(bits_of(each), bits_of(kept))
+    assert torch.equal(bits_of(found[2]), bits_of(received))
+    assert torch.equal(bits_of(added(add_delta_eager, copy.clone(), levels, scale, bits)), bits_of(kept))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """Its bytes: zeros have a sign."""
+    return x.contiguous().view(torch.uint8)
+
+
+def test_another_scale_would_be_seen(interpreted: Callable[..., Any]) -> None:
+    """Control: a head whose scale is one step of fp16 off keeps other tokens."""
+    copy, x = tokens(torch.float32, 7)
+    levels, scale, kept = sent_and_kept(quantize_delta_eager, copy.clone(), x, 8)
+    scale[5, 0, 0] = torch.nextafter(scale[5, 0, 0], torch.tensor(1.0, dtype=HALF))
+    assert not torch.equal(interpreted(added, launch_add_delta, copy.clone(), levels, scale, 8), kept)

@@ -1,0 +1,69 @@
+"""A frame that the other end does not read: waited for while that process works, and given up when it does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from patchpar.launch.channel import Channel, ChannelFrame, FrameKind
+from patchpar.launch.messages import EncodedMessage
+from patchpar.launch.process import WorkerProcess
+
+LARGE = EncodedMessage(stream=os.urandom(4 << 20))  # more than the buffers of a socket hold
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Callable[..., Channel], Channel]]:
+    ours, theirs = socket.socketpair()
+    yield lambda **limits: Channel(ours, send_timeout=0.1, **limits), Channel(theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_an_end_that_works_is_waited_for(ends: tuple[Callable[..., Channel], Channel]) -> None:
+    make, reader = ends
+    looks, found, may_read = [0], list[Any](), threading.Event()
+
+    def is_working() -> bool:
+        looks[0] += 1
+        if looks[0] == 30:  # three times as often as an idle end would be asked
+            may_read.set()
+        return not may_read.is_set()
+
+    thread = threading.Thread(target=lambda: may_read.wait(20) and found.append(reader.receive()))
+    thread.start()
+    make(is_working=is_working).send(ChannelFrame(FrameKind.CALL, 1, LARGE))
+    thread.join(20)
+    assert looks[0] >= 30
+    assert found[0].message.stream == LARGE.stream
+
+
+@pytest.mark.parametrize("limits", [{}, {"is_working": lambda: True, "longest": 0.2}], ids=["idle", "works for ever"])
+def test_an_end_that_never_reads_is_given_up(ends: tuple[Callable[..., Channel], Channel], limits: Any) -> None:
+    make, _ = ends
+    with pytest.raises(TimeoutError):
+        make(**limits).send(ChannelFrame(FrameKind.CALL, 1, LARGE))
+
+
+def test_a_process_has_worked_if_its_processor_time_has_grown(tmp_path: Path) -> None:
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'end')!r}).exists(): pass\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        worker = SimpleNamespace(_process=SimpleNamespace(pid=process.pid), _ticks=0)
+        has_worked = lambda: WorkerProcess._has_worked(worker)  # type: ignore[arg-type]  # noqa: E731
+        while not has_worked():
+            time.sleep(0.05)
+        (tmp_path / "end").touch()
+        while has_worked():
+            time.sleep(0.1)
+        assert not has_worked(), "it sleeps"
+        process.kill()

@@ -1,0 +1,218 @@
+"""Streams over HTTP and WebSockets: video out, audio and controls in, limits, and a model that is none for them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+from starlette.websockets import WebSocketDisconnect
+from typer.testing import CliRunner
+
+from patchpar.cli import app as command
+from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.http.application import stream_application
+from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
+from patchpar.serving.streams import live_stream
+from patchpar.serving.streams.stream_service import StreamService, StreamSlots
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from tests.serving.requests import client_of, until
+from tests.serving.test_http import KEY, error_of
+from tests.stream.tiny import write_folder
+
+STREAMS = "/v1/streams"
+WS = "ws://127.0.0.1"
+SHORT = {"seed": 3, "seconds": 0.5}
+
+
+@pytest.fixture(scope="module")
+def face(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingPipeline]:
+    with StreamingPipeline.from_pretrained(write_folder(tmp_path_factory.mktemp("face")), devices="cpu") as pipe:
+        yield pipe
+
+
+def service_with(pipe: StreamingPipeline, **settings: Any) -> StreamService:
+    found = StreamService(ServedModel(model="face", devices=("cpu",)), ServerSettings(**settings))
+    found.adopt([pipe])
+    return found
+
+
+@pytest.fixture
+def streams(face: StreamingPipeline) -> Iterator[StreamService]:
+    found = service_with(face, limits=RequestLimits(stream_seconds=30.0))
+    yield found
+    for stream in found._streams.values():
+        stream.cancel()
+        assert stream.over.wait(20)
+
+
+@pytest.fixture
+def client(streams: StreamService) -> Any:
+    return client_of(stream_application(streams))
+
+
+def frames_in(data: bytes) -> list[Any]:
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def received(socket: Any, until_type: str) -> tuple[list[dict[str, Any]], bytes]:
+    """JSON messages and media of a WebSocket, up to a message of that type."""
+    messages: list[dict[str, Any]] = []
+    media = b""
+    while not messages or messages[-1]["type"] != until_type:
+        message = socket.receive()
+        if message.get("bytes") is not None:
+            media += message["bytes"]
+        else:
+            messages.append(json.loads(message["text"]))
+    return messages, media
+
+
+def made(pipe: StreamingPipeline, seed: int) -> list[Any]:
+    with pipe.stream(seed=seed, seconds=SHORT["seconds"]) as session:
+        return [frame.numpy() for chunk in session for frame in chunk.frames]
+
+
+def off(found: list[Any], wanted: list[Any]) -> float:
+    """Mean difference of brightness; colours have half the resolution in the video."""
+    return float(np.abs(np.stack(found).mean(-1) - np.stack(wanted).mean(-1)).mean())
+
+
+def test_the_video_of_a_stream_is_that_of_python(client: Any, face: StreamingPipeline) -> None:
+    created = client.post(STREAMS, json=SHORT).json()
+    with client.websocket_connect(f"{WS}{STREAMS}/{created['id']}") as socket:
+        messages, media = received(socket, "media_end")
+    assert {"media_init", "status"} <= {each["type"] for each in messages}
+    found = frames_in(media)
+    until(lambda: client.get(f"{STREAMS}/{created['id']}").json()["status"] == "finished", "its end")
+    assert len(found) == len(made(face, 3))
+    assert off(found, made(face, 3)) < 0.7 * off(found, made(face, 4)), "but for H.264; a control: another seed"
+    view = client.get(f"{STREAMS}/{created['id']}").json()
+    assert (view["status"], view["error"], view["object"]) == ("finished", None, "stream")
+    assert client.get(STREAMS).json()["data"][0]["id"] == created["id"]
+
+
+def test_audio_and_controls(client: Any, streams: StreamService) -> None:
+    created = client.post(STREAMS, json={"audio": "live", "audio_rate": 16000}).json()
+    path = f"{STREAMS}/{created['id']}"
+    stream = streams.get(created["id"], "")
+    with client.websocket_connect(WS + path) as socket:
+        assert stream.seconds == 0, "it waits for audio"
+        for _ in range(4):
+            socket.send_bytes(bytes(16000))
+        socket.send_json({"type": "param", "name": "audio_scale", "value": 0.5})
+        messages, _ = received(socket, "effect")
+        assert messages[-1]["of"] == "param"
+        assert messages[-1]["block"] >= 0
+        until(lambda: stream.seconds > 0, "frames")
+        socket.send_json({"type": "parm"})
+        assert received(socket, "error")[0][-1]["error"]["param"] == "type"
+        socket.send_bytes(b"odd")
+        assert "2 bytes each" in received(socket, "error")[0][-1]["error"]["message"]
+        socket.send_bytes(bytes(2 << 19))
+        socket.send_bytes(bytes(2 << 19))
+        assert received(socket, "error")[0][-1]["error"]["code"] == "above_limit"
+        assert client.post(f"{path}/controls", json={"type": "interrupt"}).json()["of"] == "interrupt"
+        socket.send_json({"type": "stop"})
+        messages, _ = received(socket, "media_end")
+    assert client.get(path).json()["status"] in ("finished", "running")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"promt": "a"}, "promt", "unknown_parameter"),
+        ({"audio": "file:///etc/passwd"}, "audio", "invalid_value"),
+        ({"seconds": 31}, "seconds", "above_limit"),
+        ({"seconds": 0}, "seconds", "invalid_value"),
+        ({"fps": 1000}, "fps", "invalid_value"),
+        ({"seed": -1}, "seed", "invalid_value"),
+        ({"model": "other"}, "model", "model_not_found"),
+    ],
+)
+def test_a_bad_stream_is_refused_and_takes_no_slot(client: Any, body: Any, param: str, code: str) -> None:
+    error = error_of(client.post(STREAMS, json=body), 404 if code == "model_not_found" else 400)
+    assert (error["param"], error["code"]) == (param, code)
+    assert client.post(STREAMS, json=SHORT).status_code == 200
+
+
+def test_slots_idle_streams_and_the_end(client: Any, streams: StreamService, monkeypatch: Any) -> None:
+    """A second stream is refused while the first has the devices; one that nobody watches ends by itself."""
+    monkeypatch.setattr(live_stream, "IDLE_SECONDS", 0.6)
+    first = client.post(STREAMS, json={"audio": "live"}).json()["id"]
+    response = client.post(STREAMS, json=SHORT)
+    assert error_of(response, 503)["code"] == "queue_full"
+    assert response.headers["retry-after"]
+    until(lambda: client.get(f"{STREAMS}/{first}").json()["status"] == "cancelled", "it to end")
+    until(lambda: client.post(STREAMS, json=SHORT).status_code == 200, "the slot")
+    assert client.get("/health/ready").status_code == 200
+    assert streams.drain(20)
+    assert error_of(client.post(STREAMS, json=SHORT), 503)["code"] == "draining"
+    assert client.get("/health/ready").status_code == 503
+    assert error_of(client.get(f"{STREAMS}/nothing"), 404)["code"] == "not_found"
+
+
+def test_images_video_and_a_reference(client: Any) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40), "red").save(file, "PNG")
+    form = {"files": {"reference": ("a.png", file.getvalue())}, "data": {"seed": "1", "seconds": "0.5"}}
+    created = client.post(STREAMS, **form).json()
+    assert created["object"] == "stream", created
+    data = client.get(f"{STREAMS}/{created['id']}/video").content
+    assert len(frames_in(data)) > 1
+    events = client.get(f"{STREAMS}/{created['id']}/events").text
+    assert "event: stream.ended" in events
+    bad = client.post(STREAMS, files={"reference": ("a.png", b"none")}, data={"seed": "1"})
+    assert error_of(bad, 400)["code"] == "invalid_image"
+    bad = client.post(STREAMS, files={"audio_file": ("a.wav", b"none")}, data={"seed": "1"})
+    assert error_of(bad, 400)["code"] == "invalid_audio"
+
+
+def test_a_socket_needs_the_key_of_its_stream(face: StreamingPipeline) -> None:
+    service = service_with(face, keys=ApiKeys.of(KEY, "another-key-of-someone"))
+    app = stream_application(service)
+    owner, other = client_of(app, KEY), client_of(app, "another-key-of-someone")
+    path = f"{STREAMS}/{owner.post(STREAMS, json=SHORT).json()['id']}"
+    for refused in (client_of(app), other):
+        with pytest.raises(WebSocketDisconnect), refused.websocket_connect(WS + path):
+            pass
+    with (
+        pytest.raises(WebSocketDisconnect),
+        owner.websocket_connect(WS + path, headers={"Origin": "http://evil.example"}),
+    ):
+        pass
+    assert other.get(path).status_code == 404
+    with owner.websocket_connect(WS + path) as socket:
+        received(socket, "media_end")
+    assert service.drain(20)
+
+
+def test_a_model_that_is_none_for_streams(app: Any) -> None:
+    error = error_of(client_of(app).post(STREAMS, json={}), 400)
+    assert (error["code"], "embedded-face" in error["message"]) == ("unsupported_model", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embedded", "--stream-slots", "1"], "no streaming model"),
+        (["embedded-face", "--devices", "cpu:2", "--stream-slots", "3"], "use 1 to that many"),
+        (["embedded-face", "--lora", "a=b"], "without --lora"),
+        (["embedded-face", "--max-seconds", "0"], "--max-seconds"),
+    ],
+)
+def test_flags(arguments: list[str], message: str) -> None:
+    response = CliRunner().invoke(command, ["serve", *arguments])
+    assert response.exit_code == 2
+    assert message in response.output
+
+
+def test_devices_of_slots() -> None:
+    slots = StreamSlots(count=2, devices=("a", "b", "c", "d", "e"))
+    assert slots.parts == (("a", "b"), ("c", "d", "e"))
