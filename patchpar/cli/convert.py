@@ -21,7 +21,7 @@ FOR_FIFO = "it is not block-causal: use patchpar video, or FifoStreamingPipeline
 class ConvertFlags:
     """The flags of `convert`."""
 
-    checkpoint: Annotated[Path, typer.Argument(help="Weights of the transformer: .safetensors or .pt.")]
+    checkpoint: Annotated[Path, typer.Argument(help="Weights of the transformer: .safetensors, .pt, or their folder.")]
     to: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")]
     base: Annotated[str | None, typer.Option(help="WanPipeline of the other parts; default: the family's.")] = None
     family: Annotated[str | None, typer.Option(help="Whose checkpoint it is; default: found from the file.")] = None
@@ -42,7 +42,8 @@ def convert(request: ConvertFlags) -> None:
         typer.echo(f"{found.family}{entry}: {found.num_weights / 1e6:.1f} million weights, other parts of {found.base}")
         if found.num_merged:
             typer.echo(f"merged {request.lora} into {found.num_merged} layers")
-        use = f"patchpar stream PROMPT --model {found.folder} --output video.mp4"
+        takes = "--audio a.wav --reference face.png " if found.hears_speech else ""
+        use = f"patchpar stream PROMPT {takes}--model {found.folder} --output video.mp4"
         typer.echo(f"saved {found.folder}: {use if found.config is not None else FOR_FIFO}")
 
 

@@ -50,7 +50,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Another sink [1, C, 1, H, W]. `video`: latents of image and grey images, [1, C, F, H, W], for image-to-video."""
+    """Another sink [1, C, 1, H, W].
+
+    `video`: latents [1, C, F, H, W] of the image and grey images, for image-to-video, or of the still image, for
+    models with speech. None keeps those before.
+    """
 
     latents: Tensor
     video: Tensor | None = None

@@ -14,18 +14,25 @@ class StreamFamily:
 
     `weights`: names under which they may have the transformer, best first. `base`: the model of the other components,
     on the hub. `stream`: fields of stream.json; None for models of short clips, which FifoStreamingPipeline takes.
-    `source`: the paper.
+    `source`: the paper. `hears_speech`: they have the parts of Wan-S2V, and wav2vec2 beside them. `lora_alpha`:
+    of their LoRA, whose file does not have it.
     """
 
     weights: tuple[str, ...]
     base: str
     stream: Mapping[str, Any] | None
     source: str
+    hears_speech: bool = False
+    lora_alpha: float | None = None
 
 
 WAN_1_3B, WAN_14B = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 DISTILLED = {"fps": 16, "height": 480, "width": 832, "sampler": "renoise", "adapt_sink": False}
+SPEECH = "casual_audio_encoder.weights"
+"""A name that only checkpoints of Wan-S2V have."""
 FOUR_STEPS = FlowSchedule.shifted(4, shift=5.0).sigmas
+TWICE_SHIFTED = (1.0, 0.8576930, 0.6021507, 0.0089283, 0.0)
+"""Four even noise levels with shift 3 twice, once by diffusers' scheduler when it is made: as Live Avatar runs it."""
 FAMILIES: Mapping[str, StreamFamily] = {
     "self-forcing": StreamFamily(
         weights=("generator_ema", "generator"),
@@ -69,16 +76,38 @@ FAMILIES: Mapping[str, StreamFamily] = {
         },
         source="StreamDiffusionV2, arXiv:2511.07399",
     ),
+    "live-avatar": StreamFamily(
+        weights=(),
+        base=WAN_14B,
+        stream={
+            "fps": 25,
+            "height": 400,
+            "width": 720,
+            "sigmas": TWICE_SHIFTED,
+            "blocks": {"frames": 3, "window": 4, "sink_distance": 8},
+        },
+        source="Live Avatar, arXiv:2512.04677: the LoRA that makes Wan-S2V (arXiv:2508.18621) block-causal",
+        hears_speech=True,
+        lora_alpha=64,
+    ),
     "wan": StreamFamily(weights=(), base=WAN_1_3B, stream=None, source="Wan, arXiv:2503.20314"),
 }
 
 
-def family_of(name: str | None, names: frozenset[str]) -> tuple[str, StreamFamily]:
+def family_of(name: str | None, names: frozenset[str], *, has_lora: bool = False) -> tuple[str, StreamFamily]:
     """Return a family and its name. `name`: what the user says. `names`: of a checkpoint's entries. Raises PlanError.
 
-    Only Self-Forcing writes averaged weights beside the others; other checkpoints do not say what they are.
+    Only Self-Forcing writes averaged weights beside the others, and only Wan-S2V encodes audio, which Live Avatar's
+    LoRA makes block-causal (`has_lora`); other checkpoints do not say what they are.
     """
     found = name or ("self-forcing" if "generator_ema" in names else None)
+    if name in (None, "wan-s2v") and (name or any(each.endswith(SPEECH) for each in names)):
+        if not has_lora:
+            raise PlanError(
+                "Wan-S2V is not block-causal: pass the LoRA that makes it so, --lora liveavatar.safetensors; or "
+                "--family live-avatar if the checkpoint has it already"
+            )
+        found = "live-avatar"
     if found is None:
         raise PlanError(f"the checkpoint does not say how it is streamed: pass --family, one of {', '.join(FAMILIES)}")
     if found not in FAMILIES:

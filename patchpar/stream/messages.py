@@ -46,7 +46,7 @@ class BlockReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginBlock:
-    """Begin the block that was announced. `inputs`: audio tokens [1, F, n, C], if the model takes audio.
+    """Begin the block that was announced. `inputs`: see AudioInputs, if the model takes audio.
 
     `frames`: [frames, height, width, 3] in uint8 of a video to start from, or None.
     """
@@ -119,7 +119,7 @@ class StreamRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Properties of a model that a session needs. `audio`: the model's AudioConfig, or None if it takes no audio.
+    """Properties of a model that a session needs. `audio`: the model's AudioInputs, or None if it takes no audio.
 
     `per_latent`: images per latent frame. `spatial`: pixels per latent pixel. `starts_from_image`: it needs a
     reference. `late`: latent frames, at most, by which the images of a latent frame are late.

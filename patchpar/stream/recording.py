@@ -78,7 +78,7 @@ class StreamRecording:
         )
 
     def check_fits(self, size: tuple[int, int], heard: Sequence[int] | None) -> None:
-        """Raise PlanError unless latents have this size and audio tokens the shape `heard`; None for no audio."""
+        """Raise PlanError unless latents have this size and audio inputs the shape `heard`; None for no audio."""
         if self.origin.size != size:
             raise PlanError(
                 f"it was recorded with latents of {self.origin.size}, and this model has {size}: use the model that "

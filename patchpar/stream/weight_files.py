@@ -17,7 +17,13 @@ SUFFIXES = tuple(pattern.removeprefix("*") for pattern in PICKLES)
 
 
 def read_entries(file: Path) -> dict[str, Any]:
-    """Return the entries of a file: tensors, or dictionaries of tensors. Raises PlanError."""
+    """Return the entries of a file: tensors, or dictionaries of tensors; or the tensors of a folder's safetensors.
+
+    Raises PlanError.
+    """
+    shards = sorted(file.glob("*.safetensors")) if file.is_dir() else []
+    if shards:
+        return {name: x for shard in shards for name, x in read_entries(shard).items()}
     if not file.is_file():
         raise PlanError(f"{file} is no file: give a checkpoint in .safetensors or {', '.join(SUFFIXES)}")
     try:

@@ -14,6 +14,7 @@ import torch
 
 from patchpar.errors import PlanError
 from patchpar.models.files import MAX_HEADER, inspect_folder
+from patchpar.models.speech.config import SpeechConfig
 from patchpar.plan.json_files import LIMIT, read_object
 from patchpar.shard.transformer.shipped_plans import FOLDER
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
@@ -170,6 +171,12 @@ def test_any_value_of_a_stream_may_be_wrong() -> None:
 def test_any_value_of_what_hears_may_be_wrong() -> None:
     facts = {"dim": 8, "heads": 2, "after": [0], "fps": 20.0, "rate": 2000, "bands": 2}
     taken, refused = outcomes(AudioConfig.of, facts, PlanError, TypeError)
+    assert refused > 40 > taken > 0
+
+
+def test_any_value_of_what_hears_speech_may_be_wrong() -> None:
+    facts = {"dim": 8, "heads": 2, "after": [0], "fps": 25.0, "layers": 3, "context": 10, "continues": False}
+    taken, refused = outcomes(SpeechConfig.of, facts, PlanError, TypeError)
     assert refused > 40 > taken > 0
 
 

@@ -23,11 +23,19 @@ from tests.unit.threads import on_threads
 
 BLOCKS = 6
 Changes = Mapping[int, tuple[Change, ...]]
+Hears = bool | Callable[[int], Payload]
+"""Whether blocks have sound, that of the tiny model; or what they begin with."""
 Outcome = list[tuple[Tensor, Tensor]]
 """(latents, frames) of each block."""
 
 
-def serial(model: CausalModel, changes: Changes, blocks: int = BLOCKS, hears: bool = True) -> Outcome:
+def inputs_of(hears: Hears, block: int) -> Payload:
+    if isinstance(hears, bool):
+        return (speech(block),) if hears else ()
+    return hears(block)
+
+
+def serial(model: CausalModel, changes: Changes, blocks: int = BLOCKS, hears: Hears = True) -> Outcome:
     """One process, one loop: every step of a block before the next block."""
     states = [model.new_state(step) for step in range(model.steps)]
     decoder = model.new_decoder()
@@ -37,7 +45,7 @@ def serial(model: CausalModel, changes: Changes, blocks: int = BLOCKS, hears: bo
         early = [change for number in range(1, model.steps) for change in changes.get(number, ())]
         if block == model.steps and model.adapts_sink and not any(isinstance(c, Reference) for c in early):
             due.insert(0, Reference(latents=outcome[0][0][:, :, :1]))
-        payload: Payload = model.begin(block, (speech(block),) if hears else ())
+        payload: Payload = model.begin(block, inputs_of(hears, block))
         for state in states:
             for change in due:
                 model.apply(state, change)
@@ -52,7 +60,7 @@ class Script:
 
     changes: Changes
     blocks: int = BLOCKS
-    hears: bool = True
+    hears: Hears = True
     rests: dict[int, int] = field(default_factory=dict)
 
     def order(self, block: int, patience: float) -> StageOrder:
@@ -61,7 +69,7 @@ class Script:
             return StageOrder(sign=BlockSignal.REST)
         if block == self.blocks:
             return StageOrder(sign=BlockSignal.END)
-        inputs = (speech(block),) if self.hears else ()
+        inputs = inputs_of(self.hears, block)
         return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import read_object
 from patchpar.plan.scalars import make_plain
@@ -75,6 +76,20 @@ class AudioConfig:
     def levels(self) -> int:
         """Levels per image frame: the loudness and the bands."""
         return 1 + self.bands
+
+    @property
+    def before(self) -> int:
+        """See AudioInputs."""
+        return self.tokens - 1
+
+    def shape(self, frames: int) -> tuple[int, ...]:
+        """See AudioInputs."""
+        return 1, frames, self.tokens, self.levels
+
+    def inputs(self, samples_N: Tensor, images: range, latents: range) -> Tensor:
+        """Return the audio tokens [1, F, n, C] of F latent frames, from samples [N] of `images`. Raises PlanError."""
+        levels = audio_levels(samples_N, self)[: len(images)]
+        return latent_tokens(levels, latents, self, first=images.start)[None]
 
 
 def audio_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
@@ -168,6 +183,14 @@ class AudioConditioner(nn.Module):
         self.embed = nn.Sequential(nn.Linear(config.levels, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim))
         self.place = nn.Parameter(torch.zeros(config.tokens, config.dim))
         self.layers = nn.ModuleDict({str(i): AudioAttention(config.dim, config.heads) for i in config.after})
+
+    def token_spec(self, frames: int) -> TensorSpec:
+        """Return shape and dtype of the audio tokens of a block of `frames` latent frames."""
+        return TensorSpec(self.config.shape(frames), torch.float32)
+
+    def heard(self, tokens_BFnC: Tensor) -> Tensor:
+        """Return the audio tokens of AudioConfig.inputs as they are, [B, F, n, C]."""
+        return tokens_BFnC
 
     def encode(self, tokens_BFnC: Tensor) -> Tensor:
         """Embed audio tokens [B, F, n, C] in the width of the transformer, [B, F, n, D]."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, last_image_frame, latent_tokens
+from patchpar.stream.audio.conditioner import last_image_frame
+from patchpar.stream.audio.inputs import AudioInputs
 from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.resample import Resampler
 from patchpar.stream.audio.sample_buffer import SampleBuffer
@@ -23,7 +24,7 @@ class AudioTrack:
     `keep_alive`: when silence takes the place of audio that has not been pushed; None waits for the audio.
     """
 
-    def __init__(self, config: AudioConfig, frames: int, keep_alive: KeepAlive | None = None) -> None:
+    def __init__(self, config: AudioInputs, frames: int, keep_alive: KeepAlive | None = None) -> None:
         self._config, self._frames, self._keep_alive = config, frames, keep_alive
         self._samples = SampleBuffer()
         self._resampler = Resampler(config.rate, config.rate)
@@ -78,18 +79,18 @@ class AudioTrack:
         return self._keep_alive.seconds_left(first, end)
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return (audio tokens [1, F, n, C], samples [N]) of a block. Missing samples are silence."""
+        """Return (inputs of AudioInputs.shape, samples [N]) of a block. Missing samples are silence."""
         first, end = self._images(block)
-        first_needed = max(0, first - self._config.tokens + 1)
+        first_needed = max(0, first - self._config.before)
         self._samples.push(torch.zeros(max(0, self._last_sample(end) - self._samples.end)))
         if self._keep_alive is not None:
             self._keep_alive.used(end / self._config.fps)
-        levels = audio_levels(self._samples.read(self._sample(first_needed), self._last_sample(end)), self._config)
+        needed = self._samples.read(self._sample(first_needed), self._last_sample(end))
         latents = range(block * self._frames, (block + 1) * self._frames)
-        tokens = latent_tokens(levels[: end - first_needed], latents, self._config, first=first_needed)
+        inputs = self._config.inputs(needed, range(first_needed, end), latents)
         samples = self._samples.read(self._sample(first), self._sample(end))
-        self._samples.drop_before(self._sample(max(0, end - self._config.tokens + 1)))
-        return tokens[None], samples
+        self._samples.drop_before(self._sample(max(0, end - self._config.before)))
+        return inputs, samples
 
     def _images(self, block: int) -> tuple[int, int]:
         """The first image frame of a block, and that of the next block."""

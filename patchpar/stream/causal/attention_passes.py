@@ -1,6 +1,6 @@
 """Self-attention of a block-causal transformer: one class per kind of forward pass.
 
-    SinkPass     one frame attends to itself; its keys and values are stored as the sink
+    SinkPass     the sink's tokens attend to themselves; their keys and values are stored
     BlockPass    one block attends to the window and the sink
 
 Every block attends to itself, the blocks of its window, and the sink at a fixed distance from itself ("rolling", Live
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from patchpar.stream.causal.kv_window import KVWindow
-from patchpar.stream.causal.rope import RotaryPositions, rotate
+from patchpar.stream.causal.rope import Rotary, RotaryPositions, rotate
 from patchpar.stream.causal_options import CausalOptions
 
 
@@ -30,10 +30,10 @@ class AttentionOperands(NamedTuple):
 
 
 class SinkPass:
-    """One frame that attends to itself only, stored as the sink."""
+    """Tokens at positions `rotary` that attend to themselves only, stored as the sink."""
 
-    def __init__(self, memory: KVWindow, positions: RotaryPositions) -> None:
-        self._memory, self._rotary = memory, positions.at([0])
+    def __init__(self, memory: KVWindow, rotary: Rotary) -> None:
+        self._memory, self._rotary = memory, rotary
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
         """Store k and v [B, L, n, d] of a layer as the sink; return its operands. All are given before rotation."""
@@ -42,18 +42,28 @@ class SinkPass:
 
 
 class BlockPass:
-    """Block number `block`. `memory.advance` has to be called before."""
+    """Block number `block`. `memory.advance` has to be called before.
 
-    def __init__(self, memory: KVWindow, positions: RotaryPositions, options: CausalOptions, block: int) -> None:
+    `sink`: positions of the sink with absolute positions; by default those of one frame.
+    """
+
+    def __init__(
+        self,
+        memory: KVWindow,
+        positions: RotaryPositions,
+        options: CausalOptions,
+        block: int,
+        sink: Rotary | None = None,
+    ) -> None:
         self._memory = memory
         frames, is_absolute = options.frames, options.positions == "abs"
         start = (block if is_absolute else options.window - 1) * frames
-        sink = [start + options.sink_distance]
+        frame = [start + options.sink_distance]
         self._own = positions.at(range(start, start + frames))
-        self._sink = positions.at(sink) if is_absolute else None
+        self._sink = (sink or positions.at(frame)) if is_absolute else None
         if not is_absolute:
-            slots = [start - age * frames + frame for age in memory.ages for frame in range(frames)]
-            self._all = positions.at(([*sink] if memory.has_sink else []) + slots)
+            slots = [start - age * frames + number for age in memory.ages for number in range(frames)]
+            self._all = positions.at((frame if memory.has_sink else []) + slots)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
         """Store k and v [B, L, n, d] of a layer in the window; return operands that attend to all of it."""

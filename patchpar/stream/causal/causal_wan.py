@@ -19,13 +19,17 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.speech.parts import SpeechParts
 from patchpar.shard.hooks import HookSet
 from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.attention_passes import BlockPass, SinkPass
 from patchpar.stream.causal.kv_window import KVWindow, WindowSize
-from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
+from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
 from patchpar.stream.causal_options import CausalOptions
+
+Hearing = AudioConditioner | SpeechParts
+"""What gives a transformer cross-attention to audio."""
 
 
 class BlockAudio(NamedTuple):
@@ -39,12 +43,14 @@ class BlockInputs(NamedTuple):
     """Number of a block, its timestep, 0 to 1000, and its audio.
 
     `advances`: its keys and values take the oldest slot of the window; False replaces those of the newest block.
+    `pose`: latents [1, C, F, H, W] of its pose, where the transformer takes one; None for zeros.
     """
 
     block: int
     timestep: float
     audio: BlockAudio | None = None
     advances: bool = True
+    pose: Tensor | None = None
 
 
 class CausalWan:
@@ -58,7 +64,7 @@ class CausalWan:
         self,
         transformer: WanTransformer3DModel,
         options: CausalOptions,
-        audio: AudioConditioner | None = None,
+        audio: Hearing | None = None,
         inner: StepGroup | None = None,
     ) -> None:
         _refuse(transformer)
@@ -88,7 +94,7 @@ class CausalWan:
             layers=len(self.transformer.blocks),
             window=self.options.window,
             block_tokens=self.options.frames * tokens,
-            sink_tokens=tokens,
+            sink_tokens=self._sink_tokens(height, width),
             heads=self._heads,
             head_width=config.attention_head_dim,
             sinks=self.options.sinks,
@@ -101,9 +107,23 @@ class CausalWan:
         heads: int = self.transformer.config.num_attention_heads
         return heads if self.inner is None else len(self.inner.heads(heads).query)
 
-    def remember_sink(self, memory: KVWindow, latents_BCFHW: Tensor, text_BTD: Tensor) -> None:
-        """Store one clean latent frame [1, C, 1, H, W] in `memory` as its sink. Raises PlanError."""
-        with self._during(SinkPass(memory, self._at(latents_BCFHW)), frames=self._shared(latents_BCFHW)):
+    def _sink_tokens(self, height: int, width: int) -> int:
+        """Tokens of the sink of latents of this size."""
+        return self._grid(height, width).tokens
+
+    def _sink_rotary(self, latents_BCFHW: Tensor, block: int) -> Rotary | None:
+        """Positions of the sink as block `block` sees it; None for those of one frame."""
+        return None
+
+    def remember_sink(
+        self, memory: KVWindow, latents_BCFHW: Tensor, text_BTD: Tensor, video_BCFHW: Tensor | None = None
+    ) -> None:
+        """Store one clean latent frame [1, C, 1, H, W] in `memory` as its sink. `video_BCFHW`: see SpeechWan.
+
+        Raises PlanError.
+        """
+        now = SinkPass(memory, self._at(latents_BCFHW).at([0]))
+        with self._during(now, frames=self._shared(latents_BCFHW)):
             self._forward(latents_BCFHW, latents_BCFHW.new_zeros(1, dtype=torch.float32), text_BTD)
 
     def velocity(self, memory: KVWindow, x_BCFHW: Tensor, text_BTD: Tensor, inputs: BlockInputs) -> Tensor:
@@ -113,7 +133,8 @@ class CausalWan:
         """
         if inputs.advances:
             memory.advance()
-        now = BlockPass(memory, self._at(x_BCFHW), self.options, inputs.block)
+        sink = self._sink_rotary(x_BCFHW, inputs.block)
+        now = BlockPass(memory, self._at(x_BCFHW), self.options, inputs.block, sink)
         with self._during(now, inputs.audio, frames=self._shared(x_BCFHW)):
             timestep = torch.full((1,), inputs.timestep, device=x_BCFHW.device)
             return self._forward(x_BCFHW, timestep, text_BTD)
@@ -134,9 +155,7 @@ class CausalWan:
         finally:
             passing.now = passing.audio = passing.frames = None
 
-    def _add_audio(
-        self, audio: AudioConditioner, layer: int, module: nn.Module, args: Any, hidden_BLD: Tensor
-    ) -> Tensor | None:
+    def _add_audio(self, audio: Hearing, layer: int, module: nn.Module, args: Any, hidden_BLD: Tensor) -> Tensor | None:
         """Add the audio attention to the tokens after one block, as a forward hook; None leaves them unchanged."""
         tokens = self._passing.audio
         return None if tokens is None else hidden_BLD + self._passing.audio_scale * audio(layer, hidden_BLD, tokens)

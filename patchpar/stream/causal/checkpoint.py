@@ -40,8 +40,13 @@ class RequiredWeights:
         return dict.fromkeys(names)
 
 
-def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
-    """Load a WanPipeline on the CPU, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
+def load_wan(
+    folder: Path, needs: RequiredWeights, options: Mapping[str, Any], beside: nn.Module | None = None
+) -> WanPipeline:
+    """Load a WanPipeline on the CPU, with None for parts that are not needed. `beside`: see merge_lora.
+
+    Raises PlanError, UnsupportedModel.
+    """
     _refuse_others(folder)
     options = {name: value for name, value in options.items() if value is not None}
     lora = LoraFile.of(options.pop(LORA)) if LORA in options else None
@@ -51,7 +56,7 @@ def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
     if lora is not None:
         for part in parts.values():
-            merge_lora(part, lora)
+            merge_lora(part, lora, beside)
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # not used by streams
     return pipe
@@ -85,7 +90,18 @@ def transformer_of(folder: Path, part: str, weights: Mapping[str, Tensor]) -> Wa
         transformer: Any = WanTransformer3DModel.from_config(
             WanTransformer3DModel.load_config(str(folder), subfolder=part)
         )
-    wanted = {name: tuple(x.shape) for name, x in transformer.state_dict().items()}
+    check_weights(transformer, weights, str(folder / part / "config.json"))
+    transformer.load_state_dict(dict(weights), assign=True)
+    loaded: WanTransformer3DModel = transformer
+    return loaded
+
+
+def check_weights(module: nn.Module, weights: Mapping[str, Tensor], described: str) -> None:
+    """Raise UnsupportedModel, with names, unless weights of any shapes are those that `module` takes.
+
+    `described`: where its sizes come from.
+    """
+    wanted = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     given = {name: tuple(x.shape) for name, x in weights.items()}
     for what, names in (
         ("missing", wanted.keys() - given.keys()),
@@ -94,12 +110,9 @@ def transformer_of(folder: Path, part: str, weights: Mapping[str, Tensor]) -> Wa
     ):
         if names:
             raise UnsupportedModel(
-                f"these weights do not fit {folder / part / 'config.json'}: {what}: {_first(names)}. Give the "
-                "configuration of the model that they were distilled from"
+                f"these weights do not fit {described}: {what}: {_first(names)}. Give the configuration of the model "
+                "that they were distilled from"
             )
-    transformer.load_state_dict(dict(weights), assign=True)
-    loaded: WanTransformer3DModel = transformer
-    return loaded
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

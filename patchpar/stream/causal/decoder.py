@@ -69,6 +69,15 @@ class WanDecoder:
         grey = image.new_zeros(*image.shape[:2], 4 * chunks, *image.shape[3:])
         return self.normalized(self._vae.encode(torch.cat([image, grey], 2)).latent_dist.mode())
 
+    def encode_still(self, image_1CHW: Tensor, count: int) -> Tensor:
+        """Encode an image [1, 3, height, width] between -1 and 1, as a still video, to `count` latent frames.
+
+        Returns normalized latents [1, C, count, H, W].
+        """
+        image = image_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
+        video = image.expand(-1, -1, 1 + (count - 1) * self.per_latent, -1, -1)
+        return self.normalized(self._vae.encode(video).latent_dist.mode())
+
     @property
     def vae(self) -> AutoencoderKLWan:
         """The autoencoder."""

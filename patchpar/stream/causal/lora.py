@@ -39,10 +39,11 @@ LARGEST_ALPHA = 2.0**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraFile:
-    """A LoRA to merge with the factor `scale`."""
+    """A LoRA to merge with the factor `scale`. `alpha`: where the file names none; None for the rank."""
 
     path: Path
     scale: float = 1.0
+    alpha: float | None = None
 
     @classmethod
     def of(cls, text: str | Path) -> "LoraFile":
@@ -84,20 +85,21 @@ class LoraFactors:
 
 
 @torch.no_grad()
-def merge_lora(transformer: nn.Module, lora: LoraFile) -> int:
+def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None = None) -> int:
     """Add a LoRA to the weights of `transformer`, which keep their dtypes; returns the number of changed layers.
 
-    Raises UnsupportedModel, with nothing changed, for weights that do not fit; PlanError for a file that cannot be
-    read.
+    `beside`: a module with further layers that it may change, under names of their own. Raises UnsupportedModel, with
+    nothing changed, for weights that do not fit; PlanError for a file that cannot be read.
     """
     entries = read_entries(lora.path)
     weights = tensors_of(lora.path, entries, entry_of(entries, ENTRIES))
     factors = _by_module(lora.path, weights)
     renamed = diffusers_modules(factors)
-    layers = dict(transformer.named_modules())
+    layers = dict(transformer.named_modules()) | dict(() if beside is None else beside.named_modules())
     for module, found in factors.items():
         _check(lora.path, found, layers.get(renamed[module]))
     alpha = _alpha_of(lora.path)
+    alpha = lora.alpha if alpha is None else alpha
     for module, found in factors.items():
         weight: Any = layers[renamed[module]].weight
         weight.copy_(weight.float() + found.delta(lora.scale, alpha).to(weight.device))

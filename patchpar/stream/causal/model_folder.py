@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
 from patchpar.plan.json_files import read_object
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.config import StreamConfig
@@ -39,7 +40,7 @@ class StreamFolder:
             path=str(folder),
             options={name: value for name, value in options.items() if value is not None},
             config=config or StreamConfig.load(folder),
-            rate=_fact(folder / "transformer" / AUDIO_FILE, "rate"),
+            rate=_fact(folder / HIGH_NOISE / AUDIO_FILE, "rate") or _fact(folder / HIGH_NOISE / SPEECH_FILE, "rate"),
             per_latent=_fact(folder / "vae" / "config.json", "scale_factor_temporal") or 1,
         )
 

@@ -145,7 +145,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         delivery, form = delivery or StreamDelivery(), self._format_at(recording.origin.fps)
         blocks, audio = recording.blocks, self._facts.audio
         run = self._stream_run(recording.origin.seed, adapt_sink=self.config.adapt_sink)
-        audio_shape = None if audio is None else (1, self.config.blocks.frames, audio.tokens, audio.levels)
+        audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
         recording.check_fits((run.rows, run.columns), audio_shape)
         source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
         limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)

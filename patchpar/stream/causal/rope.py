@@ -29,14 +29,22 @@ class PatchGrid:
 
 
 class RotaryPositions:
-    """Wan's cosines and sines for tokens of `grid`. `widths`: channels of a head rotated by time, row and column."""
+    """Wan's cosines and sines for tokens of `grid`. `widths`: channels of a head rotated by time, row and column.
 
-    def __init__(self, widths: tuple[int, int, int], grid: PatchGrid, device: torch.device) -> None:
+    `grid_positions`: those of the grid's rows and columns, by default 0, 1, 2 and so on.
+    """
+
+    def __init__(
+        self,
+        widths: tuple[int, int, int],
+        grid: PatchGrid,
+        device: torch.device,
+        grid_positions: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
         self.grid, self.device = grid, device
         self._time_width = widths[0]
-        rows, columns = (
-            _table(width, range(n)) for width, n in zip(widths[1:], (grid.rows, grid.columns), strict=True)
-        )
+        grid_positions = grid_positions or (range(grid.rows), range(grid.columns))
+        rows, columns = (_table(width, at) for width, at in zip(widths[1:], grid_positions, strict=True))
         self._space = tuple(
             torch.cat(
                 [

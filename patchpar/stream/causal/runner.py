@@ -6,17 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import WanTransformer3DModel
 
+from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
+from patchpar.models.speech.features import SpeechFeatures
+from patchpar.models.speech.frame_packer import NUM_FRAMES
+from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
+from patchpar.models.speech.parts import SpeechParts
 from patchpar.plan.mesh import Axis
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.causal_wan import CausalWan
+from patchpar.stream.causal.causal_wan import CausalWan, Hearing
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.recomputed_history import RecomputedHistoryStream
+from patchpar.stream.causal.speech_wan import SpeechWan
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
@@ -50,14 +58,16 @@ class StreamRunner(StageRunner):
             vae=decodes_for_itself or rank in (0, plan.decoder),
             transformers=_parts(stage.steps, self._high_noise),
         )
-        self._pipe = pipe = load_wan(folder, needs, options)
+        audio = self._audio_of(folder, has_steps=bool(stage.steps))
+        self._pipe = pipe = load_wan(folder, needs, options, audio)
         loaded = [getattr(pipe, part) for part in needs.transformers]
         self._to_device(pipe.vae, pipe.text_encoder, *loaded)
         transformers = loaded or [pipe.transformer]
         check_inner(plan.inner, heads=transformers[0].config.num_attention_heads)
         group = self._step_group(stage.ranks) if len(stage.ranks) > 1 else None
-        audio = self._audio_encoder(folder, transformers[0].dtype)
-        self._networks = [CausalWan(transformer.eval(), config.blocks, audio, group) for transformer in transformers]
+        if audio is not None:
+            audio.to(self._device if loaded else None, transformers[0].dtype)
+        self._networks = [network_of(transformer.eval(), config.blocks, audio, group) for transformer in transformers]
         self._decoder = None if pipe.vae is None else WanDecoder(pipe.vae)
         return self._facts() if rank == 0 else None
 
@@ -67,10 +77,22 @@ class StreamRunner(StageRunner):
         axis = Axis("inner", ranks.index(self._context.rank), len(ranks), tuple(ranks))
         return StepGroup(self._comm, axis)
 
-    def _audio_encoder(self, folder: Path, dtype: torch.dtype) -> AudioConditioner | None:
-        if not (folder / "transformer" / AUDIO_FILE).is_file():
+    def _audio_of(self, folder: Path, *, has_steps: bool) -> Hearing | None:
+        """What the model hears with, on the CPU; without weights on a rank that only decodes.
+
+        The rank that begins blocks has wav2vec2.
+        """
+        if (folder / HIGH_NOISE / AUDIO_FILE).is_file():
+            return AudioConditioner.load(folder / HIGH_NOISE)
+        if not (folder / HIGH_NOISE / SPEECH_FILE).is_file():
             return None
-        return AudioConditioner.load(folder / "transformer").to(self._device, dtype)
+        parts = SpeechParts.load(folder / HIGH_NOISE) if has_steps else SpeechParts.hollow(folder / HIGH_NOISE)
+        if self._context.rank == 0:
+            facts = parts.config
+            parts.features = SpeechFeatures.load(
+                folder / SPEECH_FOLDER, rate=facts.rate, layers=facts.layers, features=facts.features
+            ).to(self._device)
+        return parts
 
     def _facts(self) -> ModelFacts:
         audio = self._networks[0].audio
@@ -79,11 +101,11 @@ class StreamRunner(StageRunner):
             audio=None if audio is None else audio.config,
             per_latent=int(vae.scale_factor_temporal),
             spatial=int(vae.scale_factor_spatial),
-            starts_from_image=self._starts_from_image,
+            starts_from_image=self._is_conditioned or self._hears_speech,
         )
 
     def _run_stage(self, run: StreamRun) -> StageStats:
-        if self._starts_from_image:  # the sink stays the reference
+        if self._is_conditioned:  # the sink stays the reference
             run = replace(run, adapt_sink=False)
         stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
         if not run.continues:
@@ -96,7 +118,12 @@ class StreamRunner(StageRunner):
         return self._stage.run()
 
     @property
-    def _starts_from_image(self) -> bool:
+    def _hears_speech(self) -> bool:
+        return isinstance(self._networks[0].audio, SpeechParts)
+
+    @property
+    def _is_conditioned(self) -> bool:
+        """Whether the transformer takes an image in its channels."""
         config = self._networks[0].transformer.config
         return bool(config.in_channels > config.out_channels)
 
@@ -127,9 +154,20 @@ class StreamRunner(StageRunner):
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
             image = from_pixels(update.image).to(self._device)
-            video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._starts_from_image else None
+            video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
+            if self._hears_speech:
+                video = self._decoder.encode_still(image, NUM_FRAMES)
             return Reference(latents=self._decoder.encode(image), video=video)
         return update
+
+
+def network_of(
+    transformer: WanTransformer3DModel, options: CausalOptions, audio: Hearing | None, group: StepGroup | None = None
+) -> CausalWan:
+    """Return the block-causal network of a transformer and what it hears with. Raises UnsupportedModel, PlanError."""
+    if isinstance(audio, SpeechParts):
+        return SpeechWan(transformer, options, audio, group)
+    return CausalWan(transformer, options, audio, group)
 
 
 def _parts(steps: range, high_noise: range) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class LowNoiseTransformer:
 
 
 class WanStream(CausalModel):
-    """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens [1, F, n, C]); no tokens without audio."""
+    """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`); no tokens without audio."""
 
     def __init__(
         self,
@@ -99,8 +99,7 @@ class WanStream(CausalModel):
         audio = self._network.audio
         if audio is None:
             return (self._latents,)
-        tokens = (1, self._network.options.frames, audio.config.tokens, audio.config.levels)
-        return self._latents, TensorSpec(tokens, torch.float32)
+        return self._latents, audio.token_spec(self._network.options.frames)
 
     @torch.no_grad()
     def new_state(self, step: int) -> StepState:
@@ -142,10 +141,12 @@ class WanStream(CausalModel):
         low = self._low_noise
         return self._network if low is None or step < low.start else low.network
 
+    @torch.no_grad()
     def begin(self, block: int, inputs: Payload) -> Payload:
-        """See CausalModel. `inputs`: the block's audio tokens, if the transformer takes audio."""
-        noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
-        return self._own(noise), *(to_device(x, self._device) for x in inputs)
+        """See CausalModel. `inputs`: see AudioInputs, if the transformer takes audio."""
+        noise, audio = keyed_noise(self._options.seed, block, 0, self._latents.shape), self._network.audio
+        heard = (to_device(x, self._device) for x in inputs)
+        return self._own(noise), *(x if audio is None else audio.heard(x) for x in heard)
 
     @torch.no_grad()
     def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
@@ -228,7 +229,7 @@ class WanStream(CausalModel):
     def _fill_sink(self, state: StepState) -> None:
         if state.sink is not None:
             sink = self._with_condition(state, state.sink, 0)
-            self._of(state.step).remember_sink(state.memory, sink, state.text)
+            self._of(state.step).remember_sink(state.memory, sink, state.text, state.video)
 
     def _with_condition(self, state: StepState, x_BCFHW: Tensor, first: int) -> Tensor:
         """Append the image condition to the channels of latent frames from number `first` on.

@@ -1,0 +1,103 @@
+"""From a folder of Live Avatar as it is published, a face and a voice to a video: by Python and by command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from patchpar.cli import app
+from patchpar.errors import PlanError
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.config import StreamConfig
+from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.recording import StreamRecording
+from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
+from tests.cli.test_real import assert_libraries_are_silent
+from tests.stream.on_pool import PoolExecutor
+from tests.stream.test_audio_file import write_wav
+from tests.stream.tiny_speech import COLUMNS, ROWS, lora, published, samples, write_base, write_checkpoint
+from tests.tensors import noise
+
+FACE = (noise(4 * ROWS, 4 * COLUMNS, 3, seed=8) * 60 + 128).clamp(0, 255).to(torch.uint8)
+VOICE = samples(1.2)
+"""30 images: blocks of 9, 12 and 9, which is filled up with silence."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Converted by the command, then of tiny images and two steps."""
+    at = tmp_path_factory.mktemp("live-avatar")
+    weights = published(write_base(at / "base"))
+    save_file(lora(weights), at / "liveavatar.safetensors")
+    checkpoint = write_checkpoint(at / "Wan2.2-S2V-14B", weights)
+    words = ["convert", checkpoint, "--to", at / "model", "--base", at / "base"]
+    result = CliRunner().invoke(app, [*map(str, words), "--lora", str(at / "liveavatar.safetensors")])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("live-avatar: 0.1 million weights")
+    assert "into 3 layers" in result.stdout
+    assert "patchpar stream PROMPT --audio a.wav --reference face.png --model" in result.stdout
+    file = at / "model" / "stream.json"
+    facts = json.loads(file.read_text())
+    facts |= {"height": 4 * ROWS, "width": 4 * COLUMNS, "sigmas": [1.0, 0.6, 0.0], "text_tokens": 5}
+    file.write_text(json.dumps(facts))
+    return at / "model"
+
+
+def on_pool(folder: Path, ranks: Any, number: int) -> StreamingPipeline:
+    config, plan = StreamConfig.load(folder), StreamPlan.even(2, number)
+    executor: Any = PoolExecutor(ranks, f"speech-{number}", ENGINE)
+    facts = executor.call("load", str(folder), config, plan, {})[0]
+    loading = ModelLoading(folder=str(folder), config=config, options={}, devices=("cpu",) * number, deadline=60)
+    return StreamingPipeline(WorkerGroup(executor, plan), config, facts, loading)
+
+
+def test_frames_of_one_process_on_ranks(folder: Path, ranks: Any, tmp_path: Path) -> None:
+    """Live sound in pieces on three ranks, a file's sound on two, and a recording again on one: the same bits."""
+    three, two = on_pool(folder, ranks, 3), on_pool(folder, ranks, 2)
+    with three.stream("a face", reference=FACE, audio="live", seed=3) as session:
+        for piece in VOICE.split(5000):
+            session.push_audio(piece, 16000)
+        session.end_audio()
+        chunks = list(session)
+    assert [len(chunk.frames) for chunk in chunks] == [9, 12, 12]
+    assert all(chunk.audio is not None for chunk in chunks)
+    record = StreamDelivery(record=str(tmp_path / "a.jsonl"))
+    with two.stream("a face", reference=FACE, audio=(VOICE, 16000), seed=3, delivery=record) as session:
+        again = list(session)
+    assert all(torch.equal(a.frames, b.frames) for a, b in zip(chunks, again, strict=True))
+    recording = StreamRecording.read(tmp_path / "a.jsonl")
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as one:
+        assert one.rate == 16000
+        with one.replay(recording) as session:
+            assert [recording.is_as_it_was(chunk) for chunk in session] == [True] * 3
+        other = VOICE.clone()
+        other[16000:] = 0
+        with one.stream("a face", reference=FACE, audio=(other, 16000), seed=3) as session:
+            found = list(session)
+        assert [torch.equal(a.frames, b.frames) for a, b in zip(chunks, found, strict=True)] == [True, True, False]
+        with pytest.raises(PlanError, match="this model starts from an image: pass reference="):
+            one.stream("a face", audio=(VOICE, 16000))
+
+
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu:3", marks=pytest.mark.breadth)])
+def test_the_command(devices: str, folder: Path, tmp_path: Path) -> None:
+    voice = write_wav(tmp_path / "a.wav", VOICE.numpy(), 16000)
+    Image.fromarray(FACE.numpy()).save(tmp_path / "face.png")
+    words = ("--model", folder, "--audio", voice, "--reference", tmp_path / "face.png", "--devices", devices)
+    result = CliRunner().invoke(app, ["stream", *map(str, words), "-o", str(tmp_path / "talk.mp4")])
+    assert result.exit_code == 0, result.output
+    assert_libraries_are_silent(result.stderr)
+    assert "lm_head" not in result.stderr
+    with av.open(str(tmp_path / "talk.mp4")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    assert frames.shape == (33, 4 * ROWS, 4 * COLUMNS, 3)
