@@ -40,7 +40,7 @@ class Figures:
     digits: int = 1
     pick: Callable[[Iterable[float]], float | Sequence[float]] = lambda found: list(found)
 
-    def shown(self, read: Read) -> list[str]:
+    def printed(self, read: Read) -> list[str]:
         """As a page should show them."""
         rows = [row for row in read(self.name) if all(re.fullmatch(x, row.get(c, "")) for c, x in self.where.items())]
         values = [value for row in rows if (value := number_in(row[self.column])) is not None]
@@ -156,7 +156,7 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
     ),
     (
         "stale-patch",
-        f"over 32 captions {NUMBER} dB with a worst of {NUMBER} after one exact step, and {NUMBER} with a worst of "
+        f"32 captions it has {NUMBER} dB with a worst of {NUMBER} after one exact step of 20, and {NUMBER} with a worst of "
         rf"{NUMBER} after the paper's five, against {NUMBER} \({NUMBER}\) and {NUMBER} \({NUMBER}\) of",
         WORST,
     ),
@@ -173,7 +173,7 @@ def outdated(text: str, words: str, figures: Iterable[Figures], read: Read = wri
     found = re.search(words, text)
     if found is None:
         return f"nothing matches {words!r}"
-    wanted = [shown for each in figures for shown in each.shown(read)]
+    wanted = [printed for each in figures for printed in each.printed(read)]
     return "" if [*found.groups()] == wanted else f"{found[0]}: {', '.join(wanted)} was measured"
 
 

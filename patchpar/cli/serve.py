@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchpar.cli.app import demo_package
 from patchpar.cli.console import friendly_errors
+from patchpar.cli.demo import demo_package
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
 from patchpar.cli.folded_help import more
 from patchpar.cli.pipeline_changes import LoraFlag

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from patchpar.errors import PlanError
 from patchpar.pipeline.report import Run
 from patchpar.serving.partial_images import CompletedImage, ImageFigures
 
@@ -49,3 +50,11 @@ def generated(done: Sequence[CompletedImage], runs: Sequence[Run]) -> GeneratedI
         reason=done[-1].reason,
         prompt_tokens=done[-1].prompt_tokens,
     )
+
+
+def image_of(output: Any) -> Any:
+    """Return the first image of a call's output. Raises PlanError for one without images."""
+    images = getattr(output, "images", None)
+    if not images:
+        raise PlanError(f"this model returns {type(output).__name__}, which has no images")
+    return images[0]

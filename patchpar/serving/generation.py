@@ -25,7 +25,7 @@ from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.batching import BOUND, batch_arguments, batch_results, error_of_batch, seeded
-from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated
+from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated, image_of
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.latent_preview import ColourMap
@@ -185,7 +185,7 @@ class ImageGenerator:
                 kept.watch(latents)
                 previews = latents.previews if call.partial_images else None
                 made = self._made(job, call, call.seeds[number], plan, ranks, previews=previews)
-                image = _image_of(made.output)
+                image = image_of(made.output)
                 latents.fit(image)
                 runs.append(made.run)
                 kept.finish(
@@ -294,10 +294,3 @@ class ImageGenerator:
 def _ask_to_suspend(call: PipelineJob) -> None:
     with suppress(TimeoutError, PatchparError):  # what the call raises is raised where it is waited for
         call.suspend(timeout=0)
-
-
-def _image_of(output: Any) -> Any:
-    images = getattr(output, "images", None)
-    if not images:
-        raise PlanError(f"this model returns {type(output).__name__}, which has no images")
-    return images[0]

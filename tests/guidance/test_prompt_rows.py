@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ def images(*seeds: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "prompts", "total", "places"),
+    ("seeds", "prompts", "total", "positions"),
     [
         ((1,), (1, 2, 3), 3, (1,)),
         ((1, 2, 1, 2), (1, 3, 3), 6, (1, 2, 4, 5)),  # two prompts, two guidance branches
@@ -23,13 +25,13 @@ def images(*seeds: int) -> torch.Tensor:
         ((1, 1), (2, 4, 4), 4, (2, 3)),  # two prompts with the same latents
     ],
 )
-def test_where_they_are(seeds: tuple[int, ...], prompts: tuple[int, ...], total: int, places: tuple[int, ...]) -> None:
-    """In each guidance branch at their place among all prompts."""
+def test_where_they_are(seeds: tuple[int, ...], prompts: Any, total: int, positions: Any) -> None:
+    """In each guidance branch at their position among all prompts."""
     rows = PromptRows.of(PromptSlice(*prompts), images(*seeds))
     assert rows is not None
-    assert (rows.total, rows.places) == (total, places)
-    assert [rows.sources()[place] for place in places] == list(range(len(seeds)))
-    assert rows.cut(2 * total, 2 * len(seeds)) == [2 * place + at for place in places for at in (0, 1)]
+    assert (rows.total, rows.positions) == (total, positions)
+    assert [rows.sources()[position] for position in positions] == list(range(len(seeds)))
+    assert rows.cut(2 * total, 2 * len(seeds)) == [2 * position + at for position in positions for at in (0, 1)]
     assert rows.cut(total + 1, len(seeds)) is None
 
 

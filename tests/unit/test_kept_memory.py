@@ -18,14 +18,14 @@ SIZE = 4096
 SPEC = TensorSpec((SIZE,), torch.uint8)
 
 
-def kept(transport: SharedMemoryTransport, *, shares: bool = True) -> Tensor:
+def kept(transport: SharedMemoryTransport, *, registers: bool = True) -> Tensor:
     """Memory of two values of this rank."""
     descriptor = anonymous_file("test")
     os.ftruncate(descriptor, 2 * SIZE)
     memory = map_segment(descriptor)
     memory[:SIZE], memory[SIZE:] = transport.rank + 1, transport.rank + 11
-    if shares:
-        transport.share(descriptor, memory)
+    if registers:
+        transport.register(descriptor, memory)
     os.close(descriptor)
     return memory
 
@@ -35,16 +35,16 @@ def copies(transport: SharedMemoryTransport) -> list[int]:
     return [segment.used for segment in transport._arena.segments.values() if not segment.is_kept]
 
 
-def swap(transport: SharedMemoryTransport, x: Tensor) -> Any:
+def exchanged(transport: SharedMemoryTransport, x: Tensor) -> Any:
     peer = 1 - transport.rank
     return transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (SPEC,))], "here")
 
 
 def test_values_are_sent_where_they_lie() -> None:
-    def run(transport: SharedMemoryTransport, shares: bool) -> Any:
-        memory = kept(transport, shares=shares)
-        found = [swap(transport, memory[SIZE:] if number % 2 else memory[:SIZE]).wait() for number in range(30)]
-        other = swap(transport, memory[::2]).wait()  # its bytes do not follow each other
+    def run(transport: SharedMemoryTransport, registers: bool) -> Any:
+        memory = kept(transport, registers=registers)
+        found = [exchanged(transport, memory[SIZE:] if number % 2 else memory[:SIZE]).wait() for number in range(30)]
+        other = exchanged(transport, memory[::2]).wait()  # its bytes do not follow each other
         return [tensors[0].unique().tolist() for (tensors,) in [[each[0]] for each in (*found, other)]], copies(
             transport
         )
@@ -61,10 +61,10 @@ def test_values_are_sent_where_they_lie() -> None:
 def test_memory_that_is_no_longer_shared_is_freed_when_it_has_been_read() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
         memory, line = kept(transport), transport._lines[1 - transport.rank]
-        pending = swap(transport, memory[:SIZE])
-        transport.unshare(memory)
-        transport.unshare(memory)
-        copied = swap(transport, memory[:SIZE])
+        pending = exchanged(transport, memory[:SIZE])
+        transport.unregister(memory)
+        transport.unregister(memory)
+        copied = exchanged(transport, memory[:SIZE])
         found = [work.wait()[0][0].unique().tolist() for work in (copied, pending)]
         return found, sorted(line.mapped), sorted(transport._arena.segments), copies(transport)
 

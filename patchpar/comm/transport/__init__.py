@@ -17,8 +17,8 @@ from patchpar.comm.transport.connect import (
     connect_group,
     extend,
     form_groups,
-    share_memory,
-    unshare_memory,
+    register_memory,
+    unregister_memory,
     watched,
 )
 from patchpar.comm.transport.delayed import DelayedTransport
@@ -55,7 +55,7 @@ __all__ = [
     "connect_group",
     "extend",
     "form_groups",
-    "share_memory",
-    "unshare_memory",
+    "register_memory",
+    "unregister_memory",
     "watched",
 ]

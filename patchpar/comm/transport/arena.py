@@ -81,7 +81,7 @@ class Arena:
                 return number
         return None
 
-    def place_of(self, x: Tensor) -> tuple[Segment, int] | None:
+    def position_of(self, x: Tensor) -> tuple[Segment, int] | None:
         """Return the segment in which a contiguous tensor of any shape is kept, and its offset; None otherwise."""
         for segment in self.segments.values():
             if segment.is_kept:

@@ -95,19 +95,19 @@ def watched(transport: T, rank: RankContext) -> T:
     return transport
 
 
-def share_memory(transport: Transport, descriptor: int, memory: Tensor) -> None:
+def register_memory(transport: Transport, descriptor: int, memory: Tensor) -> None:
     """Let the other ranks read messages where they lie in `memory` [bytes] of a file, where the transport can.
 
-    What is sent from it does not change until `unshare_memory`.
+    What is sent from it does not change until `unregister_memory`.
     """
     if isinstance(transport, SharedMemoryTransport):
-        transport.share(descriptor, memory)
+        transport.register(descriptor, memory)
 
 
-def unshare_memory(transport: Transport, memory: Tensor) -> None:
-    """End what `share_memory` began for `memory` [bytes]. Idempotent."""
+def unregister_memory(transport: Transport, memory: Tensor) -> None:
+    """End what `register_memory` began for `memory` [bytes]. Idempotent."""
     if isinstance(transport, SharedMemoryTransport):
-        transport.unshare(memory)
+        transport.unregister(memory)
 
 
 def form_groups(transport: Transport, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool) -> None:

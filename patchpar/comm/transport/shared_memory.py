@@ -74,20 +74,23 @@ class SharedMemoryTransport(Poisonable):
             pass
         return "ended" if line.closed else "open"
 
-    def share(self, descriptor: int, memory: Tensor) -> None:
+    def register(self, descriptor: int, memory: Tensor) -> None:
         """Let peers map the `memory` [bytes] of a file, so that a tensor in it is a message without a copy.
 
-        Such values do not change until `unshare`.
+        Such values do not change until `unregister`.
         """
         self._arena.keep(descriptor, memory)
 
-    def unshare(self, memory: Tensor) -> None:
-        """End what `share` began: peers free `memory` [bytes] when they have read what was sent from it. Idempotent."""
+    def unregister(self, memory: Tensor) -> None:
+        """End what `register` began. Idempotent.
+
+        Peers free `memory` [bytes] when they have read what was sent from it.
+        """
         number = self._arena.drop(memory)
         for line in self._lines.values():
             if number is not None and number in line.known:
                 with contextlib.suppress(ExchangeError):  # a peer that has left has freed it
-                    self._send_frame(line, FRAME.pack(DROPPED, number, 0, 0), "unshare")
+                    self._send_frame(line, FRAME.pack(DROPPED, number, 0, 0), "unregister memory")
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones.
@@ -108,7 +111,7 @@ class SharedMemoryTransport(Poisonable):
     def _send(self, message: Outgoing, where: str) -> None:
         for line in self._lines.values():
             line.read(self._arena)  # messages that have been read free their space
-        segment, offset, total = self._in_place(message) or self._copied(message)
+        segment, offset, total = self._registered(message) or self._copied(message)
         for peer in message.peers:
             segment.unread += 1
             line = self._lines[peer]
@@ -121,12 +124,12 @@ class SharedMemoryTransport(Poisonable):
                     line, FRAME.pack(NEW_SEGMENT, segment.number, offset, total), where, segment.descriptor
                 )
 
-    def _in_place(self, message: Outgoing) -> tuple[Segment, int, int] | None:
+    def _registered(self, message: Outgoing) -> tuple[Segment, int, int] | None:
         """Return where the message lies, if peers can read it there: its segment, offset and bytes."""
         if len(message.tensors) != 1 or not message.tensors[0].is_contiguous():
             return None
-        place = self._arena.place_of(message.tensors[0])
-        return None if place is None else (*place, message.tensors[0].numel() * message.tensors[0].element_size())
+        found = self._arena.position_of(message.tensors[0])
+        return None if found is None else (*found, message.tensors[0].numel() * message.tensors[0].element_size())
 
     def _copied(self, message: Outgoing) -> tuple[Segment, int, int]:
         """Return where the message has been copied to: its segment, offset and bytes."""

@@ -40,7 +40,7 @@ class SpeechFeatures:
         """
         from transformers import Wav2Vec2Model
 
-        class HeadlessModel(Wav2Vec2Model):
+        class HeadlessModel(Wav2Vec2Model):  # type: ignore[misc]  # transformers is not typed here
             """Published weights have a head for letters, of which every rank would report that it is not used."""
 
             _keys_to_ignore_on_load_unexpected = ("lm_head",)

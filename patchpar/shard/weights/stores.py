@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import share_memory, unshare_memory
+from patchpar.comm.transport import register_memory, unregister_memory
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import free_bytes
 from patchpar.plan.mesh import Axis
@@ -134,7 +134,7 @@ class DeviceShards(BlockStore):
         """See BlockStore."""
         super().join(comm)
         if self._segment is not None:
-            share_memory(comm.transport, self._segment.descriptor, self._segment.memory)
+            register_memory(comm.transport, self._segment.descriptor, self._segment.memory)
             self._segment.forget()
 
     def start(self, index: int, slot: Tensor) -> Transfer:
@@ -149,5 +149,5 @@ class DeviceShards(BlockStore):
     def close(self) -> None:
         """See BlockStore."""
         if self._segment is not None and self.comm is not None:
-            unshare_memory(self.comm.transport, self._segment.memory)
+            unregister_memory(self.comm.transport, self._segment.memory)
         self._shards, self._segment, self._free = [], None, None

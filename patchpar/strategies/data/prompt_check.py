@@ -34,12 +34,12 @@ WITHOUT = "use data=1, and give the devices to another axis, e.g. patch"
 class PromptRows:
     """Where the rows of our prompts are among those of all, in each of some guidance branches.
 
-    `own`: our rows; `total`: those of all prompts; `places`: of our rows, in order.
+    `own`: our rows; `total`: those of all prompts; `positions`: of our rows, in order.
     """
 
     own: int
     total: int
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
 
     @classmethod
     def of(cls, prompts: PromptSlice, sample: Any) -> "PromptRows | None":
@@ -51,24 +51,24 @@ class PromptRows:
         branches = branches if rows % (branches * ours) == 0 else 1
         each = rows // (branches * ours)
         block = prompts.total * each
-        places = [
+        positions = [
             branch * block + prompts.start * each + row for branch in range(branches) for row in range(ours * each)
         ]
-        return cls(own=rows, total=branches * block, places=tuple(places))
+        return cls(own=rows, total=branches * block, positions=tuple(positions))
 
     def sources(self) -> list[int]:
         """Return for each row of all prompts which of our rows stands there."""
-        at = {place: row for row, place in enumerate(self.places)}
-        return [at.get(place, place % self.own) for place in range(self.total)]
+        at = {position: row for row, position in enumerate(self.positions)}
+        return [at.get(position, position % self.own) for position in range(self.total)]
 
     def factors(self) -> list[float]:
         """Return for each row of all prompts by what is multiplied what stands there: 1 for our own."""
-        return [1.0 if place in self.places else FILLED for place in range(self.total)]
+        return [1.0 if position in self.positions else FILLED for position in range(self.total)]
 
     def ours_in(self, outputs: Sequence[Tensor], *, by_item: bool) -> list[Tensor]:
         """Return our rows of the tensors of an output, or with `by_item`, our items of one tensor for each row."""
         if by_item and len(outputs) == self.total:
-            return [outputs[place] for place in self.places]
+            return [outputs[position] for position in self.positions]
         return [x[list(self.cut(len(x), len(x) * self.own // self.total) or ())] for x in outputs]
 
     def cut(self, size: int, own: int) -> Sequence[int] | None:
@@ -76,7 +76,7 @@ class PromptRows:
         each, rest = divmod(size, self.total)
         if rest or own != each * self.own:
             return None
-        return [place * each + at for place in self.places for at in range(each)]
+        return [position * each + at for position in self.positions for at in range(each)]
 
 
 class PromptCheck:
