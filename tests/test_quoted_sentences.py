@@ -91,7 +91,12 @@ OFF, ONE_STEP, RANKS_OFF = "ranks beside one process", "one step: ranks off", "r
 POOLED = "fresh-edges:context=pooled,bits=4"
 WORST = [
     quality(f"displaced{options}", column)
-    for options in (":preset=paper,warmup_steps=1", ":preset=paper", ":warmup_steps=1", "")
+    for options in (
+        r":preset=paper,warmup_steps=1 \(DistriFusion\)",
+        r":preset=paper \(DistriFusion\)",
+        ":warmup_steps=1",
+        "",
+    )
     for column in ("PSNR, dB", "worst")
 ]
 QUOTED: list[tuple[str, str, list[Figures]]] = [
@@ -156,8 +161,8 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
     ),
     (
         "stale-patch",
-        f"32 captions it has {NUMBER} dB with a worst of {NUMBER} after one exact step of 20, and {NUMBER} with a worst of "
-        rf"{NUMBER} after the paper's five, against {NUMBER} \({NUMBER}\) and {NUMBER} \({NUMBER}\) of",
+        f"32 captions it has {NUMBER} dB with a worst of {NUMBER} after one exact step of 20, and {NUMBER} with a "
+        rf"worst of {NUMBER} after the paper's five, against {NUMBER} \({NUMBER}\) and {NUMBER} \({NUMBER}\) of",
         WORST,
     ),
     (
