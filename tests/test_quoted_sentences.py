@@ -92,8 +92,8 @@ POOLED = "fresh-edges:context=pooled,bits=4"
 WORST = [
     quality(f"displaced{options}", column)
     for options in (
-        r":preset=paper,warmup_steps=1 \(DistriFusion\)",
-        r":preset=paper \(DistriFusion\)",
+        ":preset=paper,warmup_steps=1 (DistriFusion)",
+        ":preset=paper (DistriFusion)",
         ":warmup_steps=1",
         "",
     )
