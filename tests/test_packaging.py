@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 WITH_TORCH_FOR_GPUS = {"triton"}
 OF_EXTRAS = {
+    "pipeline/adapter_selection.py": {"peft"},
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
     "serving/image_request.py": {"pydantic"},

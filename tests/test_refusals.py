@@ -205,7 +205,8 @@ def displayed(model: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("wrong", CALLS, ids=str)
 def test_a_call_that_cannot_be(typed: Any, displayed: Any, wrong: Wrong) -> None:
-    sizes = ("--height", str(wrong.side), "--width", str(wrong.side))
+    given = {"--height": str(wrong.side), "--width": str(wrong.side)}
+    sizes = [word for name, side in given.items() if name not in wrong.flags for word in (name, side)]
     code, message, left = typed("--devices", f"cpu:{wrong.ranks}", *sizes, *wrong.flags)
     assert (code, left) == (2, []), message
     *_, sentence = message.partition("error: ")

@@ -13,7 +13,7 @@ from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.heartbeat import HeartbeatReader
 from patchpar.launch.messages import EncodedMessage
-from patchpar.launch.started_process import ProcessRequest, Starter, ending
+from patchpar.launch.started_process import ProcessRequest, StartedProcess, Starter, ending
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
 SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped, stuck or being started
@@ -30,6 +30,23 @@ class WorkerStart:
     path: tuple[str, ...]
     modules: tuple[str, ...]
     speakers: FirstPrinter
+
+
+class ProcessWork:
+    """The processor time of a process that is being started."""
+
+    def __init__(self) -> None:
+        self.process: StartedProcess | None = None
+        self._ticks = 0
+
+    def has_grown(self) -> bool:
+        """Return whether the process has used the processor since the last question, or does not exist yet."""
+        if self.process is None:
+            return False
+        if (pid := self.process.pid) is None:
+            return self.process.is_alive()
+        before, self._ticks = self._ticks, _processor_ticks(pid)
+        return self._ticks > before
 
 
 class WorkerProcess:
@@ -49,9 +66,9 @@ class WorkerProcess:
             self.heartbeat_fd, self.lifeline_fd = heartbeat.fileno(), read_life.fileno()
             self.heartbeat = HeartbeatReader(self.heartbeat_fd)
             undo.callback(self.heartbeat.close)
-            self.channel = Channel(ours, send_timeout=SEND_TIMEOUT, is_working=self._has_worked)
-            self._ticks = 0
-            self._process = start.starter(
+            work = ProcessWork()  # an object of its own: with `self`, descriptors would be closed by the collector only
+            self.channel = Channel(ours, send_timeout=SEND_TIMEOUT, is_working=work.has_grown)
+            self._process = work.process = start.starter(
                 ProcessRequest(
                     channel=end.fileno(),
                     output=write_output.fileno(),
@@ -86,14 +103,6 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         """Return whether the process is running. Does not reap it, so that its process group can still be killed."""
         return self._process.is_alive()
-
-    def _has_worked(self) -> bool:
-        """Return whether the process has used the processor since the last question, or does not exist yet."""
-        pid = self._process.pid
-        if pid is None:
-            return self._process.is_alive()
-        before, self._ticks = self._ticks, _processor_ticks(pid)
-        return self._ticks > before
 
     def last_exchange_point(self) -> str:
         """Return the last exchange point that the worker reached, for error messages."""

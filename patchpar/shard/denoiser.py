@@ -17,7 +17,6 @@ from patchpar.shard.graphs.step_graphs import Stateless, StepGraphs
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.stale.state import StaleState
-from patchpar.shard.verification import call_signature
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import NetworkRecord, WatchedNetwork
 
@@ -91,10 +90,6 @@ class SharedDenoiser:
         self.restore()
         if self.history is not None:
             self.history = StaleState(self.mesh[0], self.policy, self.clock)
-
-    def _signature(self, call: tuple[Any, Any]) -> Any:
-        """Return what must not change from one call to the next without another verification."""
-        return call_signature(call, self.ignored)
 
     def _look(self) -> Fingerprint:
         """Return the fingerprint of a network that is not known yet, whose foreign code is known from now on."""

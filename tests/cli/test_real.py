@@ -158,7 +158,8 @@ def copy_of_the_model(folder: Path) -> Path:
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )
 def test_bad_use_is_refused_before_the_run(run: Any, tmp_path: Path, flags: list[str], words: list[str]) -> None:
-    result = run("generate", PROMPT, "--steps", "2", *flags, "-o", tmp_path / "x.png")
+    steps = [] if "--steps" in flags else ["--steps", "2"]
+    result = run("generate", PROMPT, *steps, *flags, "-o", tmp_path / "x.png")
     assert result.exit_code == 2, result.output
     assert all(word in result.stderr for word in words), result.stderr
     assert "Traceback" not in result.stderr

@@ -17,7 +17,7 @@ import pytest
 
 from patchpar.launch.channel import Channel, ChannelFrame, FrameKind
 from patchpar.launch.messages import EncodedMessage
-from patchpar.launch.process import WorkerProcess
+from patchpar.launch.process import ProcessWork
 
 LARGE = EncodedMessage(stream=os.urandom(4 << 20))  # more than the buffers of a socket hold
 
@@ -58,8 +58,9 @@ def test_an_end_that_never_reads_is_given_up(ends: tuple[Callable[..., Channel],
 def test_a_process_has_worked_if_its_processor_time_has_grown(tmp_path: Path) -> None:
     code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'end')!r}).exists(): pass\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        worker = SimpleNamespace(_process=SimpleNamespace(pid=process.pid), _ticks=0)
-        has_worked = lambda: WorkerProcess._has_worked(worker)  # type: ignore[arg-type]  # noqa: E731
+        work = ProcessWork()
+        work.process = SimpleNamespace(pid=process.pid)  # type: ignore[assignment]
+        has_worked = work.has_grown
         while not has_worked():
             time.sleep(0.05)
         (tmp_path / "end").touch()

@@ -81,11 +81,10 @@ class PipedDenoiser(TokenDenoiser):
     def _facts(self, call: Call) -> dict[str, Any]:
         return super()._facts(call) | {"pieces": self.pieces, "text once": self.text_once}
 
-    def _with_stale_state(
-        self, history: StaleState, signature: Any, forward: Forward, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _with_stale_state(self, history: StaleState, signature: Any, forward: Forward, call: Call) -> Any:
         """Run a whole call in an exact step, else one for each piece."""
-        self._look_back(history, signature, (args, kwargs))
+        args, kwargs = call
+        self._look_back(history, signature, call)
         if self.patch.fresh:
             output = self._whole(forward, *args, **kwargs)
         else:

@@ -26,7 +26,7 @@ from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.verify import compared, refusal, why_no_old_values
 from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import Call, Forward, facts_of, verify_once, with_noise_for_zeros
+from patchpar.shard.verification import Call, Forward, call_signature, facts_of, verify_once, with_noise_for_zeros
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class TokenDenoiser(SharedDenoiser):
         self._make_sure()
         before = self._look() if self._shard is None else None
         with self._choice.set_aside() as kernel:
-            self._prepare_first(forward, (args, kwargs), self._signature((args, kwargs)), kernel)
+            self._prepare_first(forward, (args, kwargs), call_signature((args, kwargs), self.ignored), kernel)
         if before is not None:
             self.watched.record(before)
 
@@ -94,7 +94,7 @@ class TokenDenoiser(SharedDenoiser):
         return first
 
     def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        signature, call = self._signature((args, kwargs)), (args, kwargs)
+        signature, call = call_signature((args, kwargs), self.ignored), (args, kwargs)
         with self._choice.set_aside() as kernel:
             first = self._prepare_first(forward, call, signature, kernel)
             output = self._guarded(signature, kernel, forward, call)

@@ -27,7 +27,7 @@ from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, first_tensor
 from patchpar.shard.unet.spatial_arguments import level_of, map_of
-from patchpar.shard.verification import Comparison, fingerprint_of, verify_once
+from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, verify_once
 
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the image"
 
@@ -59,7 +59,7 @@ class PatchedDenoiser(SharedDenoiser):
         plain = partial(self._plain, forward, *kept[0], **kept[1])
         exactly = None if self.history is None else partial(self.exactly, forward, *args, **kwargs)
         call = GuardedCall(
-            form=self._signature(kept),
+            form=call_signature(kept, self.ignored),
             split=split,
             plain=plain,
             cuts=partial(band_cuts, self.patch),

@@ -38,7 +38,10 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
                 if (result := next(self, None)) is None:
                     return
                 yield result
-            self.push(**arguments)
+            with self._changed:
+                if self.is_over:
+                    break  # its error comes below
+                self.push(**arguments)
         self.stop()
         yield from self
 
