@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,13 +80,11 @@ IN_SENTENCES = {"told", "tell", "said", "place", "share", "shown", "came", "seam
 """Words of plain English, which the name of a test may have: it is a sentence."""
 
 
-def words_of(name: str) -> Iterator[str]:
+@cache
+def words_of(name: str) -> list[str]:
     """The words of an identifier, without the s of a plural: `_oldPlaces_BC` has old, place, bc."""
-    for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
-        word = part.lower()
-        yield word
-        if word.endswith("s"):
-            yield word[:-1]
+    words = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return [each for word in words for each in ((word, word[:-1]) if word.endswith("s") else (word,))]
 
 
 def old_names(source: str) -> list[str]:

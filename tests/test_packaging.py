@@ -17,12 +17,17 @@ PACKAGE = REPOSITORY / "patchpar"
 WITH_TORCH_FOR_GPUS = {"triton"}
 OF_EXTRAS = {
     "pipeline/adapter_selection.py": {"peft"},
+    "serving/lora_body.py": {"pydantic"},
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
     "serving/image_request.py": {"pydantic"},
     "serving/pipeline_fields.py": {"pydantic"},
     "serving/video_request.py": {"pydantic"},
     "serving/metrics.py": {"prometheus_client"},
+    "serving/server.py": {"fastapi"},
+    "serving/streams/stream_request.py": {"pydantic"},
+    "serving/http/streams.py": {"fastapi"},
+    "serving/http/stream_socket.py": {"fastapi", "starlette"},
     "serving/http/access.py": {"fastapi", "starlette"},
     "serving/http/admin.py": {"fastapi"},
     "serving/http/application.py": {"fastapi", "starlette"},

@@ -44,7 +44,8 @@ def own_plain() -> Iterator[Any]:
     return build("sdxl").pipe
 
 
-@pytest.mark.parametrize("plan", first_of(PLANS, "patch=2"))
+@pytest.mark.breadth  # LoRAs of jobs are in test_job_adapters, those of one network in exact/test_adapters
+@pytest.mark.parametrize("plan", PLANS)
 def test_loras(reloaded: ParallelPipeline, own_plain: Any, loras: Path, plan: str) -> None:
     parallel = reloaded
     parallel.plan = plan

@@ -15,11 +15,8 @@ from benchmarks.coverage.pipelines.zoo import ZOO
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 
-ALWAYS = (
-    "FluxControlNetImg2ImgPipeline",
-    "PixArtSigmaPAGPipeline",
-)
-"""Residuals and images, three branches: one of each in every run."""
+ALWAYS = ("PixArtSigmaPAGPipeline",)
+"""In every run: one with three branches."""
 
 
 @pytest.mark.parametrize("name", first_of(ZOO, *ALWAYS))
