@@ -16,7 +16,9 @@ UNEVEN = (7, 6)  # latent rows and columns: 3 ranks have 3, 2 and 2 rows
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", first_of(KINDS, *list(KINDS)[::2]))
+@pytest.mark.parametrize(
+    "name", first_of(KINDS, *(name for name in list(KINDS)[::2] if name != "AutoencoderKLCogVideoX"))
+)
 def test_every_class_on_three_ranks(name: str, method: str) -> None:
     want = plain(build(name), method, *given(name, method, *UNEVEN))
     for result in in_bands(name, method, UNEVEN, 3):

@@ -63,7 +63,7 @@ def peak(vae: Any, call: VaeCall, split: SplitMethod | None = None) -> int:
         pytest.param("decode", 2, torch.float32, marks=pytest.mark.breadth),
         ("decode", 4, torch.float32),
         pytest.param("decode", 3, torch.bfloat16, marks=pytest.mark.breadth),
-        ("encode", 4, torch.float32),
+        pytest.param("encode", 4, torch.float32, marks=pytest.mark.breadth),
     ],
     ids=str,
 )

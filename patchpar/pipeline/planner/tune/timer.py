@@ -19,7 +19,7 @@ AGREE = 0.05
 """Two medians differ by at most this much on a machine that does nothing else."""
 PREEMPTED = 0.03
 """Of a run: one that waited longer for a core does not count."""
-REPEATS, ROUNDS = 3, 6
+REPEATS, ROUNDS = 3, 10
 THREADS = Path("/proc/self/task")
 """On Linux, a folder for each thread of this process; its file `schedstat` has the nanoseconds for which it ran, and
 for which it was ready to run and did not."""
