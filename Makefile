@@ -108,6 +108,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.weights.slowdown --ranks 2 --write docs/figures/weights-slowdown.md
 	$(BIN)/python -m benchmarks.forecast --write docs/figures/forecast.md
 	$(BIN)/python -m benchmarks.forecast --cpu --write docs/figures/prices.md
+	$(BIN)/python -m benchmarks.forecast.ranking --write docs/figures/ranking.md
 	$(BIN)/python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md
 	$(BIN)/python -m benchmarks.serving --write docs/figures/serving.md
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md

@@ -10,7 +10,7 @@ import torch
 
 from patchpar.comm.transport import DelayedTransport, Transport
 from patchpar.launch.executor import RankContext
-from patchpar.models.files import embedded_model
+from patchpar.models.files import embedded_model, resolve_model
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.tune.timer import TimedRun, waited_for_cores
 from patchpar.pipeline.runner import PipelineRunner
@@ -32,7 +32,8 @@ class DelayedRunner(PipelineRunner):
 
     def open(self, model: str) -> None:
         """Load an embedded model and connect. Needs all ranks."""
-        self.load(str(embedded_model(model)), {"variant": "fp16", "torch_dtype": torch.float32})
+        name, options, _ = resolve_model(embedded_model(model), {"variant": "fp16", "torch_dtype": torch.float32})
+        self.load(name, options)
         self.pipe.set_progress_bar_config(disable=True)
         self._connected()
 
