@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ def _report_several(
 ) -> None:
     """Print a table, or JSON with an object for each plan."""
     if request.json:
-        runs = [{**each.run.as_dict(), **_finite(figures)} for each, figures in rows]
+        runs = [{**each.run.as_dict(), **figures} for each, figures in rows]
         print_json({"runs": runs, "single_seconds": single.run.seconds, "outputs": [str(path) for path in every]})
         return
     typer.echo(f"one process: {single.run.seconds:.1f} s")
@@ -118,17 +117,18 @@ def _report_several(
         typer.echo(f"saved {path}")
 
 
-def _finite(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Return figures for JSON, which has no infinity."""
-    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+def refuse_torchrun(verb: str) -> None:
+    """Raise PlanError under torchrun, whose processes cannot run one process beside a plan's."""
+    from patchpar.launch.torchrun import torchrun_world
+
+    if torchrun_world() is not None:
+        raise PlanError(f"{verb} runs one process beside the plan's, which torchrun cannot: start it without torchrun")
 
 
 def _all_runs(request: CompareFlags, requested_task: RequestedTask) -> tuple[list[ComparedRun], ComparedRun]:
     from patchpar.launch.devices import resolve_devices
-    from patchpar.launch.torchrun import torchrun_world
 
-    if torchrun_world() is not None:
-        raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
+    refuse_torchrun("compare")
     names: list[str | None] = list(request.strategy) if request.strategy else [None]
     plans = [plan_of(request.plan, name, request.devices) for name in names]
     alone = resolve_devices(request.devices).names[:1]

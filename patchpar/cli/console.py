@@ -71,11 +71,16 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
 
 
 def print_json(values: dict[str, Any]) -> None:
-    """Print one JSON object on stdout. JSON has no infinity, so that it becomes null."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
-    }
-    typer.echo(json.dumps(finite))
+    """Print one JSON object on stdout. JSON has no infinity, so that it becomes null, at any depth."""
+    typer.echo(json.dumps(_finite(values)))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text_of(error: Exception) -> str:

@@ -30,6 +30,17 @@ class WatchedNetwork:
         self.latest: NetworkRecord | None = None
         """The network when it was last verified."""
         self._moving: frozenset[tuple[str, str]] = frozenset()
+        self._is_new = True
+
+    def look(self, *, unsure: bool) -> Fingerprint | None:
+        """Return the fingerprint at the first look, or of a network that has changed; else None.
+
+        `unsure`: whether it may have been changed since the last look.
+        """
+        if not self._is_new and not (unsure and self.has_changed):
+            return None
+        self._is_new = False
+        return self.now()
 
     def now(self) -> Fingerprint:
         """Return the current fingerprint."""

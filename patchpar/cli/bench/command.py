@@ -10,6 +10,7 @@ import typer
 
 from patchpar.cli.bench.flags import BenchFlags
 from patchpar.cli.bench.records import BenchSetting, RecordFile
+from patchpar.cli.compare import refuse_torchrun
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.cli.flags import given
 from patchpar.cli.output_files import written_whole
@@ -30,20 +31,13 @@ def bench(request: BenchFlags) -> None:
     with friendly_errors(request.debug):
         request.check()
         prompts = request.all_prompts()
-        _refuse_torchrun()
+        refuse_torchrun("bench")
         with stdout_kept_clean(request.json):
             found = _measured(request, prompts)
         rows = _written(request.output, found)
         _report(request, rows, found)
         if found.refused:
             raise typer.Exit(FAILURE)
-
-
-def _refuse_torchrun() -> None:
-    from patchpar.launch.torchrun import torchrun_world
-
-    if torchrun_world() is not None:
-        raise PlanError("bench runs one process beside its plans, which torchrun cannot: start it without torchrun")
 
 
 def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:

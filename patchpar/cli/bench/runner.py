@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from patchpar.cli.bench.records import BenchKey, BenchRecord, BenchSetting, RecordFile
-from patchpar.cli.compare import of_one
+from patchpar.cli.compare import WARM_UP_STEPS, of_one
 from patchpar.cli.generate import images_of
 from patchpar.cli.output_files import written_whole
 from patchpar.errors import PlanError, UnsupportedModel
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from patchpar import ParallelPipeline, Plan, Run
 
-WARM_UP_STEPS = 2  # memory is allocated and layers are verified in the first steps, which are not timed
 Perceptual = Callable[[Any, Any], float]
 """LPIPS of two images (H, W, 3) in 0..1."""
 
@@ -122,7 +121,7 @@ class BenchRunner:
             return SingleImage(kept["image"], float(kept["seconds"]))
 
     def _called(self, plan: Plan, key: BenchKey) -> tuple[list[Any], Run]:
-        """Return the images of a call, and its statistics. A plan's first call of a form is short, and not counted."""
+        """Return the images of a call, and its statistics. A short call before it installs the plan, uncounted."""
         from torch import Generator
 
         ranks = tuple(range(plan.world_size))

@@ -59,7 +59,7 @@ class GuidanceCheck:
         self._together = together or self.axis
         self._seen: list[Any] = []
         self.carriers = carriers_of(denoiser, mesh, verifications, by_branch, together=together)
-        self._watched, self.unsure, self._is_new = WatchedNetwork(denoiser), False, True
+        self._watched, self.unsure = WatchedNetwork(denoiser), False
         self.inner: Sequence[ForeignCheck] = ()
         """Of layers inside this one, whose comparisons are no part of a call."""
         self.foreign = ForeignCheck(denoiser, (self.comm, self._together), verifications, self._is_inner_comparing)
@@ -113,10 +113,10 @@ class GuidanceCheck:
 
     def _look(self) -> None:
         """Discard what is known of a denoiser that has changed."""
-        if self._is_new or (self.unsure and self._watched.has_changed):
+        now, self.unsure = self._watched.look(unsure=self.unsure), False
+        if now is not None:
             self._seen.clear()
-            self.foreign.look(self._watched.now())
-        self.unsure = self._is_new = False
+            self.foreign.look(now)
 
     def _is_inner_comparing(self) -> bool:
         return any(each.is_comparing for each in self.inner)

@@ -90,7 +90,7 @@ class PromptCheck:
     def __init__(self, denoiser: nn.Module, data: Axis, foreign: ForeignCheck, *, is_alone: bool) -> None:
         self.denoiser, self.foreign, self.is_alone, self.unsure = denoiser, foreign, is_alone, True
         self._data, self._prompts = data, PromptSlice(0, 1, 1)
-        self._watched, self._is_new = WatchedNetwork(denoiser), True
+        self._watched = WatchedNetwork(denoiser)
         self._seen: list[Any] = []
 
     def begin(self, call: Mapping[str, Any]) -> None:
@@ -115,13 +115,10 @@ class PromptCheck:
 
     def _look(self) -> Any:
         """Return the fingerprint of a denoiser that is not known yet, or has changed; else None."""
-        looks = self._is_new or (self.unsure and self._watched.has_changed)
-        self.unsure = self._is_new = False
-        if not looks:
-            return None
-        before = self._watched.now()
-        self._seen.clear()
-        self.foreign.look(before)
+        before, self.unsure = self._watched.look(unsure=self.unsure), False
+        if before is not None:
+            self._seen.clear()
+            self.foreign.look(before)
         return before
 
     def _guarded(self, split: Callable[[], Any], plain: Callable[..., Any], call: Call) -> GuardedCall:

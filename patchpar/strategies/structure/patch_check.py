@@ -72,15 +72,13 @@ class PatchCheck:
         self.foreign = ForeignCheck(
             denoiser, (comm, alone), verifications, is_paused if inner is None else self._is_inner_comparing
         )
-        self.unsure, self._is_new, self._watched = True, True, WatchedNetwork(denoiser)
+        self.unsure, self._watched = True, WatchedNetwork(denoiser)
 
     def run(self, split: Callable[[], Any], call: PatchCall) -> Any:
         """Return the output of `split`, which computes such a call. Raises VerificationError, UnsupportedModel."""
-        before = None
-        if self._is_new or (self.unsure and self._watched.has_changed):
-            before = self._watched.now()
+        before, self.unsure = self._watched.look(unsure=self.unsure), False
+        if before is not None:
             self.foreign.look(before)
-        self.unsure = self._is_new = False
         output = self.foreign.run(self._guarded(split, call)) if self.foreign.is_needed else split()
         if before is not None:
             self._watched.record(before)
