@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar import ParallelPipeline, PlanError, Run, upscale
+from patchpar.models.caption_words import caption_words, unknown_words
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT
 from patchpar.serving.latent_preview import ColourMap
@@ -20,12 +21,16 @@ READY_STEPS = 4  # of the first image, which loads and verifies the model and fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobImage:
-    """A PIL image, its exact values (H, W, 3) in 0..1 if requested, and the run."""
+    """A PIL image, its exact values (H, W, 3) in 0..1 if requested, and the run.
+
+    `unknown`: words of the prompt that the embedded model has not learnt.
+    """
 
     image: Any
     run: Run
     why: str
     values: Any = None
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,10 @@ class ImageJobRunner:
 
     def __init__(self, workers: AppWorkers) -> None:
         self.workers = workers
+        self.colours = ColourMap()
+
+    def forget_colours(self) -> None:
+        """Another model has been loaded, whose latents have other colours."""
         self.colours = ColourMap()
 
     def prepare(self, job: Job) -> None:
@@ -63,7 +72,9 @@ class ImageJobRunner:
         arguments = {**request.arguments(pipe.description.parameters), **own_arguments(pipe.description)}
         if options.exact:
             arguments["output_type"] = "np"
-        return self._call(pipe, arguments, job, options)
+        known = caption_words(self.workers.setup.model)
+        found = self._call(pipe, arguments, job, options)
+        return replace(found, unknown=unknown_words(request.prompt, known))
 
     def upscale(self, job: Job, request: GenerateRequest, image: Any, *, scale: float, strength: float) -> JobImage:
         """Upscale a PIL image by `scale` with the model. Raises as `generate` does."""

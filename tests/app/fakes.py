@@ -94,7 +94,7 @@ class FakeWorkers:
     def __init__(self, pipe: FakePipeline, count: int = 2) -> None:
         self.pipe, self.count, self.setup = pipe, count, AppConfig()
         self.streamed: list[dict[str, Any]] = []
-        self.closed = False
+        self.closed, self.may_change = False, False
 
     @property
     def presets(self) -> tuple[Preset, ...]:
