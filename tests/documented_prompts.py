@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ OPENS = re.compile(r"""(?:from_pretrained|embedded_model)\(\s*"(embedded(?:-dit)
 BODY = re.compile(r"-d '(\{.*?\})'")
 SCENE = re.compile(rf"\b({'|'.join((*KINDS, *TERRAINS))})\b")
 GENERATING = ("generate", "compare", "bench")
+STEPS, MIN_STEPS, SIDE = 20, 8, 256  # of the embedded models: the page has no image with fewer steps
 NUMBERS = {"num_inference_steps": "steps", "height": "height", "width": "width", "guidance_scale": "guidance"}
 
 
@@ -43,8 +44,15 @@ class DocumentedPrompt:
 
     @property
     def call(self) -> dict[str, Any]:
-        """Arguments of the pipeline's call."""
-        own = {name: getattr(self, field) for name, field in NUMBERS.items()}
+        """Arguments of the pipeline's call, by which the image is judged.
+
+        An example of something else than its image, smaller than the model's own size or with fewer steps than an
+        image takes, has a prompt that works where it is generated as usual.
+        """
+        usual = {"height": None, "width": None, "steps": STEPS}
+        is_short = (self.steps or STEPS) < MIN_STEPS or min(self.height or SIDE, self.width or SIDE) < SIDE
+        settings = replace(self, **usual) if is_short and not self.has_structure else self
+        own = {name: getattr(settings, field) for name, field in NUMBERS.items()}
         return {"prompt": self.prompt, **{name: value for name, value in own.items() if value is not None}}
 
 
@@ -129,7 +137,7 @@ def _of_code(text: str, source: str) -> Iterator[DocumentedPrompt]:
     numbers = dict(_numbers_of(tree))
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and SCENE.search(node.value) and not _is_docstring(tree, node):  # type: ignore[attr-defined]
+        if is_text and " " in node.value and SCENE.search(node.value) and not _is_docstring(tree, node):  # type: ignore[attr-defined]
             yield DocumentedPrompt(
                 source=source,
                 prompt=node.value,  # type: ignore[attr-defined]

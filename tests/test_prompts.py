@@ -31,8 +31,9 @@ def faults(judgement: Judgement, prompt: str) -> list[str]:
     found, items = [], ITEM.findall(prompt)
     for color, kind, side in items:
         seen = [judgement.on(side)] if side else [judgement.left, judgement.right]
-        if not any(look and look[0] == kind and (not color or look[1] == color) for look in seen):
-            found.append(f"no {color} {kind} {side}")
+        count = sum(bool(look and look[0] == kind and (not color or look[1] == color)) for look in seen)
+        if count != 1:
+            found.append(f"{count} times {color} {kind} {side}")
     sides = {side for *_, side in items}
     if items and "" not in sides:
         found += [f"{judgement.on(side)} {side}" for side in {"left", "right"} - sides if judgement.on(side)]
