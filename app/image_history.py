@@ -29,7 +29,7 @@ class ImageHistory:
     folder: Path
 
     def add(self, owner: str, image: Any) -> None:
-        """Keep a PIL image of a page with the parameters that `image_parameters.mark` has added."""
+        """Keep a PIL image of a page with the parameters that `image_parameters.add_parameters` has added."""
         page = self.folder / owner
         page.mkdir(exist_ok=True)
         path = page / f"{time.time_ns():020d}.png"

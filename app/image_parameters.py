@@ -45,7 +45,7 @@ def text_of(request: GenerateRequest, facts: Mapping[str, str]) -> str:
     return f"{request.prompt}{NEGATIVE} {request.negative}\n{line}"
 
 
-def mark(image: Any, request: GenerateRequest, facts: Mapping[str, str]) -> Any:
+def add_parameters(image: Any, request: GenerateRequest, facts: Mapping[str, str]) -> Any:
     """Add the parameters to a PIL image, which is saved with them as PNG. Returns the image."""
     image.info[CHUNK] = text_of(request, facts)
     return image

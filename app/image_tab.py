@@ -15,7 +15,7 @@ from . import html
 from .fields import Fields, Forms, captions, clears_error, image_fields, result
 from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
-from .image_parameters import mark
+from .image_parameters import add_parameters
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
 from .job_updates import updates_of
@@ -71,7 +71,7 @@ class ImageTab:
                 title = "generating" if len(requests) == 1 else f"image {number} of {len(requests)}"
                 image = state.image_runner.generate(job, request, preset, RunOptions(title=title, traced=traced))
                 state.job_queue.store(owner, "run", image.run)
-                state.history.add(owner, mark(image.image, request, self._facts(image)))
+                state.history.add(owner, add_parameters(image.image, request, self._facts(image)))
             return image
 
         return state.job_queue.submit(owner, KIND, work)

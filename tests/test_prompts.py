@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from patchpar import ParallelPipeline, Plan, StructureGuidance
-from patchpar.models.caption_words import SCENES, caption_words, unknown_words
+from patchpar.models.caption_words import SCENES, WORDS, caption_words, unknown_words
 from patchpar.models.files import EMBEDDED, embedded_model
+from patchpar.models.task import ANY_PROMPT
 from tests.breadth import first_of
 from tests.documented_prompts import distinct_prompts, documented_prompts
 from training.classifier import Classifier, Judgement, judge, load_classifier
@@ -100,7 +101,7 @@ def test_the_words_are_those_of_the_captions() -> None:
     assert sorted(SCENES.split()) == vocabulary()
     for model in ("embedded", "embedded-dit", str(embedded_model())):
         assert caption_words(model) == set(vocabulary())
-    assert set(EMBEDDED) == {"embedded", "embedded-dit", "embedded-face"}
+    assert set(WORDS) == {name for pair in EMBEDDED.items() for name in pair} - {"embedded-face", "face-stream"}
     assert unknown_words("A red HOUSE, 2 foxes; a fox", caption_words("embedded")) == ("2", "foxes", "fox")
     assert unknown_words("2 foxes", caption_words("stabilityai/sdxl-turbo")) == ()
 
@@ -114,4 +115,5 @@ def test_the_model_says_which_words_it_does_not_know(caplog: pytest.LogCaptureFi
     ]
     caplog.clear()
     pipe("a red house, green hills", **small)
+    pipe(ANY_PROMPT, **small)
     assert not [record for record in caplog.records if record.name.startswith("patchpar")]

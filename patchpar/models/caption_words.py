@@ -3,20 +3,17 @@
 import re
 from pathlib import PurePath
 
-from patchpar.models.files import EMBEDDED
-
 SCENES = (
     "a an and at balloon blue calm desert dunes green hills house lake left mountains night noon on orange pine purple "
     "red right snowy sunset the tower tree white yellow"
 )
-WORDS = {"scenes-unet": SCENES, "scenes-dit": SCENES}
+WORDS = dict.fromkeys(("embedded", "embedded-dit", "scenes-unet", "scenes-dit"), SCENES)  # names and their folders
 WORD = re.compile(r"[^\W\d_]+|\d")
 
 
 def caption_words(model: str) -> frozenset[str]:
     """Return the words that an embedded model has learnt, by its name or folder; none for any other model."""
-    folder = EMBEDDED.get(model, PurePath(model).name)
-    return frozenset(WORDS.get(folder, "").split())
+    return frozenset(WORDS.get(PurePath(model).name, "").split())
 
 
 def unknown_words(prompt: str, known: frozenset[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.host_memory import free_memory
 from patchpar.models.caption_words import unknown_words
 from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
+from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.shard.generators import generators_of
@@ -81,8 +82,8 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
 
 
 def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
-    """Log the words of the prompts that an embedded model has not learnt, which it does not generate."""
-    prompts = [kwargs.get(name) for name in PROMPTS]
+    """Log the words of the prompts that an embedded model has not learnt; not of a warm-up call."""
+    prompts = [kwargs.get(name) for name in PROMPTS if kwargs.get(name) != ANY_PROMPT]
     text = " ".join(each if isinstance(each, str) else " ".join(each or ()) for each in prompts)
     words = unknown_words(text, model.known_words)
     if words:

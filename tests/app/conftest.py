@@ -49,10 +49,10 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(scratch: Path) -> Iterator[ServedApp]:
     """What it writes to stderr meanwhile is its own."""
-    said = scratch / "stderr.txt"
-    with said.open("w") as file, served({**os.environ, "TMPDIR": str(scratch)}, file) as app:
+    path = scratch / "stderr.txt"
+    with path.open("w") as file, served({**os.environ, "TMPDIR": str(scratch)}, file) as app:
         yield app
-    assert foreign(said.read_text()) == []
+    assert foreign(path.read_text()) == []
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from app.image_parameters import mark, read_parameters
+from app.image_parameters import add_parameters, read_parameters
 from app.image_tab import ImageTab
 from app.presets import presets_for
 from app.requests import GenerateRequest
@@ -78,7 +78,7 @@ def test_what_is_displayed_can_be_reused(state: AppState) -> None:
 
 def test_an_image_of_another_program_sets_the_fields(state: AppState, tmp_path: Path) -> None:
     request = GenerateRequest(prompt="a <b>cat</b>", seed=3, width=512)
-    image = mark(Image.new("RGB", (8, 8)), request, {})
+    image = add_parameters(Image.new("RGB", (8, 8)), request, {})
     generated = tmp_path / "a.png"
     state.history.add(OWNER, image)
     generated.write_bytes(state.history.path(OWNER, state.history.names(OWNER)[0]).read_bytes())

@@ -10,13 +10,15 @@ from PIL import Image
 
 from app import image_history
 from app.image_history import ImageHistory
-from app.image_parameters import mark
+from app.image_parameters import add_parameters
 from app.requests import GenerateRequest
 from patchpar import PlanError
 
 
 def add(history: ImageHistory, owner: str, seed: int, side: int = 32) -> None:
-    history.add(owner, mark(Image.new("RGB", (2 * side, side)), GenerateRequest(prompt="a fox", seed=seed), {}))
+    history.add(
+        owner, add_parameters(Image.new("RGB", (2 * side, side)), GenerateRequest(prompt="a fox", seed=seed), {})
+    )
 
 
 def seeds(history: ImageHistory, owner: str) -> list[int]:

@@ -11,7 +11,7 @@ import gradio as gr
 import pytest
 from PIL import Image, PngImagePlugin
 
-from app.image_parameters import mark, read_parameters, request_of, text_of
+from app.image_parameters import add_parameters, read_parameters, request_of, text_of
 from app.requests import GenerateRequest
 from patchpar import PlanError
 
@@ -70,7 +70,7 @@ def test_the_image_that_the_page_shows_has_them(tmp_path: Path, monkeypatch: pyt
     """As Gradio writes the file, and as it is downloaded."""
     component = gr.Image(format="png", interactive=False)
     monkeypatch.setattr(component, "GRADIO_CACHE", str(tmp_path))
-    displayed = component.postprocess(mark(Image.new("RGB", (8, 8)), REQUEST, FACTS))
+    displayed = component.postprocess(add_parameters(Image.new("RGB", (8, 8)), REQUEST, FACTS))
     assert read_parameters(displayed.path) == REQUEST
 
 

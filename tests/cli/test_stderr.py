@@ -91,8 +91,8 @@ def run(verb: str, words: list[object], home: Path | None = None) -> subprocess.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         if verb in SERVERS:
-            said = next((line for line in process.stdout if "http://" in line), "")
-            assert said
+            first = next((line for line in process.stdout if "http://" in line), "")
+            assert first
             process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=280)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
