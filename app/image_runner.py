@@ -87,6 +87,18 @@ class ImageJobRunner:
             larger = upscale(pipe, image, scale=scale, strength=strength, **arguments, **watched.arguments)
         return _job_image(pipe, larger)
 
+    def edit(self, job: Job, request: GenerateRequest, image: Any, *, mask: Any, strength: float) -> JobImage:
+        """Generate a PIL image anew, where `mask` is white, or all of it. Raises as `generate` does."""
+        job.check()
+        job.show(note=f"starting the workers for {'inpainting' if mask is not None else 'image-to-image'}")
+        pipe = self.workers.upscaler() if mask is None else self.workers.inpainter()
+        known = pipe.description.parameters
+        sizes = {"height", "width"} if mask is None else set()  # of a call with a mask, which would resize both
+        arguments = {**request.arguments(set(known) - sizes), **own_arguments(pipe.description), "image": image}
+        arguments |= {"strength": strength} if "strength" in known else {}
+        arguments |= {} if mask is None else {"mask_image": mask}
+        return self._call(pipe, arguments, job, RunOptions(title="generating"))
+
     def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, options: RunOptions) -> JobImage:
         with self._watched(pipe, job, options) as watched:
             output = pipe(**arguments, **watched.arguments)

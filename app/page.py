@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from . import compare_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
+from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
 from .defaults import defaults_before, defaults_of
 from .fields import Forms
 from .handler_errors import ErrorReportingBlocks, reports_errors
@@ -53,6 +53,8 @@ def build(state: AppState) -> gr.Blocks:
         with gr.Tabs():
             with gr.Tab("Image"):
                 image = image_tab.build(state, owner, forms)
+            with gr.Tab("Edit"):
+                edited = edit_tab.build(state, owner, forms)
             with gr.Tab("Compare"):
                 pair = compare_tab.build(state, owner, forms)
             with gr.Tab("High resolution"):
@@ -67,7 +69,7 @@ def build(state: AppState) -> gr.Blocks:
         planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
         if chooser is not None:
             chooser.connect(page, owner, title)
-        _welcome(page, state, owner, page_name, (image, pair, high_res, stream))
+        _welcome(page, state, owner, page_name, (image, edited, pair, high_res, stream))
         loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
         loaded.then(_filling(state, forms), forms.components, forms.components, show_progress="hidden")
     return page

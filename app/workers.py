@@ -129,6 +129,10 @@ class AppWorkers:
         """The image-to-image pipeline. Raises PlanError where the model's family has none."""
         return self._opened("enlarging", self._open_upscaler)
 
+    def inpainter(self) -> ParallelPipeline:
+        """The inpainting pipeline. Raises PlanError where the model's family has none."""
+        return self._opened("inpainting", lambda: self._open_parallel(task="inpainting"))
+
     def face_stream(self) -> StreamingPipeline:
         """The talking-face pipeline. Raises PlanError without a model for it."""
         return self._opened("stream of a face", self._open_face)

@@ -115,6 +115,9 @@ class FakeWorkers:
     def upscaler(self) -> Any:
         return self.pipe
 
+    def inpainter(self) -> Any:
+        return self.pipe
+
     def image_stream(self, *, takes_image: bool) -> Any:
         return FakeStreams(self, takes_image)
 

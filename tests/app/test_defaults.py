@@ -197,7 +197,7 @@ def test_the_page_is_filled_when_the_model_has_been_loaded(opened: Any) -> None:
     values = [component.value for component in fill.inputs]
     filled = fill.fn(*values)
     assert [each["value"] for each in filled if each["value"] == 3.5]
-    assert len(filled) == len(fill.outputs) == 4 * 4 + 2
+    assert len(filled) == len(fill.outputs) == 4 * 4 + 2 + 3  # three of the tab Edit
 
 
 def test_only_the_embedded_model_is_reported_to_generate_what_it_generates(opened: Any) -> None:
