@@ -169,9 +169,7 @@ class Communicator:
         collectives = self._collectives[axis.ranks]
         if collectives is None or edges is None or edges.axis is None:
             return self._edges_by_messages(axis, where, shared, edges)
-        layout, tensors = edge_layout(axis, shared, edges), [*shared]
-        for _, rows in edges.outgoing:
-            tensors += rows
+        layout, tensors = edge_layout(axis, shared, edges)
         self.traffic.book_all(layout.booked)
         sent, received = layout.buffers(tensors, self.transport.device)
         # Alike on all ranks, as each has a neighbour, and sends and receives the rows before or after a band.

@@ -70,20 +70,18 @@ def all_to_all_layout(axis: Axis, own: tuple[int, ...], into: tuple[int, ...], d
 
 
 class _View(NamedTuple):
-    """A contiguous tensor in a buffer of its dtype, which begins at element `offset`."""
+    """A contiguous tensor in a buffer of its dtype. `place`: shape, strides, and the element where it begins."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @classmethod
     def at(cls, spec: TensorSpec, first_byte: int) -> "_View":
-        strides, size = [], 1
+        strides, size = list[int](), 1
         for length in reversed(spec.shape):
             strides.append(size)
             size *= length
-        return cls(spec.dtype, spec.shape, tuple(reversed(strides)), first_byte // spec.dtype.itemsize)
+        return cls(spec.dtype, (spec.shape, tuple(reversed(strides)), first_byte // spec.dtype.itemsize))
 
 
 class EdgeLayout:
@@ -166,27 +164,32 @@ class EdgeLayout:
         for dtype in self._others:
             typed[dtype] = received.view(dtype)
         shared: dict[int, list[Tensor]] = {}
-        for other, view in self._shared_views:
-            found = typed[view.dtype].as_strided(view.shape, view.strides, view.offset)
+        for other, (dtype, place) in self._shared_views:
+            found = typed[dtype].as_strided(*place)
             if self._num_shared == 1:
                 shared[other] = [found]
             else:
                 shared.setdefault(other, []).append(found)
-        above, below = self._row_views
-        before = above and typed[above.dtype].as_strided(above.shape, above.strides, above.offset)
-        after = below and typed[below.dtype].as_strided(below.shape, below.strides, below.offset)
-        return shared, Halo(before, after)
+        rows = list[Tensor | None]()
+        for view in self._row_views:
+            rows.append(None if view is None else typed[view.dtype].as_strided(*view.place))
+        return shared, Halo(*rows)
 
 
-def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> EdgeLayout:
-    """Return the layout of a round of `shared`, tensors of any shape, and `edges`, as `edges_part` returns them."""
+def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> tuple[EdgeLayout, Sequence[Tensor]]:
+    """Return the layout of a round of `shared`, tensors of any shape, and `edges`, as `edges_part` returns them.
+
+    Also all tensors that are sent, of any shape.
+    """
     described: list[Any] = []
     for x in shared:
         described += (x.shape, x.dtype)
     sent: list[Any] = []
+    tensors = [*shared]
     for peers, (x,) in edges.outgoing:
         sent += (peers, x.shape, x.dtype)
-    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items()))
+        tensors.append(x)
+    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items())), tensors
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

@@ -44,9 +44,10 @@ class CommStats:
 
     def book_all(self, booked: Sequence[tuple[str, int, int]]) -> None:
         """Add the bytes of several kinds: each with those sent and those received."""
+        all_sent, all_received = self.bytes_sent, self.bytes_received
         for kind, sent, received in booked:
-            self.bytes_sent[kind] += sent
-            self.bytes_received[kind] += received
+            all_sent[kind] += sent
+            all_received[kind] += received
 
     def waited(self, kind: str, where: str, start: float, stalls: Sequence[Stall]) -> None:
         """Record a wait at the exchange point `where` that began at `start` (time.perf_counter) and ends now."""

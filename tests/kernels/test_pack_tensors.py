@@ -107,5 +107,5 @@ def test_a_round_of_edges_and_moments_is_one_launch_on_a_gpu() -> None:
         above, below = TensorSpec((2, 8, 2, 5), x.dtype), TensorSpec((2, 8, 1, 5), x.dtype)
         for shared in ([moments], []):
             edges = edges_part(axis, first, last, above, below)
-            layout = edge_layout(axis, shared, edges)
-            assert operators(layout.buffers, [*shared, first, last], x.device) == ["patchpar.write_pieces.default"]
+            layout, tensors = edge_layout(axis, shared, edges)
+            assert operators(layout.buffers, tensors, x.device) == ["patchpar.write_pieces.default"]

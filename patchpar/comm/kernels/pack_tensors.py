@@ -5,8 +5,10 @@ tensor may be there several times. Elements of the buffer between pieces have no
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from math import prod
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -66,15 +68,18 @@ def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def launch_write_pieces(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
     """Launch the kernel for at most MOST_TENSORS, of any shape: programs for each piece of `buffer` [elements]."""
-    from patchpar.comm.kernels.programs.write_pieces import write_pieces_program
-
     layouts = list[Layout]()
     for x in tensors:
         layouts.append((x.shape, x.stride()))  # a comprehension were a call more
     grid, numbers, dims = _numbers_of(tuple(pieces), tuple(layouts))
-    write_pieces_program[grid](
+    _programs().write_pieces_program[grid](
         buffer, tuple(tensors), *numbers, PIECES=grid[0], COUNT=len(layouts), DIMS=dims, BLOCK=BLOCK, num_warps=8
     )
+
+
+@cache  # an import is looked up in every launch, for as long as a call of Python
+def _programs() -> ModuleType:
+    return import_module("patchpar.comm.kernels.programs.write_pieces")
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
