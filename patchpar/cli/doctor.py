@@ -60,11 +60,16 @@ def doctor(request: DoctorFlags) -> None:
 def examine(request: DoctorFlags) -> dict[str, Any]:
     """Return all results of doctor, as in its JSON. Raises PlanError."""
     from patchpar.launch.devices import resolve_devices
-    from patchpar.pipeline.model_to_load import ModelInFiles
+    from patchpar.models.files import resolve_model
+    from patchpar.models.hub import cached_model
 
     devices, software, cards = resolve_devices(request.devices).names, gpu_software(), graphics_cards()
-    model = ModelInFiles.of(request.model, request.for_loading())  # an unknown one is refused before anything runs
-    folder, options = model.folder, model.options
+    model, options, folder = resolve_model(request.model, request.for_loading())  # an unknown one is refused first
+    folder = folder or cached_model(model, options)
+    if folder is None:
+        from patchpar.models.loading import fetch_model  # imports torch
+
+        folder = fetch_model(model, options)
     TASK.check(None if folder is None else purpose_of(folder.pipeline))
     return {
         "versions": versions(),
