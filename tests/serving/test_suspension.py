@@ -133,6 +133,8 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
     assert not first.drain(0.0)
     first.close()
     asks.join(20)
+    view = client.get(f"/v1/jobs/{running}").json()
+    assert (view["status"], view["error"]) == ("in_progress", None), "who polls goes on polling"
     error = error_of(answers[0], 503)
     moved = error["message"].rpartition("/")[2]
     assert (error["code"], moved.startswith("job_")) == ("draining", True)
@@ -189,6 +191,7 @@ def test_a_broken_entry_stays_and_the_others_are_taken_up(journaled: Any, text: 
     assert take_up(service) == 1
     client = client_of(application(service))
     until(lambda: client.get(f"/v1/jobs/{name}").json()["status"] == "completed", "the whole one")
+    client.delete(f"/v1/jobs/{name}")
     service.close()
     assert {each.name for each in folder.iterdir()} == {broken.name, "notes.txt"}
 
