@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from patchpar import ParallelPipeline, PlanError
+from patchpar.serving import service as service_module
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
@@ -156,6 +157,22 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
         until(lambda: not list(tmp_path.iterdir()), "the journal to be empty")
     finally:
         second.close()
+
+
+def test_a_request_in_a_long_denoiser_call_is_written_as_it_was_before_it(
+    pipe: ParallelPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not wait until the call has ended, and what was made before is not lost."""
+    first = server_of(pipe, tmp_path)
+    client = client_of(application(first))
+    name = client.post(f"{PATH}?async=true", json=BODY).json()["id"]
+    until(lambda: client.get(f"/v1/jobs/{name}").json()["step"] >= 3, "three steps")
+    monkeypatch.setattr(service_module, "SUSPEND_SECONDS", 0.0)
+    monkeypatch.setattr(Job, "suspend", lambda job: None)  # it comes to no further denoiser call
+    first.close()
+    (entry,) = RequestJournal(tmp_path).entries("embedded")
+    assert entry.kept.suspended is not None
+    assert 3 <= entry.kept.suspended.num_calls <= STEPS
 
 
 @pytest.fixture
