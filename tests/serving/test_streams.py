@@ -220,9 +220,9 @@ def test_audio_longer_than_a_stream_is_refused(face: StreamingPipeline) -> None:
     """A small file can hold days of silence: no more of it is decoded."""
     client = client_of(stream_application(service_with(face, limits=RequestLimits(stream_seconds=1.0))))
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setparams((1, 2, 8000, 0, "NONE", ""))
-        sound.writeframes(bytes(2 * 8000 * 2))
+    with wave.open(file, "wb") as audio:
+        audio.setparams((1, 2, 8000, 0, "NONE", ""))
+        audio.writeframes(bytes(2 * 8000 * 2))
     error = error_of(client.post(STREAMS, files={"audio_file": ("a.wav", file.getvalue())}, data={"seed": "1"}), 400)
     assert error["code"] == "invalid_audio"
     assert "audio_file (pcm_s16le, 8000 samples/s, 1 channel) is longer than 1 s" in error["message"]
