@@ -36,7 +36,7 @@ ONLY = {
     "comm": {"errors", "plan.mesh", "launch.message_seal"},
     "comm.transport": {
         *("errors", "launch.accelerators", "launch.anonymous_file", "launch.executor.RankContext"),
-        *("launch.links", "launch.rendezvous.this_host"),
+        *("launch.links", "launch.network.tagged_socket", "launch.rendezvous.this_host"),
     },
     "shard.kernels": {"shard.precision", "launch.accelerators"},
     "shard.unet.layers": {"errors", "plan.bands", "shard.precision", "shard.kernels", "comm.exchange_part.Halo"},
