@@ -33,8 +33,10 @@ class ForkedActor:
         self._process.start()
         theirs.close()
 
-    def prepare(self, start: SessionStart, give_up: float) -> ReadyRank:
+    def prepare(self, start: SessionStart) -> None:
         self._pipe.send(self._alter(start))
+
+    def ready(self, give_up: float) -> ReadyRank:
         assert self._pipe.poll(give_up - time.monotonic())
         return self._pipe.recv()
 

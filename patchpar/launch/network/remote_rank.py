@@ -1,5 +1,7 @@
 """One rank in a process of another node, such as an actor of Ray: its listener, and the worker's loop in it."""
 
+import contextlib
+import importlib
 import os
 import socket
 import time
@@ -25,11 +27,13 @@ from patchpar.launch.worker import Worker, WorkerContext
 class SessionStart:
     """What a caller says to the processes of ranks first. `nonce`: sampled for this session.
 
-    `secret_file`: a path on each node; without one `nonce` is a key that only these processes know.
+    `secret_file`: a path on each node; without one `nonce` is a key that only these processes know. `modules`: what the
+    ranks will import, which takes so long that they do it before anybody waits for their answers.
     """
 
     secret_file: str | None
     nonce: bytes = field(repr=False)
+    modules: tuple[str, ...] = ()
 
     def key(self) -> bytes:
         """Return the key of the session. Raises PlanError for a secret file that cannot be used here."""
@@ -75,7 +79,10 @@ class RemoteRank:
         self._node, self._host = node, host
 
     def prepare(self, start: SessionStart) -> ReadyRank:
-        """Listen for the caller and other ranks."""
+        """Listen for the caller and other ranks, and import what takes long. What is missing `serve` reports."""
+        for name in start.modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         try:
             self._key = start.key()
             self._listener = RankListener(self._node, self._host, self._key)

@@ -39,8 +39,11 @@ class RankActor(Protocol):
     def node(self) -> str:
         """Its node, as in RankAddress."""
 
-    def prepare(self, start: SessionStart, give_up: float) -> ReadyRank:
-        """Return what `RemoteRank.prepare` returns there. Raises LaunchError, also at `give_up`."""
+    def prepare(self, start: SessionStart) -> None:
+        """Begin `RemoteRank.prepare` there."""
+
+    def ready(self, give_up: float) -> ReadyRank:
+        """Return what `RemoteRank.prepare` has returned. Raises LaunchError, also at `give_up`."""
 
     def serve(self, token: bytes, seconds: float) -> None:
         """Begin `RemoteRank.serve` there."""
@@ -154,8 +157,8 @@ class RemoteStarter:
         self._spec, self._actors, self._devices = spec, actors, tuple(devices)
         self._is_known = secret_file is not None or trusted_network
         secret = None if secret_file is None else str(secret_file)
-        self._session = SessionStart(secret_file=secret, nonce=secrets.token_bytes(TOKEN_BYTES))
-        self._hosts: dict[int, tuple[str, str]] = {}  # `this_host` of each rank, and its name
+        modules = ("torch", spec.engine.partition(":")[0], *spec.preload)
+        self._session = SessionStart(secret_file=secret, nonce=secrets.token_bytes(TOKEN_BYTES), modules=modules)
 
     def start(self, ranks: Sequence[int], store: GroupStore | None, speakers: FirstPrinter) -> Iterator[RankProcess]:
         """See ProcessStarter. What the ranks print is not read here."""
@@ -163,7 +166,9 @@ class RemoteStarter:
         key = self._session.key()
         actors = self._actors.start(ranks, give_up)
         try:
-            ready = {rank: self._prepared(rank, actor, give_up) for rank, actor in actors.items()}
+            for actor in actors.values():
+                actor.prepare(self._session)
+            ready = {rank: _ready(rank, actor, give_up) for rank, actor in actors.items()}
             self._refuse_strangers(ready)
             workers = [self._connected(rank, actors[rank], ready[rank], key) for rank in ranks]
         except BaseException:
@@ -177,12 +182,6 @@ class RemoteStarter:
             message = encode(replace(config, group_store=where))
             with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed by the RequestLoop
                 worker.channel.send(ChannelFrame(FrameKind.CONFIG, 0, message))
-
-    def _prepared(self, rank: int, actor: RankActor, give_up: float) -> ReadyRank:
-        found = actor.prepare(self._session, give_up)
-        if found.problem:
-            raise LaunchError(f"rank {rank} cannot start: {found.problem}")
-        return found
 
     def _refuse_strangers(self, ready: Mapping[int, ReadyRank]) -> None:
         """Raise LaunchError if ranks or caller are on several hosts that have nothing by which to know one another."""
@@ -213,6 +212,13 @@ class RemoteStarter:
             with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed when the request is sent
                 worker.channel.send(ChannelFrame(FrameKind.LINK, 0, message))
             message.close()
+
+
+def _ready(rank: int, actor: RankActor, give_up: float) -> ReadyRank:
+    found = actor.ready(give_up)
+    if found.problem:
+        raise LaunchError(f"rank {rank} cannot start: {found.problem}")
+    return found
 
 
 def _address_of(worker: RankProcess) -> RankAddress:

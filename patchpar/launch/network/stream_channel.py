@@ -39,9 +39,11 @@ class StreamChannel(Channel):
         memory = memoryview(b"") if block is None else block.map()
         note, head = self._note(), frame_bytes(frame)
         begin = PACKET.pack(len(head) + len(memory), len(note)) + note + head
-        yield memoryview(begin), ()
-        yield memory, ()
-        yield memoryview(self._tags[0].next(begin, memory)), ()
+        tag = self._tags[0].next(begin, memory)
+        if memory:
+            yield memoryview(begin), ()
+            yield memory, ()
+        yield memoryview(tag if memory else begin + tag), ()
 
     def _take(self) -> ChannelFrame | None:
         """See Channel. Raises AuthenticationError for a packet that the other end has not sent."""

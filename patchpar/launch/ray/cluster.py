@@ -81,19 +81,23 @@ class RayActor:
 
     def __init__(self, actor: Any, cluster: RayCluster, node: str) -> None:
         self._actor, self._cluster, self.node = actor, cluster, node
+        self._ready: Any = None  # of `prepare`
         self._end: Any = None  # of `serve`
 
-    def prepare(self, start: SessionStart, give_up: float) -> ReadyRank:
+    def prepare(self, start: SessionStart) -> None:
+        """See RankActor."""
+        self._ready = self._actor.prepare.remote(start)
+
+    def ready(self, give_up: float) -> ReadyRank:
         """See RankActor."""
         import ray
 
-        found = self._actor.prepare.remote(start)
-        while not ray.wait([found], timeout=LOOK_SECONDS)[0]:
+        while not ray.wait([self._ready], timeout=LOOK_SECONDS)[0]:
             self._cluster.check()
             if time.monotonic() > give_up:
                 raise LaunchError(f"an actor has not started in time: {self._cluster.shortage()}")
         try:
-            ready: ReadyRank = ray.get(found)
+            ready: ReadyRank = ray.get(self._ready)
         except ray.exceptions.RayError as error:
             raise LaunchError(
                 f"an actor of Ray could not start: {error}\nAll nodes need the same patchpar, Python and torch"
