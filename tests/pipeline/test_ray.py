@@ -67,6 +67,7 @@ def cluster() -> Iterator[Any]:
     """A node of one core, to which tests add others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_raylet_start_wait_time_s", str(START_SECONDS))
+        patch.setenv("RAY_worker_niceness", "0")  # else other tests of this machine hold the ranks up
         import ray
         from ray.cluster_utils import Cluster
 

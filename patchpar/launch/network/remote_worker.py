@@ -35,10 +35,6 @@ NO_TRUST = (
 class RankActor(Protocol):
     """A process that has been placed on a node to be one rank."""
 
-    @property
-    def node(self) -> str:
-        """Its node, as in RankAddress."""
-
     def prepare(self, start: SessionStart) -> None:
         """Begin `RemoteRank.prepare` there."""
 

@@ -6,7 +6,8 @@ import contextlib
 import importlib.util
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from patchpar.errors import LaunchError, PlanError
@@ -77,32 +78,45 @@ class RayCluster:
 
 
 class RayActor:
-    """One actor, see RankActor."""
+    """One actor, see RankActor. `place`: places one on a node, by a time of time.monotonic()."""
 
-    def __init__(self, actor: Any, cluster: RayCluster, node: str) -> None:
-        self._actor, self._cluster, self.node = actor, cluster, node
+    def __init__(self, place: Callable[[float], Any], cluster: RayCluster, give_up: float) -> None:
+        self._place, self._cluster = place, cluster
+        self._actor = place(give_up)
         self._ready: Any = None  # of `prepare`
         self._end: Any = None  # of `serve`
 
     def prepare(self, start: SessionStart) -> None:
         """See RankActor."""
-        self._ready = self._actor.prepare.remote(start)
+        self._start, self._ready = start, self._actor.prepare.remote(start)
 
     def ready(self, give_up: float) -> ReadyRank:
         """See RankActor."""
+        import ray
+
+        while True:
+            self._wait(give_up)
+            try:
+                ready: ReadyRank = ray.get(self._ready)
+            except ray.exceptions.RayError as error:
+                if not _has_lost_node(error) or time.monotonic() > give_up:
+                    raise LaunchError(
+                        f"an actor of Ray could not start: {error}\nAll nodes need the same patchpar, Python and torch"
+                    ) from error
+                # Ray takes seconds to notice that a node is lost, and places actors there until then.
+                self._actor = self._place(give_up)
+                self.prepare(self._start)
+            else:
+                return ready
+
+    def _wait(self, give_up: float) -> None:
+        """Wait for the end of `prepare`. Raises LaunchError at `give_up`, and if the cluster gets too small."""
         import ray
 
         while not ray.wait([self._ready], timeout=LOOK_SECONDS)[0]:
             self._cluster.check()
             if time.monotonic() > give_up:
                 raise LaunchError(f"an actor has not started in time: {self._cluster.shortage()}")
-        try:
-            ready: ReadyRank = ray.get(self._ready)
-        except ray.exceptions.RayError as error:
-            raise LaunchError(
-                f"an actor of Ray could not start: {error}\nAll nodes need the same patchpar, Python and torch"
-            ) from error
-        return ready
 
     def serve(self, token: bytes, seconds: float) -> None:
         """See RankActor."""
@@ -151,6 +165,10 @@ class RayActors:
 
     def start(self, ranks: Sequence[int], give_up: float) -> Mapping[int, RayActor]:
         """See RankActors."""
+        return {rank: RayActor(partial(self._actor_of, rank), self._cluster, give_up) for rank in ranks}
+
+    def _actor_of(self, rank: int, give_up: float) -> Any:
+        """Return a new actor in the bundle of a rank."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -158,13 +176,9 @@ class RayActors:
 
         nodes = self._placed(give_up)
         self._bundles = self._bundles or bundles_by_rank(nodes)
-        actors = {}
-        for rank in ranks:
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
-            options = {"num_cpus": 1, "num_gpus": int(self._cluster.resource == GPU), "scheduling_strategy": where}
-            actor = ray.remote(RayRank).options(**options, max_restarts=0, max_task_retries=0).remote()
-            actors[rank] = RayActor(actor, self._cluster, nodes[self._bundles[rank]])
-        return actors
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+        options = {"num_cpus": 1, "num_gpus": int(self._cluster.resource == GPU), "scheduling_strategy": where}
+        return ray.remote(RayRank).options(**options, max_restarts=0, max_task_retries=0).remote()
 
     def _placed(self, give_up: float) -> dict[int, str]:
         """Return the node of each bundle, once all have one."""
@@ -189,6 +203,13 @@ class RayActors:
         group, self._group = self._group, None
         if group is not None:
             _remove(remove_placement_group, group)
+
+
+def _has_lost_node(error: Exception) -> bool:
+    """Whether an actor has ended before it worked, by no fault of its own."""
+    import ray
+
+    return isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
 
 
 def _remove(remove: Any, group: Any) -> None:
