@@ -104,18 +104,16 @@ class RemoteWorker:
         return self._actor.how_it_ended() if self._actor.has_ended() else "has closed its connection"
 
     def ask_to_stop(self) -> None:
-        """See RankProcess."""
-        with contextlib.suppress(ChannelClosed, TimeoutError):
-            self.channel.send(ChannelFrame(FrameKind.STOP, 0))
+        """See RankProcess. By whom it was placed, not by a frame: an actor that exits by itself looks like a fault."""
+        self._actor.kill()
 
     def terminate(self) -> None:
         """See RankProcess."""
         self._actor.kill()
 
     def kill(self) -> None:
-        """See RankProcess."""
+        """See RankProcess. `release` closes the channel, which would end it, too."""
         self._actor.kill()
-        self.channel.close()
 
     def wait(self, give_up: float) -> bool:
         """See RankProcess."""

@@ -78,11 +78,11 @@ class RayCluster:
 
 
 class RayActor:
-    """One actor, see RankActor. `place`: places one on a node, by a time of time.monotonic()."""
+    """One actor, see RankActor. `schedule`: makes one on a node, by a time of time.monotonic()."""
 
-    def __init__(self, place: Callable[[float], Any], cluster: RayCluster, give_up: float) -> None:
-        self._place, self._cluster = place, cluster
-        self._actor = place(give_up)
+    def __init__(self, schedule: Callable[[float], Any], cluster: RayCluster, give_up: float) -> None:
+        self._schedule, self._cluster = schedule, cluster
+        self._actor = schedule(give_up)
         self._ready: Any = None  # of `prepare`
         self._end: Any = None  # of `serve`
 
@@ -104,7 +104,7 @@ class RayActor:
                         f"an actor of Ray could not start: {error}\nAll nodes need the same patchpar, Python and torch"
                     ) from error
                 # Ray takes seconds to notice that a node is lost, and places actors there until then.
-                self._actor = self._place(give_up)
+                self._actor = self._schedule(give_up)
                 self.prepare(self._start)
             else:
                 return ready
