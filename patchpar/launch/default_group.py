@@ -75,7 +75,9 @@ def store_at(where: str, own: GroupRank) -> Store:
     host, _, port = where.removeprefix(TCP).rpartition(":")
     timeout = timedelta(seconds=own.timeout)
     try:
-        return dist.TCPStore(host, int(port), own.world_size, own.rank == 0, timeout, wait_for_workers=False)
+        return dist.TCPStore(  # type: ignore[attr-defined]  # it is documented
+            host, int(port), own.world_size, own.rank == 0, timeout, wait_for_workers=False
+        )
     except RuntimeError as error:
         raise LaunchError(f"rank {own.rank} cannot reach rank 0 at {where}: {error}") from error
 

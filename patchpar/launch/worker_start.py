@@ -52,7 +52,7 @@ class WorkerPoolSpec:
         """Whether the ranks meet in torch's default group."""
         return self.has_group and needs_group(self.devices)
 
-    def config(self, rank: int, store: GroupStore | None, threads: int, inherited: Inherited) -> WorkerConfig:
+    def config(self, rank: int, store: GroupStore | None, threads: int, inherited: Inherited | None) -> WorkerConfig:
         """Return the first message to a worker. `store`, `inherited`: see WorkerConfig."""
         return WorkerConfig(
             rank=rank,

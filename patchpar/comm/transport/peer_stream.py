@@ -43,7 +43,7 @@ class PeerStream(PeerSocket):
     def frame_of(self, segment: Segment, offset: int, num_bytes: int) -> OutgoingFrame:
         """See PeerSocket: the message itself, so that its space may be used again at once."""
         room = aligned(num_bytes) if segment.is_kept else segment.used - offset
-        values = memoryview(segment.memory[offset : min(offset + room, segment.memory.numel())].numpy())
+        values = segment.memory[offset : min(offset + room, segment.memory.numel())].numpy().data
         frame = FRAME.pack(MESSAGE, 0, len(values), num_bytes)
         return OutgoingFrame(memoryview(b"".join((frame, self._tags.sent.next(frame, values), values))))
 
@@ -76,7 +76,7 @@ class PeerStream(PeerSocket):
         self._head = bytes(head)
         _, _, room, _ = FRAME.unpack_from(self._head)
         self._memory = torch.empty(room, dtype=torch.uint8)
-        self._expect(self._take_values, memoryview(self._memory.numpy()))
+        self._expect(self._take_values, self._memory.numpy().data)
 
     def _take_values(self, values: memoryview) -> None:
         frame, tag = self._head[: FRAME.size], self._head[FRAME.size :]
