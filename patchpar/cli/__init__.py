@@ -10,10 +10,12 @@ import typer
 
 from patchpar.cli.verbs import LazyVerbs
 
+ABOUT = "Run one diffusion model on several devices; --version prints the version."
+"""Options are no section of their own, so that all verbs fit a screen."""
 app = typer.Typer(
     name="patchpar",
     cls=LazyVerbs,
-    help="Run one diffusion model on several devices.",
+    help=ABOUT,
     epilog='Try: patchpar generate "a red house on the left" --devices 2',
     no_args_is_help=True,
     add_completion=False,
@@ -33,7 +35,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, hidden=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Run one diffusion model on several devices."""

@@ -14,7 +14,7 @@ from patchpar.cli.flags import Debug, Json
 if TYPE_CHECKING:
     from patchpar.stream.convert import ConvertedModel
 
-FOR_FIFO = "it is not block-causal: use patchpar video, or FifoStreamingPipeline"
+FOR_FIFO = "it is not block-causal: use patchpar video, or patchpar fifo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,12 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             command="replay",
             example="session.jsonl --devices 2 --output again.mp4",
         ),
+        "fifo": Verb(
+            module="fifo",
+            flags="FifoFlags",
+            command="fifo",
+            example='"a river" --model ./wan --devices 4 --seconds 60',
+        ),
         "convert": Verb(
             module="convert",
             flags="ConvertFlags",

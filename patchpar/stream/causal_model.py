@@ -18,8 +18,18 @@ from patchpar.stream.events import Change
 Payload = tuple[Tensor, ...]
 
 
-class CausalModel(Protocol):
-    """A model with `steps` denoising steps per block. A payload holds tensors of the shapes that `payload` states."""
+class StageModel(Protocol):
+    """What the loop of every stage needs of a model. A payload holds tensors of the shapes that `payload` states."""
+
+    def payload(self) -> tuple[TensorSpec, ...]:
+        """Return shapes and dtypes of the tensors passed from one stage to the next, the same for every block."""
+
+    def begin(self, block: int, inputs: Payload) -> Payload:
+        """Return the payload with which a block enters the first stage: noise, and `inputs` such as its audio."""
+
+
+class CausalModel(StageModel, Protocol):
+    """A model with `steps` denoising steps per block."""
 
     @property
     def steps(self) -> int:
@@ -29,14 +39,8 @@ class CausalModel(Protocol):
     def inner(self) -> int:
         """Ranks per denoising step. All of them call `new_state`, `apply` and `step` in the same order."""
 
-    def payload(self) -> tuple[TensorSpec, ...]:
-        """Return shapes and dtypes of the tensors passed from one step to the next, the same for every block."""
-
     def new_state(self, step: int) -> Any:
         """Return the empty state of denoising step `step`."""
-
-    def begin(self, block: int, inputs: Payload) -> Payload:
-        """Return the payload with which step 0 of a block starts: noise, and `inputs` such as the block's audio."""
 
     def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
         """Return the payload of `begin` started from frames [F, height, width, 3] in uint8. Called in order."""

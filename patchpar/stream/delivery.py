@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import is_number, is_whole, make_plain
+from patchpar.plan.scalars import is_number, make_plain
 from patchpar.stream.audio.track import first_frame_number
 from patchpar.stream.rank_driver import Output, check_output
 
@@ -94,16 +94,11 @@ class StreamDelivery:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        check_output(self.output)
+        check_output(self.output, self.lead, self.restarts)
         if not isinstance(self.keep_alive, bool):
             raise PlanError(f"keep_alive={self.keep_alive!r}: use True or False")
         if self.pace not in get_args(Pacing):
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
-        if not is_whole(self.lead) or not is_whole(self.restarts, 0):
-            raise PlanError(
-                f"lead={self.lead!r}, restarts={self.restarts!r}: use whole numbers, lead at least 1 and restarts at "
-                "least 0"
-            )
         if self.hold is not None and not (is_number(self.hold) and 0 < self.hold < float("inf")):
             raise PlanError(f"hold={self.hold!r}: it must be seconds above 0, or None")
         if self.fps is not None and not (is_number(self.fps, 0, 1000) and self.fps):

@@ -187,8 +187,7 @@ class StreamDriver(RankDriver):
             elif isinstance(event, ProducedBlock) and self.status != "cancelled":
                 begun, samples = self._sent.pop(event.block)
                 self._resume_state.note(event, begun)
-                if self.status == "degraded":
-                    self.status = "paused" if self._is_paused else "running"
+                self._note_recovery()
                 epoch = self._resume_state.epoch
                 self._deliver(OutputBlock(produced=event, begun=begun, samples=samples, run=self._current, epoch=epoch))
             self.changed.notify_all()

@@ -17,10 +17,14 @@ T = TypeVar("T")
 Status = Literal["running", "paused", "degraded", "finished", "cancelled", "failed"]
 
 
-def check_output(output: str) -> None:
-    """Raise PlanError for an unknown policy."""
+def check_output(output: str, lead: int = 1, restarts: int = 0) -> None:
+    """Raise PlanError for an unknown policy, `lead` below 1 output, or `restarts` below 0."""
     if output not in get_args(Output):
         raise PlanError(f"output={output!r}: use one of {', '.join(get_args(Output))}")
+    if not is_whole(lead) or not is_whole(restarts, 0):
+        raise PlanError(
+            f"lead={lead!r}, restarts={restarts!r}: use whole numbers, lead at least 1 and restarts at least 0"
+        )
 
 
 class OutputQueue(Generic[T]):
@@ -167,6 +171,11 @@ class RankDriver:
                 self._order_cancel()
             else:
                 self._order()
+
+    def _note_recovery(self) -> None:
+        """An output has come: a stream that was being resumed goes on."""
+        if self.status == "degraded":
+            self.status = "paused" if self._is_paused else "running"
 
     def _take_credit(self) -> bool:
         """Take credit for one block or image; False if there is none."""

@@ -8,7 +8,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.messages import LostStage, StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, OrderInlet, StageIO, StageLoop, order_patience
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal
 from patchpar.stream.stage_resume import KeptBlocks, StageNeeds
 
@@ -81,12 +81,9 @@ class ResumableStage(StageLoop):
                 self._stage_io.lost(self._loss)
 
     def _reconnect(self, *, is_lost: bool) -> None:
-        self._first_sent = None
-        if self._beginning is not None and not is_lost:
-            self._beginning.go_on(self._stage_io)
-        elif self._rank == 0:
-            patience = order_patience(self._comm)
-            self._beginning = OrderInlet(self._model, self._stage_io, patience, self._next, has_settled=True)
+        self._first_sent, self._has_settled, self._left = None, True, None
+        if is_lost:
+            self._block = self._next
         self._connect()
 
     def _send_again(self, need: int, first_block: int, *, next_is_lost: bool) -> None:
@@ -115,11 +112,11 @@ class ResumableStage(StageLoop):
             envelope, self._loss = replace(envelope, lost=(*envelope.lost, self._loss)), None
         super()._handle(envelope)
 
-    def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
+    def _computed(self, envelope: BlockEnvelope) -> BlockEnvelope:
         self._is_half_done = True
         if envelope.sign is BlockSignal.BLOCK:
             self._lose_again(envelope.block)
-        done = super()._work(envelope)
+        done = super()._computed(envelope)
         self._next, self._is_half_done = done.block + 1, False
         if self._position.next is not None and done.sign is BlockSignal.BLOCK:
             self._kept.add(done, self._conditions())

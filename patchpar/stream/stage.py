@@ -6,29 +6,27 @@
     rank 2                     b0    b1    b2    b3      decode
 
 There is no clock, and no collective between stages: a stage waits for its block only (Live Avatar, arXiv:2512.04677,
-section 4.2). Where several ranks share a stage, its first rank receives the block, forwards it to the others before it
-computes anything, and sends the result on. The first finished block goes back to rank 0, which makes the adaptive sink
-from it: a change like any other, with the block that enters after block 0 has left the last step, so that no stage
-waits for it.
+section 4.2). Zones of a queue of frames are stages of the same loop, see `fifo.stage`. Where several ranks share a
+stage, its first rank receives the block, forwards it to the others before it computes anything, and sends the result
+on. The first finished block goes back to rank 0, which makes the adaptive sink from it: a change like any other, with
+the block that enters after block 0 has left the last step, so that no stage waits for it.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
-from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.causal_model import CausalModel, Payload, StageModel
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import LostStage
-from patchpar.stream.plan import StageSteps, StreamPlan
+from patchpar.stream.plan import StagePosition, StageSteps, StreamPlan
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
-from patchpar.stream.stage_position import StagePosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +78,43 @@ class StageStats:
     waited: float
 
 
-class StageInlet(Protocol):
-    """The source of a stage's blocks."""
-
-    def take(self) -> BlockEnvelope:
-        """Return the next message."""
-
-
 class Stage(ABC):
-    """The loop of one rank: takes messages from `_in`, works on blocks, and sends them on through `_out`."""
+    """The loop of rank `rank` of `plan`: blocks come from the stage before, are worked on, and go to the next.
 
-    _in: StageInlet
-    _out: Downstream | None
+    The first stage makes a block per order, from number `first_block` on. After the last order, as many further blocks
+    enter as `_drain` says.
+    """
 
-    def __init__(self, rank: int, comm: Communicator | None, stage_io: StageIO) -> None:
-        self._rank, self._comm, self._stage_io = rank, comm, stage_io
+    _model: StageModel
+    _drain = 0
+
+    def __init__(
+        self,
+        model: StageModel,
+        plan: StreamPlan,
+        rank: int,
+        comm: Communicator | None,
+        stage_io: StageIO,
+        first_block: int,
+    ) -> None:
+        self._plan, self._rank, self._comm, self._stage_io = plan, rank, comm, stage_io
+        self._model, self._position = model, StagePosition.of(plan, rank)
+        self._first_block = self._block = first_block
+        self._left: int | None = None  # blocks that still enter after the last order
+        self._in: Upstream | None = None
+        self._peers: Downstream | None = None
+        self._out: Downstream | None = None
+        self._is_connected = False
 
     def run(self) -> StageStats:
         """Run until the stream ends. Raises ExchangeError if another rank is late or has died."""
+        if not self._is_connected:
+            self._connect()
         blocks, busy, waited = 0, 0.0, 0.0
         sign = BlockSignal.REST
         while sign is not BlockSignal.END:
             start = time.perf_counter()
-            envelope = self._in.take()
+            envelope = self._enter() if self._in is None else self._in.take()
             sign, arrived = envelope.sign, time.perf_counter()
             self._handle(envelope)
             if sign.is_block:
@@ -112,81 +124,71 @@ class Stage(ABC):
         self._settle()
         return StageStats(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
 
-    @abstractmethod
-    def _handle(self, envelope: BlockEnvelope) -> None:
-        """Work on a block, and send any message on."""
+    def _connect(self) -> None:
+        """Receive from the stage before and send to the next, and to the other ranks of this one."""
+        position, specs, self._is_connected = self._position, self._model.payload(), True
+        if position.source is not None:
+            self._in = Upstream(connected(self._comm), position.source, specs, ahead=position.leads)
+        self._peers = Downstream(connected(self._comm), position.peers, specs) if position.peers else None
+        self._out = None if position.next is None else Downstream(connected(self._comm), [position.next], specs)
 
-    @abstractmethod
-    def _settle(self) -> None:
-        """After the last message: wait until all messages have been sent. Raises ExchangeError."""
-
-
-def order_patience(comm: Communicator | None) -> float:
-    """Return the seconds that the first rank waits for an order before it sends a message without a block."""
-    return 1.0 if comm is None else comm.transport.deadline / 4
-
-
-class OrderInlet:
-    """The inlet of the first stage: makes a block per order, for which it waits `patience` seconds.
-
-    `has_settled`: the adaptive sink is there already.
-    """
-
-    def __init__(
-        self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int, *, has_settled: bool = False
-    ) -> None:
-        self._model, self._stage_io, self._patience = model, stage_io, patience
-        self._block = self._first_block = first_block
-        self._has_settled = has_settled
-        self._back: Work[Messages] | None = None
-        self._first: Payload | None = None
-        self._has_reference = False
-
-    def go_on(self, stage_io: StageIO) -> None:
-        """Take orders from `stage_io` from now on."""
-        self._stage_io = stage_io
-
-    def expect_first(self, back: Work[Messages]) -> None:
-        """Set the receive of the first finished block, where another stage finishes it."""
-        self._back = back
-
-    def keep_first(self, payload: Payload) -> None:
-        """Store the first finished block, where this stage finishes it."""
-        self._first = payload
-
-    def take(self) -> BlockEnvelope:
-        """See StageInlet."""
-        cancelled = self._stage_io.is_cancelled()
-        order = StageOrder(sign=BlockSignal.END) if cancelled else self._stage_io.order(self._block, self._patience)
+    def _enter(self) -> BlockEnvelope:
+        """On the first rank: the next message, by the next order."""
+        order = self._order()
         if order.sign is not BlockSignal.BLOCK:
-            if order.sign is BlockSignal.END and self._block > self._first_block:
-                self._fetch_first()
             return BlockEnvelope(sign=order.sign)
         block, born = self._block, time.time_ns()
-        changes = (*self._adaptive_sink(block), *order.changes)
-        self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         self._block += 1
-        payload = self._model.begin(block, order.inputs)
-        if order.frames is not None:
-            payload = self._model.noised(block, payload, order.frames)
+        changes, payload = self._begin(block, order)
         return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
 
-    def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
-        """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
-        is_due = block == self._first_block + self._model.steps and not self._has_settled
-        if not is_due or not self._model.adapts_sink:
-            return ()
-        first = self._fetch_first()
-        return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
+    def _order(self) -> StageOrder:
+        """The next order, waited for up to a quarter of the deadline; none is taken after the last one."""
+        if self._stage_io.is_cancelled():
+            return StageOrder(sign=BlockSignal.END)
+        if self._left is None:
+            order = self._stage_io.order(self._block, 1.0 if self._comm is None else self._comm.transport.deadline / 4)
+            if order.sign is not BlockSignal.END:
+                return order
+            self._left = self._drain if self._block > self._first_block else 0
+        self._left -= 1
+        return StageOrder(sign=BlockSignal.END if self._left < 0 else BlockSignal.BLOCK)
 
-    def _fetch_first(self) -> Payload | None:
-        if self._back is not None:
-            self._first, self._back = tuple(self._back.wait_for(0)), None
-        return self._first
+    def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
+        """Changes and payload with which a block enters."""
+        return order.changes, self._model.begin(block, order.inputs)
+
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
+        if self._position.leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
+            envelope = replace(envelope, sign=BlockSignal.VOID)
+        if self._peers is not None:
+            self._peers.send(envelope)
+        if envelope.sign.is_block:
+            self._work(envelope)
+        else:
+            self._send(envelope)
+
+    @abstractmethod
+    def _work(self, envelope: BlockEnvelope) -> None:
+        """Work on a block, and `_send` it. One that is VOID is not computed."""
+
+    def _send(self, envelope: BlockEnvelope) -> None:
+        """Send a message to the next stage, if there is one."""
+        if self._out is not None:
+            self._out.send(envelope)
+
+    def _settle(self) -> None:
+        """After the last message: wait until all messages have been sent. Raises ExchangeError."""
+        for way in (self._peers, self._out):
+            if way is not None:
+                way.settle()
 
 
 class StageLoop(Stage):
-    """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError."""
+    """Runs rank `rank` of `plan`, whose steps are denoising steps of blocks. Raises PlanError."""
+
+    _model: CausalModel
 
     def __init__(
         self,
@@ -197,56 +199,50 @@ class StageLoop(Stage):
         stage_io: StageIO,
         first_block: int = 0,
     ) -> None:
-        self._position = StagePosition.of(plan, rank)
+        super().__init__(model, plan, rank, comm, stage_io, first_block)
         _check(model, plan, self._position.stage, comm)
-        super().__init__(rank, comm, stage_io)
-        self._model, self._plan, self._first_block = model, plan, first_block
         self._states = [model.new_state(step) for step in self._position.stage.steps]
         self._decoder = model.new_decoder() if self._position.decodes else None
-        self._beginning: OrderInlet | None = None
+        self._has_settled = False  # the adaptive sink is there, or there will be none
+        self._has_reference = False
+        self._first: Payload | None = None
+        self._first_received: Work[Messages] | None = None
         self._first_sent: Work[Messages] | None = None
-        self._is_connected = False
-
-    def run(self) -> StageStats:
-        """See Stage."""
-        if not self._is_connected:
-            self._begin()
-        return super().run()
-
-    def _begin(self) -> None:
-        """Connect with the other stages, for a stream's first block."""
-        model, position = self._model, self._position
-        if self._rank == 0:
-            self._beginning = OrderInlet(model, self._stage_io, order_patience(self._comm), self._first_block)
-            if model.adapts_sink and not position.makes_first:
-                leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
-                back = connected(self._comm).receive("first", "stream", leader, model.payload())
-                self._beginning.expect_first(back)
-        self._connect()
 
     def _connect(self) -> None:
-        """Receive from the stage before and send to the next, and to the other ranks of this one."""
-        position, specs, self._is_connected = self._position, self._model.payload(), True
-        if self._beginning is not None:
-            self._in = self._beginning
-        else:
-            assert position.source is not None, "all ranks but the first have one"
-            self._in = Upstream(connected(self._comm), position.source, specs, ahead=position.leads)
-        self._peers = Downstream(connected(self._comm), position.peers, specs) if position.peers else None
-        self._out = None if position.next is None else Downstream(connected(self._comm), [position.next], specs)
+        """Also receive the first finished block, where another stage finishes it."""
+        model, position = self._model, self._position
+        if self._rank == 0 and model.adapts_sink and not position.makes_first and not self._has_settled:
+            leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
+            self._first_received = connected(self._comm).receive("first", "stream", leader, model.payload())
+        super()._connect()
 
-    def _handle(self, envelope: BlockEnvelope) -> None:
-        """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
-        if self._position.leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
-            envelope = replace(envelope, sign=BlockSignal.VOID)
-        if self._peers is not None:
-            self._peers.send(envelope)
-        if envelope.sign.is_block:
-            envelope = self._work(envelope)
-        if self._out is not None:
-            self._out.send(envelope)
+    def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
+        changes = (*self._adaptive_sink(block), *order.changes)
+        self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
+        payload = self._model.begin(block, order.inputs)
+        if order.frames is not None:
+            payload = self._model.noised(block, payload, order.frames)
+        return changes, payload
 
-    def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
+    def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
+        """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
+        is_due = block == self._first_block + self._model.steps and not self._has_settled
+        if not is_due or not self._model.adapts_sink:
+            return ()
+        first = self._fetch_first()
+        return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
+
+    def _fetch_first(self) -> Payload | None:
+        if self._first_received is not None:
+            self._first, self._first_received = tuple(self._first_received.wait_for(0)), None
+        return self._first
+
+    def _work(self, envelope: BlockEnvelope) -> None:
+        self._send(self._computed(envelope))
+
+    def _computed(self, envelope: BlockEnvelope) -> BlockEnvelope:
+        """A block after the steps of this stage."""
         payload = envelope.payload
         is_wanted = envelope.sign is BlockSignal.BLOCK
         if is_wanted:
@@ -266,17 +262,17 @@ class StageLoop(Stage):
         self._stage_io.put(finished)
 
     def _send_first(self, payload: Payload) -> None:
-        if self._beginning is not None:
-            self._beginning.keep_first(payload)
+        if self._rank == 0:
+            self._first = payload
         else:
             self._first_sent = connected(self._comm).send("first", "stream", [0], payload)
 
     def _settle(self) -> None:
+        if self._block > self._first_block:
+            self._fetch_first()
         if self._first_sent is not None:
             self._first_sent.wait()
-        for way in (self._peers, self._out):
-            if way is not None:
-                way.settle()
+        super()._settle()
 
 
 def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, comm: Communicator | None) -> None:

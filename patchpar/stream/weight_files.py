@@ -1,7 +1,7 @@
 """Reading of released weights of a transformer, or of a LoRA: from safetensors, or from a pickle of tensors only."""
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +55,9 @@ def tensors_of(file: Path, entries: Mapping[str, Any], entry: str) -> dict[str, 
         others = sorted(str(name) for name, x in found.items() if not isinstance(x, Tensor))[:4]
         raise PlanError(f"{file} has no weights of a transformer by name, but {', '.join(others)}")
     return dict(found)
+
+
+def first_names(names: Iterable[str]) -> str:
+    """Return the first three names, and how many others there are, for a message."""
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

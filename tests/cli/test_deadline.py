@@ -18,6 +18,7 @@ VERBS = {
     "upscale": [__file__],
     "stream": ["happy", "--output", "talk.mp4"],
     "replay": ["session.jsonl"],
+    "fifo": ["a fox", "--model", "wan"],
     "doctor": [],
     "app": [],
 }

@@ -300,7 +300,7 @@ def test_a_model_that_is_not_block_causal(base: Path, weights: Weights, tmp_path
     words = ["convert", str(tmp_path / "wan.safetensors"), "--to", str(tmp_path / "model"), "--base", str(base)]
     result = CliRunner().invoke(app, [*words, "--family", "wan"])
     assert result.exit_code == 0, result.output
-    assert "it is not block-causal: use patchpar video, or FifoStreamingPipeline" in result.stdout
+    assert "it is not block-causal: use patchpar video, or patchpar fifo" in result.stdout
     assert not (tmp_path / "model" / "stream.json").exists()
     written = original(load_file(tmp_path / "model" / HIGH_NOISE / SAFETENSORS))
     assert all(torch.equal(written[name], weights[name]) for name in weights)

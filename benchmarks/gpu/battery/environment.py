@@ -41,7 +41,7 @@ def python_with(device: str, venv: Path, root: Path) -> str:
 
 
 def version_of(root: Path) -> str:
-    """Return the hash of the package as it is committed; empty outside a repository."""
+    """Return the hash of the package as it is committed; empty outside a repository or without git."""
     return _answer_of_git(root, "rev-parse", "HEAD:patchpar")
 
 
@@ -51,6 +51,8 @@ def commit_of(root: Path) -> str:
 
 
 def _answer_of_git(root: Path, *arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     answer = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     return answer.stdout.strip()
 

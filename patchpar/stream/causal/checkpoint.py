@@ -21,6 +21,7 @@ from patchpar.models.loading import dtype_of, load_pipeline, with_dtype
 from patchpar.stream.causal.lora import LORA, LoraFile, merge_lora
 from patchpar.stream.causal.original_names import are_original, as_diffusers
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
+from patchpar.stream.weight_files import first_names
 
 ALIGNMENT = 64
 """Bytes: torch's own allocations on CPUs begin at multiples."""
@@ -75,7 +76,7 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[what]:
             raise UnsupportedModel(
-                f"{folder / part} does not match its config.json: {what.replace('_', ' ')} {_first(info[what])}. "
+                f"{folder / part} does not match its config.json: {what.replace('_', ' ')} {first_names(info[what])}. "
                 "Give weights in the naming of diffusers' WanTransformer3DModel, or of Wan's own code"
             )
     return _aligned(loaded)
@@ -110,8 +111,8 @@ def check_weights(module: nn.Module, weights: Mapping[str, Tensor], described: s
     ):
         if names:
             raise UnsupportedModel(
-                f"these weights do not fit {described}: {what}: {_first(names)}. Give the configuration of the model "
-                "that they were distilled from"
+                f"these weights do not fit {described}: {what}: {first_names(names)}. Give the configuration of the "
+                "model that they were distilled from"
             )
 
 
@@ -151,8 +152,3 @@ def _refuse_others(folder: Path) -> None:
     vae = read_index(folder).get("vae")
     if isinstance(vae, list) and vae[-1] not in (None, "AutoencoderKLWan"):
         raise UnsupportedModel(f"a {vae[-1]} cannot decode block by block: use a model with AutoencoderKLWan")
-
-
-def _first(names: Any) -> str:
-    listed = sorted(map(str, names))
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -13,11 +13,8 @@ from __future__ import annotations
 import torch
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.causal.wan import LowNoiseTransformer, StepState, WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import StepState, WanStream
 from patchpar.stream.causal_model import Payload
-from patchpar.stream.flow_schedule import FlowSchedule
 
 CLEAN = 0.0
 """The timestep of the pass that stores keys and values."""
@@ -26,20 +23,12 @@ CLEAN = 0.0
 class CleanHistoryStream(WanStream):
     """A WanStream whose only step is a whole block. Raises UnsupportedModel for a model of two transformers."""
 
-    def __init__(
-        self,
-        network: CausalWan,
-        schedule: FlowSchedule,
-        decoder: WanDecoder | None,
-        options: WanStreamOptions,
-        low_noise: LowNoiseTransformer | None = None,
-    ) -> None:
-        if low_noise is not None:
+    def _refuse(self) -> None:
+        if self._low_noise is not None:
             raise UnsupportedModel(
                 "history='clean' and 'recompute' keep one window of keys and values, but this model has two "
                 "transformers: use history='noisy'"
             )
-        super().__init__(network, schedule, decoder, options)
 
     @property
     def steps(self) -> int:

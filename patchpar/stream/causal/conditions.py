@@ -5,17 +5,33 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_host
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptBlend:
-    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed."""
+    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed.
+
+    Raises PlanError for texts of different shapes.
+    """
 
     start: Tensor
     end: Tensor
     over: int
     done: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start.shape != self.end.shape:
+            raise PlanError(
+                f"a text of {tuple(self.end.shape)} cannot be blended with one of {tuple(self.start.shape)}: use "
+                "'switch', or pad both to one length"
+            )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all blocks have been computed."""
+        return self.done == self.over
 
     def advance(self) -> Tensor:
         """Return the embeddings of the next block, [1, T, D]."""

@@ -10,7 +10,7 @@ Modules have the names of diffusers or of Wan's own code. Where alpha is in none
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.json_files import object_of, read_object
 from patchpar.stream.causal.original_names import diffusers_modules
 from patchpar.stream.json_fields import number
-from patchpar.stream.weight_files import entry_of, read_entries, tensors_of
+from patchpar.stream.weight_files import entry_of, first_names, read_entries, tensors_of
 
 LORA = "lora"
 """The option with a LoRA to merge, `PATH:SCALE`, beside those of diffusers' from_pretrained."""
@@ -123,7 +123,7 @@ def _by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, LoraFacto
             unknown.append(name)
     halves = [module for module, factors in found.items() if factors.down is None or factors.up is None]
     if unknown or halves or not found:
-        what = f"what is no LoRA: {_first(unknown)}" if unknown else f"half a LoRA: {_first(halves)}"
+        what = f"what is no LoRA: {first_names(unknown)}" if unknown else f"half a LoRA: {first_names(halves)}"
         raise UnsupportedModel(
             f"{file} has {what if unknown or halves else 'no LoRA'}: give matrices lora_A and lora_B (or lora_down and "
             "lora_up) of linear layers"
@@ -161,8 +161,3 @@ def _alpha_of(file: Path) -> float | None:
         raise PlanError(f"{file}: this kind of LoRA is not merged here: {kind:.200}")
     alpha = facts.get("lora_alpha")
     return None if alpha is None else number("lora_alpha", alpha, 0, LARGEST_ALPHA)
-
-
-def _first(names: Collection[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.clean_history import CLEAN, CleanHistoryStream
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
-from patchpar.stream.causal.wan import LowNoiseTransformer, StepState, WanStreamOptions
+from patchpar.stream.causal.decoder import DecoderState, as_pixels
+from patchpar.stream.causal.wan import StepState
 from patchpar.stream.causal_model import Payload
-from patchpar.stream.flow_schedule import FlowSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +48,12 @@ class RecomputeState(StepState):
 class RecomputedHistoryStream(CleanHistoryStream):
     """A WanStream whose only step is a whole block. Raises UnsupportedModel for a model that takes an image."""
 
-    def __init__(
-        self,
-        network: CausalWan,
-        schedule: FlowSchedule,
-        decoder: WanDecoder | None,
-        options: WanStreamOptions,
-        low_noise: LowNoiseTransformer | None = None,
-    ) -> None:
-        super().__init__(network, schedule, decoder, options, low_noise)
+    _decoded: DecodedBlock | None = None
+
+    def _refuse(self) -> None:
+        super()._refuse()
         if self._is_conditioned:
             raise UnsupportedModel("history='recompute' is for text-to-video models: use 'noisy' or 'clean'")
-        self._decoded: DecodedBlock | None = None
 
     def new_state(self, step: int) -> RecomputeState:
         """Return the empty state of the only step."""

@@ -86,6 +86,10 @@ class WanStream(CausalModel):
         self._is_conditioned = transformer.config.in_channels > channels
         shape = (1, channels, network.options.frames, options.height, options.width)
         self._latents = TensorSpec(shape, self._dtype)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Raise UnsupportedModel for a model that cannot be streamed so."""
 
     @property
     def steps(self) -> int:
@@ -172,11 +176,6 @@ class WanStream(CausalModel):
     def _change_text(self, state: StepState, change: Prompt) -> None:
         text = self._own(change.text)
         if change.transition == "blend":
-            if text.shape != state.text.shape:
-                raise PlanError(
-                    f"a text of {tuple(text.shape)} cannot be blended with one of {tuple(state.text.shape)}: use "
-                    "'switch', or pad both to one length"
-                )
             state.blending = PromptBlend(start=state.text, end=text, over=change.over)
             return
         state.text, state.blending = text, None
@@ -204,7 +203,7 @@ class WanStream(CausalModel):
         """Advance from one prompt to the next, where the text is being blended."""
         if state.blending is not None:
             state.text = state.blending.advance()
-            state.blending = None if state.blending.done == state.blending.over else state.blending
+            state.blending = None if state.blending.is_done else state.blending
 
     def _noise(self, block: int, step: int) -> Tensor | None:
         """The noise that is added at the end of a denoising step, if any."""

@@ -14,6 +14,7 @@ from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.conditions import PromptBlend
 from patchpar.stream.causal.decoder import as_pixels
+from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
 from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, first_queue, generate_first_video
@@ -35,16 +36,16 @@ class FifoModel:
         self.queue, self.first_frame = queue, run.first_block
         self._network, self._decoder, self._run = network, decoder, run
         self._prompt: Prompt | None = None
-        self._blending: tuple[PromptBlend, PromptBlend | None] | None = None
+        self._blending: tuple[PromptBlend, ...] = ()  # of the prompt, and of the negative prompt if there is one
 
     def payload(self) -> tuple[TensorSpec, ...]:
         """Return shape and dtype of the frame passed from rank to rank: latents [1, C, 1, H, W] in float32."""
         return (TensorSpec((1, self._network.channels, 1, self._run.rows, self._run.columns), torch.float32),)
 
-    def entering(self, block: int) -> Tensor:
+    def begin(self, block: int, inputs: Payload) -> Payload:
         """Return the noise [1, C, 1, H, W] of frame number `block`."""
         noise = entering_noise(self._run.seed, block, self.payload()[0].shape)
-        return to_device(noise, self._network.device)
+        return (to_device(noise, self._network.device),)
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
@@ -56,24 +57,17 @@ class FifoModel:
             )
         if self._guided and change.negative is None:
             raise PlanError("guidance needs a negative prompt with each prompt; it may be empty")
-        self._blending = None
         if change.transition == "blend":
-            self._blending = self._blend(change)
-            return
-        self._prompt = change
-
-    def _blend(self, change: Prompt) -> tuple[PromptBlend, PromptBlend | None]:
-        now = self._prompt
-        assert now is not None, "a stream begins with a prompt"
-        if now.text.shape != change.text.shape:
-            raise PlanError(
-                f"a text of {tuple(change.text.shape)} cannot be blended with one of {tuple(now.text.shape)}: use "
-                "'switch'"
+            now = self._prompt
+            assert now is not None, "a stream begins with a prompt"
+            texts = ((now.text, change.text), (now.negative, change.negative))
+            self._blending = tuple(
+                PromptBlend(start=start, end=end, over=change.over)
+                for start, end in texts
+                if start is not None and end is not None
             )
-        negative = None
-        if now.negative is not None and change.negative is not None:
-            negative = PromptBlend(start=now.negative, end=change.negative, over=change.over)
-        return PromptBlend(start=now.text, end=change.text, over=change.over), negative
+        else:
+            self._prompt, self._blending = change, ()
 
     @property
     def _guided(self) -> bool:
@@ -83,19 +77,17 @@ class FifoModel:
     def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
         """Return the first queue of a stream, these zones of it. Denoising stops early if not `wanted`."""
         first, window = self.first_frame, self.queue.window
-        noise = torch.cat([self.entering(first + frame) for frame in range(window)], 2)
+        noise = torch.cat([self.begin(first + frame, ())[0] for frame in range(window)], 2)
         video = generate_first_video(self.queue, noise, self._velocity, wanted)
         return first_queue(self.queue, zones, video, self._run.seed, first)
 
     @torch.no_grad()
     def advance(self, queue: FrameQueue) -> None:
         """Denoise a queue by one tick, after its `shift`."""
-        if self._blending is not None and self._prompt is not None:
-            text, negative = self._blending
-            self._prompt = replace(
-                self._prompt, text=text.advance(), negative=None if negative is None else negative.advance()
-            )
-            self._blending = None if text.done == text.over else self._blending
+        if self._blending and self._prompt is not None:
+            text, *negative = (blend.advance() for blend in self._blending)
+            self._prompt = replace(self._prompt, text=text, negative=negative[0] if negative else None)
+            self._blending = () if self._blending[0].is_done else self._blending
         queue.advance(self._velocity)
 
     def _velocity(self, x_BCFHW: Tensor, sigmas: Sequence[float]) -> Tensor:

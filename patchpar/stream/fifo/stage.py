@@ -7,7 +7,6 @@ A rank sends the leaving frame at the start of a tick, before it computes anythi
 of its last tick. There is no collective, and the output does not depend on the number of ranks.
 """
 
-import time
 from collections import deque
 from dataclasses import replace
 
@@ -17,58 +16,11 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
-from patchpar.stream.events import Change
 from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.queue import FrameQueue
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, Stage, StageIO, order_patience
-from patchpar.stream.stage_link import (
-    BlockEnvelope,
-    BlockSignal,
-    Downstream,
-    OutgoingMessages,
-    Upstream,
-    check_connected,
-    connected,
-)
-
-
-class FrameEntrance:
-    """Inlet of the first rank: a noise frame per order, then ticks until the last frame has left the queue.
-
-    `patience`: seconds that it waits for an order.
-    """
-
-    def __init__(self, model: FifoModel, stage_io: StageIO, patience: float) -> None:
-        self._model, self._stage_io, self._patience = model, stage_io, patience
-        self._block = model.first_frame
-        self._left: int | None = None  # ticks until the last frame has left
-
-    def take(self) -> BlockEnvelope:
-        """Return the next message, see StageInlet."""
-        if self._stage_io.is_cancelled():
-            return BlockEnvelope(sign=BlockSignal.END)
-        if self._left is not None:
-            return self._drained()
-        order = self._stage_io.order(self._block, self._patience)
-        if order.sign is BlockSignal.END and self._block > self._model.first_frame:
-            self._left = self._model.queue.levels
-            return self.take()
-        if order.sign is not BlockSignal.BLOCK:
-            return BlockEnvelope(sign=order.sign)
-        return self._entering(order.changes)
-
-    def _drained(self) -> BlockEnvelope:
-        assert self._left is not None
-        if self._left == 0:
-            return BlockEnvelope(sign=BlockSignal.END)
-        self._left -= 1
-        return self._entering(())
-
-    def _entering(self, changes: tuple[Change, ...]) -> BlockEnvelope:
-        block, self._block = self._block, self._block + 1
-        payload, born = (self._model.entering(block),), time.time_ns()
-        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
+from patchpar.stream.stage import FinishedBlock, Stage, StageIO
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, OutgoingMessages, check_connected
 
 
 class StageNeighbours:
@@ -113,7 +65,7 @@ class FrameExit:
         """Decode a frame [1, C, 1, H, W] that left the queue in this tick. Those before the first are dropped."""
         self._born[envelope.block] = envelope.born
         number = envelope.block - self._model.queue.levels
-        if number < self._model.first_frame or self._stage_io.is_cancelled():
+        if number < self._model.first_frame or envelope.sign is not BlockSignal.BLOCK:
             return
         self._waiting.append((number, frame))
         self._show(self._model.decode(self._memory, frame))
@@ -137,55 +89,44 @@ class FrameExit:
 class FifoStage(Stage):
     """Runs rank `rank` of `plan`, whose steps are zones, in one stream. Raises PlanError."""
 
+    _model: FifoModel
+
     def __init__(
         self, model: FifoModel, plan: StreamPlan, rank: int, comm: Communicator | None, stage_io: StageIO
     ) -> None:
         _check(model, plan, comm)
-        stages, specs = plan.stages, model.payload()
-        stage = stages[rank]
-        super().__init__(rank, comm, stage_io)
-        self._model, self._zones = model, stage.steps
+        super().__init__(model, plan, rank, comm, stage_io, model.first_frame)
+        stage = self._position.stage
+        self._zones, self._drain = stage.steps, model.queue.levels
         self._queue: FrameQueue | None = None
-        is_last = stage.steps.stop == plan.steps
         noisier = rank - 1 if rank and stage.steps else None
-        cleaner = None if is_last else rank + 1
-        self._neighbours = StageNeighbours(comm, specs[0], model.queue.half, cleaner, noisier)
-        self._out = Downstream(connected(comm), [rank + 1], specs) if rank + 1 < len(stages) else None
+        cleaner = None if stage.steps.stop == plan.steps else rank + 1
+        self._neighbours = StageNeighbours(comm, model.payload()[0], model.queue.half, cleaner, noisier)
         self._exit = FrameExit(model, stage_io) if stage.decodes else None
-        if rank == 0:
-            self._in = FrameEntrance(model, stage_io, order_patience(comm))
-        else:
-            self._in = Upstream(connected(comm), rank - 1, specs)
 
-    def _handle(self, envelope: BlockEnvelope) -> None:
-        if envelope.sign is BlockSignal.BLOCK:
-            self._tick(envelope)
-        elif self._out is not None:
-            self._out.send(envelope)
-
-    def _tick(self, envelope: BlockEnvelope) -> None:
-        entering, queue = envelope.payload[0], self._queue
-        first = self._model.first_frame
+    def _work(self, envelope: BlockEnvelope) -> None:
+        """One tick."""
+        (entering,), queue, first = envelope.payload, self._queue, self._model.first_frame
         is_tick = envelope.block >= first + self._model.queue.window  # earlier frames are those of the first video
         leaving = queue.first if queue is not None and is_tick else entering
-        if self._out is not None:
-            self._out.send(replace(envelope, payload=(leaving,)))
+        self._send(replace(envelope, payload=(leaving,)))
         if self._zones:
             for change in envelope.changes:
                 self._model.apply(change)
-            self._generate(envelope.block == first, is_tick, entering)
+            self._generate(envelope, is_tick=is_tick)
         if self._exit is not None:
             self._exit.take(envelope, leaving)
 
-    def _generate(self, is_first: bool, is_tick: bool, entering: Tensor) -> None:
+    def _generate(self, envelope: BlockEnvelope, *, is_tick: bool) -> None:
         """Advance this rank's zones by one tick."""
+        is_first = envelope.block == self._model.first_frame
         if is_first:
             self._queue = self._model.first_queue(self._zones, lambda: not self._stage_io.is_cancelled())
         queue = self._queue
         assert queue is not None, "a stream begins with its first frame"
         if is_tick:
-            queue.shift(entering, self._neighbours.receive())
-            if not self._stage_io.is_cancelled():
+            queue.shift(envelope.payload[0], self._neighbours.receive())
+            if envelope.sign is BlockSignal.BLOCK:
                 self._model.advance(queue)
         if is_first or is_tick:
             self._neighbours.send(queue.last())
@@ -196,8 +137,7 @@ class FifoStage(Stage):
         if self._queue is not None:
             self._neighbours.receive()  # receive the last message, which is not used
         self._neighbours.settle()
-        if self._out is not None:
-            self._out.settle()
+        super()._settle()
 
 
 def fifo_plan(zones: int, ranks: int) -> StreamPlan:

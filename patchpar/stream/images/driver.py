@@ -59,11 +59,7 @@ class ImageStreamOptions:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        check_output(self.output)
-        if not is_whole(self.lead):
-            raise PlanError(f"lead={self.lead!r}: it must be a whole number of at least 1")
-        if not is_whole(self.restarts, 0):
-            raise PlanError(f"restarts={self.restarts!r}: it must be a whole number of at least 0")
+        check_output(self.output, self.lead, self.restarts)
         if self.intake not in get_args(Intake):
             raise PlanError(f"intake={self.intake!r}: use one of {', '.join(get_args(Intake))}")
         if not is_whole(self.seed, 0, 2**63 - 1):
@@ -185,8 +181,7 @@ class ImageDriver(RankDriver):
             if isinstance(event, GeneratedImage) and self.status != "cancelled":
                 self._todo[rank].pop(event.number)
                 self._deaths[rank] = 0
-                if self.status == "degraded":
-                    self.status = "paused" if self._is_paused else "running"
+                self._note_recovery()
                 self._generated[event.number] = event.image
                 while self._due and self._due[0] in self._generated:
                     self._release(self._due.popleft())
