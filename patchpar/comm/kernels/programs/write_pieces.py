@@ -10,12 +10,12 @@ def _copy(source, target, count, sizes, strides, FIRST: tl.constexpr, DIMS: tl.c
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     rest = at
-    place = tl.zeros([BLOCK], tl.int64)
+    position = tl.zeros([BLOCK], tl.int64)
     for dim in tl.static_range(DIMS):
         size = sizes[FIRST + dim]
-        place += (rest % size).to(tl.int64) * strides[FIRST + dim]
+        position += (rest % size).to(tl.int64) * strides[FIRST + dim]
         rest = rest // size
-    tl.store(target + at, tl.load(source + place, mask=inside), mask=inside)
+    tl.store(target + at, tl.load(source + position, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["numbers", "starts", "counts", "sizes", "strides"])  # or each shape were compiled anew
