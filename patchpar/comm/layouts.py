@@ -70,10 +70,10 @@ def all_to_all_layout(axis: Axis, own: tuple[int, ...], into: tuple[int, ...], d
 
 
 class _View(NamedTuple):
-    """A contiguous tensor in a buffer of its dtype. `strided`: shape, strides, and the element where it begins."""
+    """A contiguous tensor in a buffer of its dtype. `region`: shape, strides, and the element where it begins."""
 
     dtype: torch.dtype
-    strided: tuple[tuple[int, ...], tuple[int, ...], int]
+    region: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @classmethod
     def at(cls, spec: TensorSpec, first_byte: int) -> "_View":
@@ -164,15 +164,15 @@ class EdgeLayout:
         for dtype in self._others:
             typed[dtype] = received.view(dtype)
         shared: dict[int, list[Tensor]] = {}
-        for other, (dtype, strided) in self._shared_views:
-            found = typed[dtype].as_strided(*strided)
+        for other, (dtype, region) in self._shared_views:
+            found = typed[dtype].as_strided(*region)
             if self._num_shared == 1:
                 shared[other] = [found]
             else:
                 shared.setdefault(other, []).append(found)
         rows = list[Tensor | None]()
         for view in self._row_views:
-            rows.append(None if view is None else typed[view.dtype].as_strided(*view.strided))
+            rows.append(None if view is None else typed[view.dtype].as_strided(*view.region))
         return shared, Halo(*rows)
 
 

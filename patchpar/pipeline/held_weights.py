@@ -85,7 +85,7 @@ def _forecast(model: str, options: Mapping[str, Any]) -> ModelForecast | None:
 
 
 def _folder(model: str, options: Mapping[str, Any]) -> Path | None:
-    """Return the folder of a model, of a hub name that in the hub's cache; None where files are missing."""
+    """Return the folder of a model, for a hub name the one in the hub's cache; None where files are missing."""
     if Path(model).is_dir():
         return Path(model)
     found = cached_model(model, options)

@@ -92,7 +92,7 @@ class StreamWaits:
         end.record()
         self._awaited.append((time.monotonic(), begin.query, end.query, what))
         if not self._has_news:
-            self._wake()
+            self._wake_watch()
         return StreamStall(begin, end)
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -102,9 +102,9 @@ class StreamWaits:
         """
         self._awaited.append((time.monotonic(), lambda: False, is_over, what))  # it computes too
         if not self._has_news:
-            self._wake()
+            self._wake_watch()
 
-    def _wake(self) -> None:
+    def _wake_watch(self) -> None:
         """Let the thread look; it looks again after it has cleared `_has_news`: nothing is missed without a lock."""
         self._has_news = True
         if self._watch is None:

@@ -10,12 +10,12 @@ def _copy(source, target, count, sizes, strides, FIRST: tl.constexpr, DIMS: tl.c
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     rest = at
-    position = tl.zeros([BLOCK], tl.int64)
+    offset = tl.zeros([BLOCK], tl.int64)
     for dim in tl.static_range(DIMS):
         size = sizes[FIRST + dim]
-        position += (rest % size).to(tl.int64) * strides[FIRST + dim]
+        offset += (rest % size).to(tl.int64) * strides[FIRST + dim]
         rest = rest // size
-    tl.store(target + at, tl.load(source + position, mask=inside), mask=inside)
+    tl.store(target + at, tl.load(source + offset, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["numbers", "starts", "counts", "sizes", "strides"])  # or each shape were compiled anew
@@ -32,7 +32,7 @@ def write_pieces_program(
     DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a block of one of PIECES to its place in `buffer`.
+    """Write a block of one of PIECES to its offset in `buffer`.
 
     All others are tuples: COUNT pointers with their numbers of elements, and DIMS sizes and strides of each, the last
     first; which of them each piece is, and the element of `buffer` where it begins.
