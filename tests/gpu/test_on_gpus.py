@@ -91,6 +91,7 @@ def step(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[[], Any
     dtype = torch.float16 if kind != "cpu" else torch.float32
     denoiser = denoisers.build("sdxl").to(kind, dtype)
     moved = tree_map_only(torch.Tensor, lambda x: x.to(kind, dtype), denoisers.call("sdxl", 32, 16))
+    moved["timestep"] = torch.tensor(501.0, device=kind)  # as pipelines pass it: diffusers copies a number to the GPU
     with torch.no_grad(), prepared_rank(kind, denoiser, request.param, lambda split: None, moved) as run:
         for _ in range(3):
             run()

@@ -51,7 +51,8 @@ PARTS = (
         name="overhead",
         title="A rank's own work",
         explanation="Rank 1 of 4 with messages that cost nothing, against one process; `ideal` is a quarter of it. "
-        "`host` is the time after which the process has enqueued everything.",
+        "`host` is the time after which the process has enqueued everything. A step runs from Python, or as a CUDA "
+        "graph.",
         least_seconds=20.0,
     ),
 )

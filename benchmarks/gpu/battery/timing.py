@@ -26,6 +26,8 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.graphs import step_graphs
+from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.strategies import parse_strategy
 
 RANK, WORLD = 1, 4
@@ -43,6 +45,8 @@ TINY: dict[str, Any] = {
 }
 
 Row = dict[str, Any]
+Times = tuple[float, float]
+"""Seconds of a call, and of what the process takes to enqueue it."""
 
 
 def layers(device: str) -> Iterator[Row]:
@@ -62,17 +66,18 @@ def overhead(device: str) -> Iterator[Row]:
     """Yield times of the plain forward, then of each strategy's steps on one rank."""
     for name, denoiser in _models(device):
         with _device(device), torch.no_grad():
-            plain, host = _times(device, lambda denoiser=denoiser: denoiser.network(**denoiser.call))
-            yield {"model": name, "strategy": "plain", "step": "", "ms": 1e3 * plain, "host ms": 1e3 * host}
+            plain = dict(_plain_times(device, denoiser))
+            for step, (seconds, host) in plain.items():
+                yield {"model": name, "strategy": "plain", "step": step, "ms": 1e3 * seconds, "host ms": 1e3 * host}
             for strategy in STRATEGIES:
-                for step, (seconds, host) in _rank_times(device, denoiser, strategy):
+                for step, how, (seconds, host) in _rank_times(device, denoiser, strategy):
                     yield {
                         "model": name,
                         "strategy": f"`{strategy}`",
-                        "step": step,
+                        "step": f"{step}, {how}",
                         "ms": 1e3 * seconds,
                         "host ms": 1e3 * host,
-                        "of ideal": seconds / (plain / WORLD),
+                        "of ideal": seconds / (plain[how][0] / WORLD),
                     }
 
 
@@ -112,13 +117,48 @@ def _device(device: str) -> Iterator[None]:
         yield
 
 
-def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield each kind of step of a strategy and its times."""
+def _plain_times(device: str, denoiser: Denoiser) -> Iterator[tuple[str, Times]]:
+    """Yield the times of the plain forward, launched by Python and as a graph."""
+
+    def forward() -> object:
+        return denoiser.network(**denoiser.call)
+
+    yield "eager", _times(device, forward)
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        yield "graph", _times(device, graph.replay)
+
+
+def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tuple[str, str, Times]]:
+    """Yield the kind of a strategy's later steps, how they run, and their times. A capture that is refused is left out.
+
+    The rank is alone, and so is its vote on a capture.
+    """
     remembers = parse_strategy(strategy).policy.remembers
-    with prepared_rank(device, denoiser.network, strategy, denoiser.prepare, denoiser.call) as step:
+    kind, splits = "stale" if remembers else "exact", list[Any]()
+
+    def prepare(split: Any) -> None:
+        denoiser.prepare(split)
+        splits.append(split)
+
+    with ExitStack() as stack:
+        step = stack.enter_context(prepared_rank(device, denoiser.network, strategy, prepare, denoiser.call))
         for _ in range(STALE_STEPS if remembers else 0):
             step()
-        yield "stale" if remembers else "exact", _times(device, step)
+        yield kind, "eager", _times(device, step)
+        if device == "cuda":
+            stack.enter_context(mock.patch.object(step_graphs, "every_rank_has", lambda mesh, where, here: here))
+            (split,) = splits
+            recorder = recorder_for(split.mesh[0].transport)
+            split.use_graphs(step_graphs.StepGraphs(denoiser.network, recorder, split.mesh))
+            for _ in range(STALE_STEPS):
+                step()
+            if split.graphs.refused:
+                print(f"{strategy}: {split.graphs.refused}", flush=True)
+            else:
+                yield kind, "graph", _times(device, step)
 
 
 @contextmanager
@@ -148,7 +188,7 @@ def prepared_rank(
             transport.close()
 
 
-def _times(device: str, call: Callable[[], object]) -> tuple[float, float]:
+def _times(device: str, call: Callable[[], object]) -> Times:
     """Return the median seconds of a call, and of what the process takes to enqueue it."""
     whole, enqueued = [], []
     warm_up, times = (WARM_UP, TIMES) if device == "cuda" else (0, 1)
