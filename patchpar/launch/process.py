@@ -10,13 +10,12 @@ from pathlib import Path
 
 from patchpar.errors import LaunchError
 from patchpar.launch.anonymous_file import anonymous_file
-from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.channel import SEND_TIMEOUT, Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.heartbeat import HeartbeatReader
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.started_process import ProcessRequest, StartedProcess, Starter, ending
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
-SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped, stuck or being started
 LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
 POLL_SECONDS = 0.005  # between checks whether a worker has ended
 HAS_WORK = ("R", "D")
