@@ -102,8 +102,18 @@ def _read(path: Path) -> FinishedResult:
     if facts["format"] != FORMAT or facts["id"] != path.name:
         raise ValueError(f"it has format {facts['format']!r} and is {facts['id']!r}")
     bytes.fromhex(facts["digest"])
-    texts = {name: str(facts[name]) for name in ("model", "route", "owner", "key", "digest")}
-    numbers = {name: int(facts[name]) for name in ("seed", "steps", "created_at", "completed_at")}
     return FinishedResult(
-        id=path.name, request=dict(facts["request"]), result=dict(facts["result"]), folder=path, **texts, **numbers
+        id=path.name,
+        model=str(facts["model"]),
+        route=str(facts["route"]),
+        request=dict(facts["request"]),
+        seed=int(facts["seed"]),
+        steps=int(facts["steps"]),
+        owner=str(facts["owner"]),
+        created_at=int(facts["created_at"]),
+        completed_at=int(facts["completed_at"]),
+        key=str(facts["key"]),
+        digest=str(facts["digest"]),
+        result=dict(facts["result"]),
+        folder=path,
     )

@@ -94,9 +94,16 @@ class VideoFiles:
         """Store a video whose files are in the folder `source`. Raises OSError, KeyError, TypeError and ValueError."""
         width, height = map(int, facts["size"])
         figures = ImageFigures.from_facts(facts["figures"])
-        made = {"frames": int(facts["frames"]), "fps": int(facts["fps"]), "reason": str(facts["reason"])}
         file, thumbnail = (Path(shutil.copy2(source / f"{name}.{kind}", self.folder)) for kind in ("mp4", "webp"))
-        return StoredVideo(file=file, thumbnail=thumbnail, size=(width, height), figures=figures, **made)
+        return StoredVideo(
+            file=file,
+            thumbnail=thumbnail,
+            frames=int(facts["frames"]),
+            fps=int(facts["fps"]),
+            size=(width, height),
+            figures=figures,
+            reason=str(facts["reason"]),
+        )
 
     def close(self) -> None:
         """Delete the folder, if it is an own one. Idempotent."""

@@ -98,6 +98,15 @@ def test_devices_that_do_not_end_a_stream_are_given_to_nobody() -> None:
         service.create(LiveStreamRequest(), "")
 
 
+def test_chunks_of_live_audio_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synthesised speech is sent faster than it is spoken; see the session's own test."""
+    asked: list[Any] = []
+    session = Session()
+    monkeypatch.setattr(Pipe, "stream", lambda *args, **kwargs: (asked.append(kwargs), session)[1])
+    service_of(session).create(LiveStreamRequest(audio="live"), "").cancel()
+    assert (asked[0]["audio"], asked[0]["delivery"].output) == ("live", "block")
+
+
 def test_a_stream_that_begins_while_the_server_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session()
     service = service_of(session)

@@ -554,6 +554,18 @@ def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCa
     assert "s late; those after it follow at 1.1 times their speed" in record.getMessage()
 
 
+@pytest.mark.parametrize(("output", "is_whole"), [("block", True), ("skip_to_live", False)])
+def test_audio_that_is_sent_ahead_is_played_whole(output: str, is_whole: bool) -> None:
+    """By ranks that are faster than time, unless chunks may be dropped, which is for those that are slower."""
+    track = AudioTrack(AUDIO, FRAMES)
+    with session(Ranks(), blocks=None, track=track, pace="realtime", output=output).begin() as stream:
+        stream.push_audio(torch.zeros(2000), 2000)
+        stream.end_audio()
+        blocks = [chunk.block for chunk in stream]
+    assert (stream.dropped == 0) == is_whole
+    assert (blocks == [0, 1, 2, 3, 4, 5]) == is_whole
+
+
 def test_audio_that_is_ahead_is_known_and_an_interruption_drops_it() -> None:
     track = AudioTrack(AUDIO, FRAMES)
     with session(Ranks(), blocks=None, credit=1, track=track).begin() as stream:

@@ -143,7 +143,7 @@ class StreamService:
             seed=request.seed,
             seconds=most if seconds is None and audio is None else seconds,
             delivery=StreamDelivery(
-                output="skip_to_live" if is_live else "block",
+                output="block",  # audio that is sent ahead, such as synthesised speech, is played whole
                 pace="realtime",
                 fps=request.fps,
                 keep_alive=request.keep_alive,
