@@ -20,6 +20,8 @@ CAPTIONS = (
     "a white house on the left and a tree on the right, snowy mountains at noon",
 )
 IMAGE_BUTTONS = ["download", "fullscreen"]  # under each image
+NAMES = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")  # fields of an image, in their order
+ANY_SEED_JS = "() => crypto.getRandomValues(new Uint32Array(1))[0]"
 UNIT = 64  # pixels; step of the size sliders
 
 
@@ -33,8 +35,12 @@ class Fields:
     @staticmethod
     def request(*values: Any) -> GenerateRequest:
         """The request that the components describe. Raises PlanError."""
-        names = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")
-        return GenerateRequest.of(**dict(zip(names, values, strict=True)))
+        return GenerateRequest.of(**dict(zip(NAMES, values, strict=True)))
+
+    @staticmethod
+    def values(request: GenerateRequest) -> list[Any]:
+        """Values of the components that describe a request."""
+        return [getattr(request, name) for name in NAMES]
 
 
 InitialValues = Callable[[Defaults], dict[str, Any]]
@@ -63,6 +69,10 @@ class Forms:
             gr.update(**self._changes(each, known, value)) for each, value in zip(self._initial, values, strict=True)
         ]
 
+    def replaced(self, known: Defaults) -> list[Any]:
+        """Updates of all components to the defaults of another model, whatever their values."""
+        return [gr.update(**initial(known)) for initial in self._initial]
+
     def _changes(self, initial: InitialValues, known: Defaults, value: Any) -> dict[str, Any]:
         found = initial(known)
         return found if value == initial(self._before)["value"] else {**found, "value": value}
@@ -79,13 +89,21 @@ def image_fields(forms: Forms, *, times: int = 1, max_steps: int = MAX_STEPS) ->
         count = sliding(
             lambda each: {"value": min(each.steps, max_steps)}, minimum=1, maximum=MAX_STEPS, step=1, label="Steps"
         )
-        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200)
+        seed = seed_field()
     with gr.Accordion("Guidance", open=False):
         info = "1 and below: no guidance, so no branches to split"
         initial = {"minimum": 0, "maximum": 20, "step": 0.5, "label": "Guidance scale", "info": info}
         guidance = forms.add(gr.Slider, lambda each: {"value": each.guidance}, **initial)
         negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
     return Fields(prompt, [prompt, negative, width, height, count, guidance, seed])
+
+
+def seed_field() -> gr.Number:
+    """A seed, and a button that chooses one by chance."""
+    with gr.Column(min_width=200):
+        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200)
+        gr.Button("Random seed", size="sm").click(None, None, seed, js=ANY_SEED_JS, show_progress="hidden")
+    return seed
 
 
 def _sides(known: Defaults) -> dict[str, int]:

@@ -33,8 +33,8 @@ def notice(message: str) -> str:
     return _line("idle", message)
 
 
-def facts(run: Run, why: str) -> str:
-    """Run statistics: seconds, plan, bytes."""
+def facts(run: Run, why: str, unknown: Sequence[str] = ()) -> str:
+    """Run statistics: seconds, plan, bytes. `unknown`: words of the prompt that the embedded model has not learnt."""
     sent = sum(run.bytes_per_step)
     vae = sum(run.vae_bytes)
     rows = [
@@ -50,6 +50,8 @@ def facts(run: Run, why: str) -> str:
             f"{max((sum(rank.seconds_waited.values()) for rank in run.ranks), default=0.0):.2f} s at most, of a rank",
         ),
     ]
+    if unknown:
+        rows.insert(0, ("Not understood", f"{', '.join(unknown)}: the embedded model knows the words of its examples"))
     if run.exact_steps is not None:
         rows.append(("Exact steps", f"{run.exact_steps} of {run.steps}"))
     if run.stale_bytes:

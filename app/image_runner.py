@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar import ParallelPipeline, PlanError, Run, upscale
+from patchpar.models.caption_words import caption_words, unknown_words
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT
 from patchpar.serving.latent_preview import ColourMap
@@ -20,12 +21,16 @@ READY_STEPS = 4  # of the first image, which loads and verifies the model and fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobImage:
-    """A PIL image, its exact values (H, W, 3) in 0..1 if requested, and the run."""
+    """A PIL image, its exact values (H, W, 3) in 0..1 if requested, and the run.
+
+    `unknown`: words of the prompt that the embedded model has not learnt.
+    """
 
     image: Any
     run: Run
     why: str
     values: Any = None
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,10 @@ class ImageJobRunner:
 
     def __init__(self, workers: AppWorkers) -> None:
         self.workers = workers
+        self.colours = ColourMap()
+
+    def forget_colours(self) -> None:
+        """Another model has been loaded, whose latents have other colours."""
         self.colours = ColourMap()
 
     def prepare(self, job: Job) -> None:
@@ -63,7 +72,9 @@ class ImageJobRunner:
         arguments = {**request.arguments(pipe.description.parameters), **own_arguments(pipe.description)}
         if options.exact:
             arguments["output_type"] = "np"
-        return self._call(pipe, arguments, job, options)
+        known = caption_words(self.workers.setup.model)
+        found = self._call(pipe, arguments, job, options)
+        return replace(found, unknown=unknown_words(request.prompt, known))
 
     def upscale(self, job: Job, request: GenerateRequest, image: Any, *, scale: float, strength: float) -> JobImage:
         """Upscale a PIL image by `scale` with the model. Raises as `generate` does."""
@@ -75,6 +86,18 @@ class ImageJobRunner:
         with self._watched(pipe, job, RunOptions(title="upscaling")) as watched:
             larger = upscale(pipe, image, scale=scale, strength=strength, **arguments, **watched.arguments)
         return _job_image(pipe, larger)
+
+    def edit(self, job: Job, request: GenerateRequest, image: Any, *, mask: Any, strength: float) -> JobImage:
+        """Generate a PIL image anew, where `mask` is white, or all of it. Raises as `generate` does."""
+        job.check()
+        job.show(note=f"starting the workers for {'inpainting' if mask is not None else 'image-to-image'}")
+        pipe = self.workers.upscaler() if mask is None else self.workers.inpainter()
+        known = pipe.description.parameters
+        sizes = {"height", "width"} if mask is None else set()  # of a call with a mask, which would resize both
+        arguments = {**request.arguments(set(known) - sizes), **own_arguments(pipe.description), "image": image}
+        arguments |= {"strength": strength} if "strength" in known else {}
+        arguments |= {} if mask is None else {"mask_image": mask}
+        return self._call(pipe, arguments, job, RunOptions(title="generating"))
 
     def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, options: RunOptions) -> JobImage:
         with self._watched(pipe, job, options) as watched:

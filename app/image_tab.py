@@ -1,6 +1,9 @@
-"""The tab Image: a prompt, a preset for devices and strategy, previews and run statistics."""
+"""The tab Image: a prompt, a preset for devices and strategy, previews, run statistics and a history."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -11,20 +14,23 @@ from patchpar.models.files import EMBEDDED
 from . import html
 from .fields import Fields, Forms, captions, clears_error, image_fields, result
 from .handler_errors import reports_errors
+from .history_panel import UNCHANGED, HistoryPanel
+from .image_parameters import add_parameters
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
 from .job_updates import updates_of
 from .presets import CUSTOM, CUSTOM_MEANING, Preset, custom_preset, preset_named
-from .requests import GenerateRequest
+from .requests import GenerateRequest, as_whole, check_whole
 from .state import AppState
 
 KIND = "image"
+MAX_IMAGES = 8  # of one job
 HINT = "Press Generate: a preview is shown after every step, run statistics at the end."
 
 
 def failed(message: str) -> tuple[Any, ...]:
     """Outputs of `show` for an error."""
-    return gr.skip(), html.failure(message), gr.skip(), *buttons(None)
+    return gr.skip(), html.failure(message), gr.skip(), *buttons(None), *UNCHANGED
 
 
 class ImageTab:
@@ -32,6 +38,7 @@ class ImageTab:
 
     def __init__(self, state: AppState) -> None:
         self._state = state
+        self.history = HistoryPanel(state)
 
     @reports_errors(lambda message: (html.failure(message), gr.skip(), gr.skip()))
     def choose(self, label: str) -> tuple[Any, Any, Any]:
@@ -55,37 +62,59 @@ class ImageTab:
             raise PlanError("the custom plan is empty: fill it in, or select a preset")
         return custom_preset(degrees or "", strategy or "", count) or preset_named(label, count)
 
-    def submit(self, owner: str, request: GenerateRequest, preset: Preset, traced: bool) -> Job:
-        """Queue the job. Raises PlanError."""
+    def submit(self, owner: str, requests: list[GenerateRequest], preset: Preset, traced: bool) -> Job:
+        """Queue a job for one image or several; its result is the last one. Raises PlanError."""
         state = self._state
 
         def work(job: Job) -> JobImage:
-            image = state.image_runner.generate(job, request, preset, RunOptions(traced=traced))
-            state.job_queue.store(owner, "run", image.run)
+            for number, request in enumerate(requests, 1):
+                title = "generating" if len(requests) == 1 else f"image {number} of {len(requests)}"
+                image = state.image_runner.generate(job, request, preset, RunOptions(title=title, traced=traced))
+                state.job_queue.store(owner, "run", image.run)
+                state.history.add(owner, add_parameters(image.image, request, self._facts(image)))
             return image
 
         return state.job_queue.submit(owner, KIND, work)
 
+    def _facts(self, image: JobImage) -> dict[str, str]:
+        """What the file of an image says beside the request. A folder goes by its name, not by its path."""
+        model = self._state.workers.setup.model
+        known = Path(model).name if Path(model).is_dir() else model
+        return {"Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
+
     @reports_errors(failed)
     async def generate(self, owner: str, label: str, degrees: str, strategy: str, *rest: Any) -> AsyncIterator[Any]:
-        """The button. `rest`: whether to trace, then the fields of a request."""
-        traced, *fields = rest
-        job = self.submit(owner, Fields.request(*fields), self.preset(label, degrees, strategy), bool(traced))
-        async for update in updates_of(job, show):
+        """The button. `rest`: whether to trace, how many images, then the fields of a request."""
+        traced, count, *fields = rest
+        requests = with_seeds(Fields.request(*fields), count)
+        job = self.submit(owner, requests, self.preset(label, degrees, strategy), bool(traced))
+        async for update in updates_of(job, partial(self.show, owner)):
             yield update
 
     @reports_errors(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page was reloaded: show its last job."""
-        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), partial(self.show, owner)):
             yield update
+
+    def show(self, owner: str, view: JobView | None) -> tuple[Any, ...]:
+        """The view of a job, and the history where it may have changed."""
+        is_over = view is None or view.is_over
+        return *show(view), *(self.history.updates(owner) if is_over else UNCHANGED)
+
+
+def with_seeds(request: GenerateRequest, count: Any) -> list[GenerateRequest]:
+    """As many requests, with this seed and the ones after it. Raises PlanError."""
+    count = as_whole(count)
+    check_whole("images", count, 1, MAX_IMAGES)
+    return [replace(request, seed=request.seed + number) for number in range(count)]
 
 
 def show(view: JobView | None) -> tuple[Any, ...]:
     """Image, status, statistics, both buttons."""
     if view is not None and view.state == "done":
         image: JobImage = view.result
-        return image.image, html.status(view), html.facts(image.run, image.why), *buttons(view)
+        return image.image, html.status(view), html.facts(image.run, image.why, image.unknown), *buttons(view)
     update = view.preview if view is not None and view.preview is not None else gr.skip()
     return update, html.status(view, HINT), "", *buttons(view)
 
@@ -99,35 +128,49 @@ def buttons(view: JobView | None) -> tuple[Any, Any]:
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, list[Any]]:
     """Build the tab. Returns it, and the outputs of `resume`."""
     tab = ImageTab(state)
-    presets = state.workers.presets
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             fields = image_fields(forms)
-            preset = gr.Dropdown(
-                [*(each.label for each in presets), CUSTOM], value=presets[0].label, label="Devices and strategy"
-            )
-            meaning = gr.HTML(html.notice(presets[0].meaning))
-            with gr.Accordion("Custom plan", open=False):
-                degrees = gr.Textbox(label="Plan", placeholder="cfg=2,patch=2", max_lines=1)
-                strategy = gr.Textbox(label="Strategy", placeholder="fresh-edges:context=pooled", max_lines=1)
-                traced = gr.Checkbox(True, label="Record a timeline")
+            chosen, traced = _plan_fields(tab, state)
+            count = gr.Slider(1, MAX_IMAGES, 1, step=1, label="Images (seeds that follow)")
             with gr.Row():
                 start = gr.Button("Generate", variant="primary", interactive=False, elem_id="image-generate")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="image-cancel")
+            file = tab.history.build_reader()
         with gr.Column(scale=6, min_width=320):
             image = result("Image", "image-result", height=420)
             status = gr.HTML(html.notice(HINT), elem_id="image-status")
             facts = gr.HTML(elem_id="image-facts")
+            history = tab.history.build(owner, fields, (image, status, facts))
     if state.workers.setup.model in EMBEDDED:
         captions(fields.prompt)
-    filled = [image, status, facts, start, cancel]
-    preset.input(tab.choose, preset, [meaning, degrees, strategy], show_progress="hidden")
-    written = [degrees.input, strategy.input]
-    gr.on(
-        written, tab.write, [degrees, strategy], [preset, meaning], trigger_mode="always_last", show_progress="hidden"
-    )
-    clears_error(status, HINT, [*fields.components, preset, degrees, strategy])
-    inputs = [owner, preset, degrees, strategy, traced, *fields.components]
+    filled = [image, status, facts, start, cancel, *history]
+    clears_error(status, HINT, [*fields.components, *chosen, count])
+    inputs = [owner, *chosen, traced, count, *fields.components]
     gr.on([start.click, fields.prompt.submit], tab.generate, inputs, filled, show_progress="hidden")
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    file.upload(tab.history.read, file, [status, *fields.components], show_progress="hidden")
     return tab, filled
+
+
+def _plan_fields(tab: ImageTab, state: AppState) -> tuple[list[Any], gr.Checkbox]:
+    """Add preset, custom plan and strategy, which are returned first, and whether to record a timeline."""
+    presets = state.workers.presets
+    preset = gr.Dropdown(
+        [*(each.label for each in presets), CUSTOM], value=presets[0].label, label="Devices and strategy"
+    )
+    meaning = gr.HTML(html.notice(presets[0].meaning))
+    with gr.Accordion("Custom plan", open=False):
+        degrees = gr.Textbox(label="Plan", placeholder="cfg=2,patch=2", max_lines=1)
+        strategy = gr.Textbox(label="Strategy", placeholder="fresh-edges:context=pooled", max_lines=1)
+        traced = gr.Checkbox(True, label="Record a timeline")
+    preset.input(tab.choose, preset, [meaning, degrees, strategy], show_progress="hidden")
+    gr.on(
+        [degrees.input, strategy.input],
+        tab.write,
+        [degrees, strategy],
+        [preset, meaning],
+        trigger_mode="always_last",
+        show_progress="hidden",
+    )
+    return [preset, degrees, strategy], traced

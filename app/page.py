@@ -6,17 +6,17 @@ from typing import Any
 
 import gradio as gr
 
-from . import compare_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
+from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
 from .defaults import defaults_before, defaults_of
 from .fields import Forms
 from .handler_errors import ErrorReportingBlocks, reports_errors
 from .job_queue import JobView
 from .job_updates import updates_of
+from .model_chooser import ModelChooser, heading
 from .sessions import PAGE_NAME_JS
 from .state import AppState
 
 STYLE = Path(__file__).with_name("style.css")
-PURPOSE = "One diffusion model on several devices: generate, compare, and see what each device did."
 CACHE = (600, 3600)  # seconds: how often files are deleted, and from which age: previews, results, uploads
 FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # no font is downloaded
 
@@ -45,11 +45,16 @@ def build(state: AppState) -> gr.Blocks:
     with ErrorReportingBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
         forms = Forms(defaults_before(state.workers.setup.model))
         owner, page_name = gr.State(""), gr.Textbox(visible="hidden")
-        gr.HTML(_heading(state))
+        title = gr.HTML(heading(state))
+        chooser = ModelChooser(state, forms) if state.workers.may_change else None
+        if chooser is not None:
+            chooser.build()
         ready = gr.HTML(html.notice("Starting."), elem_id="ready")
         with gr.Tabs():
             with gr.Tab("Image"):
                 image = image_tab.build(state, owner, forms)
+            with gr.Tab("Edit"):
+                edited = edit_tab.build(state, owner, forms)
             with gr.Tab("Compare"):
                 pair = compare_tab.build(state, owner, forms)
             with gr.Tab("High resolution"):
@@ -62,16 +67,12 @@ def build(state: AppState) -> gr.Blocks:
                 plan, plan_inputs, plan_outputs = plan_tab.build(state, owner, forms)
         update.select(timeline.refresh, owner, lanes, show_progress="hidden")
         planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
-        _welcome(page, state, owner, page_name, (image, pair, high_res, stream))
+        if chooser is not None:
+            chooser.connect(page, owner, title)
+        _welcome(page, state, owner, page_name, (image, edited, pair, high_res, stream))
         loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
         loaded.then(_filling(state, forms), forms.components, forms.components, show_progress="hidden")
     return page
-
-
-def _heading(state: AppState) -> str:
-    setup = state.workers.setup
-    line = f"{PURPOSE} Here: the model {setup.model}, on {setup.devices.note}."
-    return f"<header><h1>patchpar</h1>{html.caption(line)}</header>"
 
 
 def _welcome(page: gr.Blocks, state: AppState, owner: gr.State, page_name: gr.Textbox, tabs: tuple[Any, ...]) -> None:

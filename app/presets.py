@@ -99,7 +99,14 @@ def _bands(count: int) -> list[Preset]:
             label=f"{count} bands, displaced",
             degrees=bands,
             strategy="displaced",
-            meaning="DistriFusion: all activations from other bands are one step old. Approximate.",
+            meaning="All that comes from other bands is one step old; means and variances are corrected by the own "
+            "band's change. Approximate.",
+        ),
+        Preset(
+            label=f"{count} bands, DistriFusion",
+            degrees=bands,
+            strategy="displaced:preset=paper",
+            meaning="Displaced bands as DistriFusion's code computes and sends them. Approximate.",
         ),
         Preset(
             label=f"{count} bands, partially conditioned",

@@ -34,10 +34,10 @@ class GenerateRequest:
                 raise PlanError(f"the {what} has {len(text)} characters: at most {MAX_PROMPT}")
         if not self.prompt.strip():
             raise PlanError("there is no prompt: describe the image")
-        _check_whole("steps", self.steps, 1, MAX_STEPS)
-        _check_whole("seed", self.seed, 0, MAX_SEED)
+        check_whole("steps", self.steps, 1, MAX_STEPS)
+        check_whole("seed", self.seed, 0, MAX_SEED)
         for name in ("height", "width"):
-            _check_whole(name, getattr(self, name), MIN_SIDE, MAX_PIXELS // MIN_SIDE)
+            check_whole(name, getattr(self, name), MIN_SIDE, MAX_PIXELS // MIN_SIDE)
         if self.height * self.width > MAX_PIXELS:
             raise PlanError(f"{self.height} x {self.width} pixels: at most {MAX_PIXELS} in all, as 4096 x 4096")
         if not 0 <= self.guidance <= 50:
@@ -74,6 +74,7 @@ def as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _check_whole(name: str, value: Any, least: int, limit: int) -> None:
+def check_whole(name: str, value: Any, least: int, limit: int) -> None:
+    """Raise PlanError unless the value is a whole number in these limits."""
     if not is_whole(value, least, limit):
         raise PlanError(f"{name} {value!r}: it is a whole number from {least} to {limit}")

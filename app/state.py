@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .feeds import Feeds
+from .image_history import ImageHistory
 from .image_runner import ImageJobRunner
 from .job_queue import JobQueue
 from .sessions import PageSessions
@@ -54,6 +55,11 @@ class AppState:
         folder = pages / owner
         folder.mkdir(exist_ok=True)
         return folder
+
+    @property
+    def history(self) -> ImageHistory:
+        """Images that pages have generated; they stay as long as the server, within its limits."""
+        return ImageHistory(self._folder("history"))
 
     @property
     def uploads(self) -> Path:

@@ -6,13 +6,13 @@ other.
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.models.files import check_memory, resolve_model
+from patchpar.models.files import EMBEDDED, check_memory, resolve_model
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import RequestedTask, purpose_of
 
@@ -27,6 +27,7 @@ class AppConfig:
     """Configuration of the app. `face`: folder or name of a talking-face model, if there is one.
 
     `options` go to diffusers' from_pretrained. `deadline`: seconds without a sign of life from a rank.
+    `chooses_models`: whether pages may load another model, whatever folder or name of the hub.
     """
 
     model: str = "embedded"
@@ -34,6 +35,7 @@ class AppConfig:
     face: str | Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
     deadline: float = 60.0
+    chooses_models: bool = False
 
     @property
     def opening(self) -> dict[str, Any]:
@@ -71,6 +73,36 @@ class AppWorkers:
         return self._model or self.image_pipeline().description
 
     @property
+    def may_change(self) -> bool:
+        """Whether pages may load another model: not that of a server."""
+        return self._shared is None and self.setup.chooses_models
+
+    def setup_for(self, model: str) -> AppConfig:
+        """Configuration with another model. Raises PlanError for one that does not exist, or does not fit."""
+        if not self.may_change:
+            raise PlanError("this page has the model that its server was started with")
+        options = {name: value for name, value in self.setup.options.items() if name != "variant"}
+        setup = replace(self.setup, model=model, options={} if model in EMBEDDED else options)
+        setup.check()
+        return setup
+
+    def change(self, setup: AppConfig) -> None:
+        """Load another model in place of the one that is open, which comes back at its next use if that fails.
+
+        Raises PlanError, LaunchError.
+        """
+        before = self.setup
+        self.close()
+        gc.collect()
+        self.setup = setup
+        try:
+            self.image_pipeline()
+        except BaseException:
+            self.close()
+            self.setup, self._model = before, None
+            raise
+
+    @property
     def count(self) -> int:
         """Number of devices."""
         return len(self.setup.devices.names)
@@ -96,6 +128,10 @@ class AppWorkers:
     def upscaler(self) -> ParallelPipeline:
         """The image-to-image pipeline. Raises PlanError where the model's family has none."""
         return self._opened("enlarging", self._open_upscaler)
+
+    def inpainter(self) -> ParallelPipeline:
+        """The inpainting pipeline. Raises PlanError where the model's family has none."""
+        return self._opened("inpainting", lambda: self._open_parallel(task="inpainting"))
 
     def face_stream(self) -> StreamingPipeline:
         """The talking-face pipeline. Raises PlanError without a model for it."""

@@ -26,6 +26,8 @@ AS_THEY_ARE = (
     "pipelines/README.md",
     "integrations/comfyui/README.md",
     "assets/figures/*.*",
+    "assets/figures/error-maps/*.*",
+    "assets/figures/error-maps/*/*.*",
 )
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#])")
 FENCE = re.compile(r"^```(?P<language>\w+) [^\n]*$", re.MULTILINE)

@@ -52,7 +52,12 @@ def serve_app(request: AppFlags) -> None:
         )
         devices, options = workers.devices_of(request.devices), _loading(request)
         setup = workers.AppConfig(
-            model=request.model, devices=devices, face=_face(request), options=options, deadline=request.deadline
+            model=request.model,
+            devices=devices,
+            face=_face(request),
+            options=options,
+            deadline=request.deadline,
+            chooses_models=address.is_local,
         )
         server.serve(setup, address, _print_address, lambda: typer.echo("Ending the page and its workers.", err=True))
 

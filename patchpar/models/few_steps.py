@@ -45,7 +45,7 @@ class DistilledFamily:
     def has(self, pipe: Any, denoiser: Mapping[str, Any]) -> bool:
         """Return whether a pipeline is of this family. `denoiser`: the configuration of its denoiser."""
         scheduler = getattr(pipe, "scheduler", None)
-        if self.named and self.named not in words_of(_path_of(pipe)):
+        if self.named and self.named not in words_of(path_of(pipe)):
             return False
         if not type(pipe).__name__.startswith(self.pipelines):
             return False
@@ -107,7 +107,7 @@ def few_steps_of(pipe: Any, denoiser: Mapping[str, Any]) -> FewSteps | None:
     family = next((each for each in FAMILIES if each.has(pipe, denoiser)), None)
     if family is None or not family.named:
         return None if family is None else family.call
-    steps = re.search(r"(?<![\d.])([1-9]\d?)[-_ ]?steps?(?![a-z])", _last(_path_of(pipe)))
+    steps = re.search(r"(?<![\d.])([1-9]\d?)[-_ ]?steps?(?![a-z])", _last(path_of(pipe)))
     return replace(family.call, steps=int(steps[1])) if steps else family.call
 
 
@@ -117,7 +117,7 @@ def words_of(path: str) -> frozenset[str]:
     return frozenset(word for before, word in zip(["", *found], found, strict=False) if before not in UNDONE)
 
 
-def _path_of(pipe: Any) -> str:
+def path_of(pipe: Any) -> str:
     """Return the name or folder that diffusers has loaded a pipeline from; "" if unknown."""
     return str((getattr(pipe, "config", None) or {}).get("_name_or_path") or "")
 

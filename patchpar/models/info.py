@@ -8,7 +8,8 @@ from typing import Any
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.call_parameters import parameters_of, passes_on
-from patchpar.models.few_steps import FewSteps, few_steps_of
+from patchpar.models.caption_words import caption_words
+from patchpar.models.few_steps import FewSteps, few_steps_of, path_of
 from patchpar.plan.scalars import plain
 from patchpar.shard.compiled import compiled_in, is_compiled, is_wrapped
 
@@ -48,6 +49,7 @@ class PipelineInfo:
     split over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown.
     `guided_by_its_scale`: `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
     `few_steps`: what a model that is distilled to few steps is called with; None for others, as far as is known.
+    `known_words`: the words of prompts that an embedded model has learnt; empty for others.
     """
 
     pipeline: str
@@ -71,6 +73,7 @@ class PipelineInfo:
     decoded_bytes: int = 0
     guided_by_its_scale: bool = False
     few_steps: FewSteps | None = None
+    known_words: frozenset[str] = frozenset()
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call with `kwargs` uses guidance of any kind, as far as its arguments show."""
@@ -136,6 +139,7 @@ def describe(pipe: Any) -> PipelineInfo:
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
         few_steps=few_steps_of(pipe, config),
+        known_words=caption_words(path_of(pipe)),
         networks={
             name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
             for name, each in pipe.components.items()

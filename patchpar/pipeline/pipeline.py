@@ -32,7 +32,7 @@ from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans
-from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan
+from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, warn_of_unknown_words
 from patchpar.plan.plan import Plan
 
 
@@ -191,16 +191,17 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
     ) -> PipelineJob:
         executor = self._executor
         placement.check(executor.world_size, weights=self._state.weights.plan)
-        bound = bind(self.description, args, kwargs)
-        check_call(self.description, bound)
+        known = self.description
+        bound = bind(known, args, kwargs)
+        check_call(known, bound)
+        warn_of_unknown_words(known, bound)
         check_generators(bound, executor.devices, executor.random_widths)
         if executor.kind != "inline":
             refuse_old_callback(bound)
-        module = self.description.module
-        caller = CallController(self, bound, kind=executor.kind, output_module=module, previews=options.previews)
+        caller = CallController(self, bound, kind=executor.kind, output_module=known.module, previews=options.previews)
         caller.adapters = options.adapters
         if options.resume is not None:
-            options.resume.hand_over(caller, self.description.pipeline)
+            options.resume.hand_over(caller, known.pipeline)
         return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------
@@ -284,8 +285,6 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
     @property
     def _executor(self) -> Executor:
         return self._state.ranks
-
-    # --- close --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the workers. Idempotent; also runs at exit. Under torchrun, `restore` before it frees your pipeline."""

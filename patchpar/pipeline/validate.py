@@ -1,12 +1,15 @@
 """Refuse an impossible call before any worker computes. Errors have the value, the limit and the way out."""
 
 import difflib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.host_memory import free_memory
+from patchpar.models.caption_words import unknown_words
 from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
+from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.shard.generators import generators_of
@@ -14,6 +17,8 @@ from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import check_room, refusal_of, units_of
+
+log = logging.getLogger(__name__)
 
 OLD = ("callback", "callback_steps")  # deprecated in diffusers; accepted by name only
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
@@ -74,6 +79,19 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     for name in SIDES:
         if kwargs.get(name) is not None:
             _check_side(name, kwargs[name], model.size_unit)
+
+
+def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
+    """Log the words of the prompts that an embedded model has not learnt; not of a warm-up call."""
+    prompts = [kwargs.get(name) for name in PROMPTS if kwargs.get(name) != ANY_PROMPT]
+    text = " ".join(each if isinstance(each, str) else " ".join(each or ()) for each in prompts)
+    words = unknown_words(text, model.known_words)
+    if words:
+        log.warning(
+            "the embedded model does not know %s: it has learnt %d words, see docs/embedded-model.md",
+            ", ".join(map(repr, words)),
+            len(model.known_words),
+        )
 
 
 def _check_prompt(name: str, value: Any) -> None:

@@ -71,12 +71,15 @@ class ServedApp:
 
 
 @contextmanager
-def served(variables: Mapping[str, str] = os.environ) -> Iterator[ServedApp]:
-    """The command itself, on any free port. Ctrl-C ends it and all that it has started, unless the block has."""
+def served(variables: Mapping[str, str] = os.environ, stderr: Any = None) -> Iterator[ServedApp]:
+    """The command itself, on any free port. Ctrl-C ends it and all that it has started, unless the block has.
+
+    `stderr`: a file for what it says there.
+    """
     command = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=pipe, text=True, start_new_session=True, env={**variables}
+        command, cwd=REPOSITORY, stdout=pipe, stderr=stderr, text=True, start_new_session=True, env={**variables}
     )
     try:
         assert process.stdout is not None

@@ -14,6 +14,7 @@ from playwright.sync_api import Page, expect
 
 from app.job_queue import JobQueue
 from app.state import AppState
+from tests.cli.our_lines import foreign
 
 from .actions import TIMEOUT_MS
 from .app_states import client_of, state_of
@@ -47,8 +48,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(scratch: Path) -> Iterator[ServedApp]:
-    with served({**os.environ, "TMPDIR": str(scratch)}) as app:
+    """What it writes to stderr meanwhile is its own."""
+    path = scratch / "stderr.txt"
+    with path.open("w") as file, served({**os.environ, "TMPDIR": str(scratch)}, file) as app:
         yield app
+    assert foreign(path.read_text()) == []
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ class FakeWorkers:
     def __init__(self, pipe: FakePipeline, count: int = 2) -> None:
         self.pipe, self.count, self.setup = pipe, count, AppConfig()
         self.streamed: list[dict[str, Any]] = []
-        self.closed = False
+        self.closed, self.may_change = False, False
 
     @property
     def presets(self) -> tuple[Preset, ...]:
@@ -113,6 +113,9 @@ class FakeWorkers:
         return self.pipe.description
 
     def upscaler(self) -> Any:
+        return self.pipe
+
+    def inpainter(self) -> Any:
         return self.pipe
 
     def image_stream(self, *, takes_image: bool) -> Any:

@@ -113,7 +113,7 @@ def fields(**changes: Any) -> list[Any]:
 def test_an_image(state: AppState, changes: dict[str, Any], parts: list[str]) -> None:
     preset = [changes.pop(name, default) for name, default in (("label", AUTOMATIC), ("degrees", ""), ("strategy", ""))]
     changes = dict(changes)
-    message = message_of(ImageTab(state).generate(OWNER, *preset, True, *fields(**changes)))
+    message = message_of(ImageTab(state).generate(OWNER, *preset, True, 1, *fields(**changes)))
     assert all(word in message for word in parts), message
     assert state.workers.image_pipeline().calls == []  # type: ignore[attr-defined]
 
@@ -121,7 +121,7 @@ def test_an_image(state: AppState, changes: dict[str, Any], parts: list[str]) ->
 def test_more_ranks_than_bands(model: Any) -> None:
     with closing(state_of(FakeWorkers(CheckedPipeline(model), count=8))) as state:
         message = message_of(
-            ImageTab(state).generate(OWNER, "8 bands, exact", "", "", True, *fields(width=64, height=64))
+            ImageTab(state).generate(OWNER, "8 bands, exact", "", "", True, 1, *fields(width=64, height=64))
         )
         assert all(word in message for word in ("8 latent rows make 2 bands", "8 ranks", "at most 2", "256 pixels"))
 
@@ -139,7 +139,7 @@ def test_more_ranks_than_bands(model: Any) -> None:
 )
 def test_what_shows_only_while_it_runs(state: AppState, error: Exception, parts: list[str]) -> None:
     state.workers.image_pipeline().error = error  # type: ignore[attr-defined]
-    message = message_of(ImageTab(state).generate(OWNER, AUTOMATIC, "", "", True, *fields()))
+    message = message_of(ImageTab(state).generate(OWNER, AUTOMATIC, "", "", True, 1, *fields()))
     assert all(word in message for word in parts), message
 
 

@@ -197,7 +197,7 @@ def test_the_page_is_filled_when_the_model_has_been_loaded(opened: Any) -> None:
     values = [component.value for component in fill.inputs]
     filled = fill.fn(*values)
     assert [each["value"] for each in filled if each["value"] == 3.5]
-    assert len(filled) == len(fill.outputs) == 4 * 4 + 2
+    assert len(filled) == len(fill.outputs) == 4 * 4 + 2 + 3  # three of the tab Edit
 
 
 def test_only_the_embedded_model_is_reported_to_generate_what_it_generates(opened: Any) -> None:
@@ -214,12 +214,14 @@ def test_the_list_says_when_a_plan_of_one_s_own_is_what_generates(opened: Any) -
     assert (line["value"], "never approximate" in meaning) == (AUTOMATIC, True)
     assert tab.choose(AUTOMATIC)[1:] == ("", "")  # what was written no longer counts, and is no longer there
     assert CUSTOM_MEANING in tab.choose(CUSTOM)[0]
-    assert "the custom plan is empty: fill it in" in message_of(tab.generate(OWNER, CUSTOM, "", " ", True, *fields()))
+    assert "the custom plan is empty: fill it in" in message_of(
+        tab.generate(OWNER, CUSTOM, "", " ", True, 1, *fields())
+    )
 
 
 def test_what_is_chosen_is_what_generates(opened: Any) -> None:
     state = opened("embedded")
-    asyncio.run(_to_the_end(ImageTab(state).generate(OWNER, CUSTOM, "patch=2", "displaced", True, *fields())))
+    asyncio.run(_to_the_end(ImageTab(state).generate(OWNER, CUSTOM, "patch=2", "displaced", True, 1, *fields())))
     assert str(state.workers.image_pipeline().plan) == "patch=2,strategy=displaced"
 
 

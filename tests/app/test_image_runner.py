@@ -10,6 +10,7 @@ from PIL import Image
 
 from app.comparison import compare
 from app.high_res import UpscaleRequest, generate_high_res, high_res_preset, upscale_image
+from app.html import facts
 from app.image_runner import ImageJobRunner, JobImage, RunOptions, image_of
 from app.job_queue import Cancelled, JobQueue
 from app.presets import preset_named, presets_for
@@ -212,3 +213,14 @@ def test_exact_values_are_kept_beside_the_image(queue: JobQueue) -> None:
     found = over(job).result
     assert found.values.shape == (64, 64, 3)
     assert found.image.size == (64, 64)
+
+
+def test_words_that_the_embedded_model_does_not_know_come_with_the_image(queue: JobQueue) -> None:
+    runner = make_runner()
+    request = replace(REQUEST, prompt="a red house and a <fox>, green hills")
+    found: JobImage = over(
+        queue.submit("A", "image", lambda job: runner.generate(job, request, presets_for(2)[0]))
+    ).result
+    assert found.unknown == ("fox",)
+    assert "Not understood</dt><dd>fox:" in facts(found.run, found.why, found.unknown)
+    assert "Not understood" not in facts(found.run, found.why)

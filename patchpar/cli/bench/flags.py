@@ -74,7 +74,9 @@ class BenchFlags:
         """Return the prompts of the command line, then those of the file. Raises PlanError if there are none."""
         found = [*(self.prompt or ()), *(() if self.prompts is None else prompts_in(self.prompts))]
         if not found:
-            raise PlanError('no prompt: give one, such as patchpar bench "a red house", or a file with --prompts')
+            raise PlanError(
+                'no prompt: give one, such as patchpar bench "a red house on the left", or a file with --prompts'
+            )
         return list(dict.fromkeys(found))
 
     def all_steps(self) -> list[int]:

@@ -1,0 +1,115 @@
+"""The tab Edit: an image generated anew, all of it or the part that is painted over."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from . import html
+from .edit import MAX_SIDE, ImageEdit, edit
+from .fields import CAPTIONS, UNIT, Forms, clears_error, result, seed_field
+from .handler_errors import reports_errors
+from .image_parameters import add_parameters
+from .image_tab import buttons
+from .job_queue import Job, JobView
+from .job_updates import updates_of
+from .mask_editor import mask_editor
+from .requests import MAX_PROMPT, MAX_STEPS, MIN_SIDE
+from .state import AppState
+
+KIND = "edit"
+HINT = "Choose an image. What you paint over is generated anew; without paint all of it is."
+
+
+def failed(message: str) -> tuple[Any, ...]:
+    """Outputs of `show` for an error."""
+    return gr.skip(), html.failure(message), gr.skip(), *buttons(None)
+
+
+class EditTab:
+    """Event handlers of the tab."""
+
+    def __init__(self, state: AppState) -> None:
+        self._state = state
+
+    def submit(self, owner: str, request: ImageEdit) -> Job:
+        """Queue the job. Raises PlanError."""
+        state = self._state
+
+        def work(job: Job) -> Any:
+            found = edit(state.image_runner, job, request)
+            facts = {"Denoising strength": f"{request.strength:g}", "Version": "patchpar"}
+            state.history.add(owner, add_parameters(found.image, request.generate, facts))
+            state.job_queue.store(owner, "run", found.run)
+            return found
+
+        return state.job_queue.submit(owner, KIND, work)
+
+    @reports_errors(failed)
+    async def generate(self, owner: str, painted: Any, side: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
+        """The button. `fields`: prompt, negative prompt, steps, guidance scale, seed."""
+        names = ("prompt", "negative", "steps", "guidance", "seed")
+        request = ImageEdit.of(painted, side, strength, **dict(zip(names, fields, strict=True)))
+        async for update in updates_of(self.submit(owner, request), show):
+            yield update
+
+    @reports_errors(failed)
+    async def resume(self, owner: str) -> AsyncIterator[Any]:
+        """The page was reloaded: show its last job."""
+        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+            yield update
+
+
+def show(view: JobView | None) -> tuple[Any, ...]:
+    """Image, status, statistics, both buttons."""
+    if view is not None and view.state == "done":
+        found = view.result
+        return found.image, html.status(view), html.facts(found.run, found.why, found.unknown), *buttons(view)
+    update = view.preview if view is not None and view.preview is not None else gr.skip()
+    return update, html.status(view, HINT), "", *buttons(view)
+
+
+def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[EditTab, list[Any]]:
+    """Build the tab. Returns it, and the outputs of `resume`."""
+    tab = EditTab(state)
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=5, min_width=320):
+            painted = mask_editor("Image", elem_id="edit-image", height=380)
+            fields = _fields(forms)
+            with gr.Row():
+                start = gr.Button("Generate", variant="primary", interactive=False, elem_id="edit-run")
+                cancel = gr.Button("Cancel", interactive=False, elem_id="edit-cancel")
+        with gr.Column(scale=6, min_width=320):
+            image = result("Edited image", "edit-result", height=420)
+            status = gr.HTML(html.notice(HINT), elem_id="edit-status")
+            facts = gr.HTML(elem_id="edit-facts")
+    filled = [image, status, facts, start, cancel]
+    start.click(tab.generate, [owner, painted, *fields], filled, show_progress="hidden")
+    clears_error(status, HINT, fields)
+    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    return tab, filled
+
+
+def _fields(forms: Forms) -> list[Any]:
+    """Longer side, strength, prompt, negative prompt, steps, guidance scale, seed."""
+    prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=MAX_PROMPT)
+    negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
+    with gr.Row():
+        side = forms.add(
+            gr.Slider,
+            lambda each: {"value": max(each.height, each.width)},
+            minimum=MIN_SIDE,
+            maximum=MAX_SIDE,
+            step=UNIT,
+            label="Longer side",
+            min_width=200,
+        )
+        strength = gr.Slider(0.05, 1, 0.75, step=0.05, label="Strength (1: ignore the image)", min_width=200)
+    with gr.Row():
+        steps = forms.add(
+            gr.Slider, lambda each: {"value": each.steps}, minimum=1, maximum=MAX_STEPS, step=1, label="Steps"
+        )
+        guidance = forms.add(
+            gr.Slider, lambda each: {"value": each.guidance}, minimum=0, maximum=20, step=0.5, label="Guidance scale"
+        )
+    return [side, strength, prompt, negative, steps, guidance, seed_field()]

@@ -1,0 +1,110 @@
+"""Parameters of an image, kept in its PNG file as other programs keep them.
+
+    a red house at night
+    Negative prompt: blurred
+    Steps: 20, CFG scale: 4, Seed: 7, Size: 256x256, Model: embedded, Plan: "cfg=2,patch=2", Version: patchpar
+
+This is the text chunk `parameters` of AUTOMATIC1111's web UI, which ComfyUI imports as well. The line of the negative
+prompt is there without one too: for ComfyUI it is the end of the prompt.
+"""
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from patchpar import PlanError
+
+from .limits import FILE, check_size
+from .requests import GenerateRequest
+
+CHUNK = "parameters"
+NEGATIVE = "\nNegative prompt:"
+SETTINGS = "\nSteps: "
+SETTING = re.compile(r'([^:,]+):\s*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')
+SIZE = re.compile(r"(\d+)\s*x\s*(\d+)")
+NAMES = {"Steps": "steps", "CFG scale": "guidance", "Seed": "seed"}
+MAX_TEXT = 64 * 1024  # characters; nodes of other programs take more, and are in chunks of their own
+
+
+def text_of(request: GenerateRequest, facts: Mapping[str, str]) -> str:
+    """The parameters of a request as text. `facts`: further names and values, such as the model."""
+    settings = {
+        "Steps": str(request.steps),
+        "CFG scale": f"{request.guidance:g}",
+        "Seed": str(request.seed),
+        "Size": f"{request.width}x{request.height}",
+        **facts,
+    }
+    line = ", ".join(f"{name}: {_quoted(value)}" for name, value in settings.items())
+    return f"{request.prompt}{NEGATIVE} {request.negative}\n{line}"
+
+
+def add_parameters(image: Any, request: GenerateRequest, facts: Mapping[str, str]) -> Any:
+    """Add the parameters to a PIL image, which is saved with them as PNG. Returns the image."""
+    image.info[CHUNK] = text_of(request, facts)
+    return image
+
+
+def read_parameters(path: str | Path | None) -> GenerateRequest:
+    """The request that an image was made by. What the file does not say has its default.
+
+    Raises PlanError for a file that is no PNG image, has no parameters, or has some that no request can have.
+    """
+    if path is None:
+        raise PlanError("there is no image: choose a PNG file that was generated here or by another program")
+    check_size(path)
+    return request_of(_text_in(path))
+
+
+def request_of(text: str) -> GenerateRequest:
+    """The request that such a text describes. Raises PlanError."""
+    written, has_settings, line = text.rpartition(SETTINGS)
+    if not has_settings:
+        raise PlanError(f"{FILE} has parameters without steps, so not those of one image: {text[:80]!r}")
+    before, has_negative, negative = written.rpartition(NEGATIVE)
+    prompt, negative = (before, negative.strip()) if has_negative else (negative, "")
+    return GenerateRequest.of(prompt=prompt, negative=negative, **_settings_in(SETTINGS + line))
+
+
+def _settings_in(line: str) -> dict[str, Any]:
+    """Arguments of a request in the line of settings. Raises PlanError for a number that is none."""
+    found = {name.strip(): value.strip() for name, value in SETTING.findall(line)}
+    arguments = {own: _number(name, found[name]) for name, own in NAMES.items() if name in found}
+    if "Size" in found:
+        size = SIZE.fullmatch(found["Size"])
+        if size is None:
+            raise PlanError(f"{FILE} gives the size {found['Size']!r}: width and height are written as 512x768")
+        arguments |= {"width": int(size[1]), "height": int(size[2])}
+    return arguments
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise PlanError(f"{FILE} gives {name} as {text!r}, which is no number") from error
+
+
+def _text_in(path: str | Path) -> str:
+    """The text chunk of a PNG file; pixels are not decoded. Raises PlanError."""
+    try:
+        with Image.open(path, formats=("PNG",)) as image:
+            text = image.info.get(CHUNK)
+    except (OSError, ValueError, SyntaxError, struct.error, zlib.error, Image.DecompressionBombError) as error:
+        raise PlanError(f"{FILE} cannot be read as a PNG image, which is where parameters are kept") from error
+    if not isinstance(text, str):
+        raise PlanError(f"{FILE} has no parameters: it was not generated here, or was saved without them")
+    if len(text) > MAX_TEXT:
+        raise PlanError(f"{FILE} has {len(text)} characters of parameters: at most {MAX_TEXT} are read")
+    return text
+
+
+def _quoted(value: str) -> str:
+    """In quotes where a value has what separates them."""
+    return json.dumps(value, ensure_ascii=False) if any(sign in value for sign in ',:"\n') else value

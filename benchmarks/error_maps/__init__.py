@@ -1,0 +1,1 @@
+"""Where images of approximate strategies differ from those of one process."""

@@ -1,0 +1,86 @@
+"""axe-core finds nothing serious on any tab, on a phone, a tablet and a desktop, by day and by night."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from app.server import Address, application
+from patchpar.stream.web.server import WebServer
+from tests.breadth import first_of
+
+from .actions import TIMEOUT_MS, done, press, small, tab
+from .app_states import state_of
+from .fakes import FakePipeline, FakeWorkers
+from .looks import TABS
+
+WINDOWS: dict[int, dict[str, Any]] = {
+    390: {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
+    768: {"viewport": {"width": 768, "height": 1024}},
+    1280: {"viewport": {"width": 1280, "height": 900}},
+}
+CASES = [(width, scheme) for width in WINDOWS for scheme in ("light", "dark")]
+GRAVE = ("serious", "critical")
+
+
+def findings(page: Page) -> list[str]:
+    """What axe-core calls serious or critical: the rule, and the first elements that break it."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{each['id']} ({each['impact']}): {each['help']}: {[node['html'][:160] for node in each['nodes'][:4]]}"
+        for each in found
+        if each["impact"] in GRAVE
+    ]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of the page on workers that generate at once: what it looks like does not depend on them."""
+    workers = FakeWorkers(FakePipeline())
+    workers.may_change = True  # so that the list of models is there
+    with closing(state_of(workers)) as state, closing(WebServer("127.0.0.1", 0, "--port")) as server:
+        server.serve(application(state, Address()))
+        yield server.url
+        server.end()
+
+
+@pytest.mark.parametrize(("width", "scheme"), first_of(CASES, (390, "dark")))
+def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, scheme: Any) -> None:
+    page = browser.new_context(color_scheme=scheme, **WINDOWS[width]).new_page()
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(address)
+    expect(page.locator("#image-generate")).to_be_enabled()
+    small(page, steps=2)
+    press(page, "image-generate")
+    done(page, "image")
+    found = {}
+    for name in TABS:
+        tab(page, name)
+        found[name] = findings(page)
+    page.context.close()
+    assert [(name, each) for name, rules in found.items() for each in rules] == []
+
+
+@pytest.mark.breadth
+def test_nor_in_what_real_workers_did(opened: Any) -> None:
+    page = opened(color_scheme="dark", **WINDOWS[390])
+    small(page, steps=2)
+    press(page, "image-generate")
+    done(page, "image")
+    tab(page, "Timeline")
+    expect(page.locator("#timeline-diagram svg path.wait")).to_have_count(2)
+    assert findings(page) == []
+
+
+@pytest.mark.breadth
+def test_what_cannot_be_used_would_be_found(opened: Any) -> None:
+    page = opened(**WINDOWS[390])
+    page.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<input><img src=\"data:,\">')")
+    found = " ".join(findings(page))
+    assert "image-alt" in found
+    assert "label" in found

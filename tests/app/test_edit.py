@@ -1,0 +1,125 @@
+"""What is painted over is generated anew, the rest stays; files are checked before they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from app.edit import mask_of, size_of
+from app.edit_tab import EditTab
+from app.image_parameters import read_parameters
+from app.mask_editor import check, mask_editor
+from app.state import AppState
+from patchpar import PlanError
+from tests.unit.test_image_file import huge_png
+
+from .app_states import state_of
+from .fakes import FakePipeline, FakeWorkers
+from .test_bad_input import OWNER, message_of
+from .test_history_panel import last_of
+
+FIELDS = ("a fox", "fog", 4, 3.5, 7)
+
+
+class EditingWorkers(FakeWorkers):
+    """Remembers which pipeline was used."""
+
+    def __init__(self) -> None:
+        super().__init__(FakePipeline(more=("image", "mask_image", "strength")))
+        self.used: list[str] = []
+
+    def upscaler(self) -> Any:
+        self.used.append("image-to-image")
+        return self.pipe
+
+    def inpainter(self) -> Any:
+        self.used.append("inpainting")
+        return self.pipe
+
+
+@pytest.fixture
+def state() -> Iterator[AppState]:
+    with closing(state_of(EditingWorkers())) as found:
+        yield found
+
+
+def painted(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (200, 130)) -> dict[str, Any]:
+    layer = Image.new("RGBA", size)
+    for box in boxes:
+        ImageDraw.Draw(layer).rectangle(box, fill=(255, 255, 255, 255))
+    return {"background": Image.new("RGBA", size, "teal"), "layers": [layer], "composite": None}
+
+
+def test_what_is_not_painted_over_stays(state: AppState) -> None:
+    image, status, facts, *_ = last_of(EditTab(state).generate(OWNER, painted((0, 0, 99, 129)), 192, 0.5, *FIELDS))
+    assert "done" in status
+    assert "Time" in facts
+    assert state.workers.used == ["inpainting"]  # type: ignore[attr-defined]
+    (call,) = state.workers.upscaler().calls  # type: ignore[attr-defined]
+    assert (call["image"].size, call["mask_image"].size, call["strength"]) == ((192, 128), (192, 128), 0.5)
+    assert (call["height"], call["width"], call["prompt"], call["negative_prompt"]) == (128, 192, "a fox", "fog")
+    values, before = np.asarray(image), np.asarray(Image.new("RGB", (192, 128), "teal"))
+    assert (values[:, 100:] == before[:, 100:]).all()
+    assert (values[:, :80] != before[:, :80]).mean() > 0.9
+    (name,) = state.history.names(OWNER)
+    assert read_parameters(state.history.path(OWNER, name)).seed == 7
+
+
+def test_without_paint_all_of_it_is_generated(state: AppState) -> None:
+    image, *_ = last_of(EditTab(state).generate(OWNER, painted(), 192, 0.5, *FIELDS))
+    assert state.workers.used == ["image-to-image"]  # type: ignore[attr-defined]
+    (call,) = state.workers.upscaler().calls  # type: ignore[attr-defined]
+    assert "mask_image" not in call
+    assert not {"height", "width"} & set(call), "it has the size of the image"
+    assert image.size == (192, 128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 192, 0.5), "there is no image: choose one"),
+        (({"background": None, "layers": []}, 192, 0.5), "there is no image: choose one"),
+        ((painted(), None, 0.5), "longer side None"),
+        ((painted(), 9999, 0.5), "longer side 9999"),
+        ((painted(), 192, 0), "strength 0"),
+        ((painted(), 192, 0.1), "strength 0.1 leaves none"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(state: AppState, arguments: tuple[Any, ...], message: str) -> None:
+    assert message in message_of(EditTab(state).generate(OWNER, *arguments, *FIELDS))
+    assert state.workers.used == []  # type: ignore[attr-defined]
+
+
+def test_sizes_and_masks() -> None:
+    assert size_of(Image.new("L", (1000, 500)), 512) == (512, 256)
+    assert size_of(Image.new("L", (10, 1000)), 512) == (64, 512)
+    assert mask_of([Image.new("RGBA", (8, 8))], (64, 64)) is None
+    faint = Image.new("RGBA", (8, 8), (255, 255, 255, 3))
+    mask = mask_of([faint], (64, 64))
+    assert mask.getextrema() == (255, 255), "half-transparent paint counts"
+
+
+def test_files_are_checked_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = huge_png(tmp_path / "huge.png", 9_400)
+    editor = mask_editor("Image")
+    for file in (SimpleNamespace(path=str(huge)), huge.read_bytes()):
+        with pytest.raises(PlanError, match="9400 x 9400 pixels"):
+            editor.convert_and_format_image(file)
+    with pytest.raises(PlanError, match="choose it again"):
+        check(SimpleNamespace(path=str(tmp_path / "gone.png")))
+    monkeypatch.setattr("app.mask_editor.MAX_BYTES", 10)
+    with pytest.raises(PlanError, match="at most 0 MB"):
+        check(bytes(11))
+    assert editor.convert_and_format_image(None) is None
+
+
+def test_gradio_leaves_no_file_beside_the_source() -> None:
+    """As it does for a subclass of one of its components."""
+    assert list((Path(__file__).parents[2] / "app").glob("*.pyi")) == []

@@ -1,0 +1,63 @@
+"""What a page has generated is there after a reload, within limits, with all that is needed to make it again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from app import image_history
+from app.image_history import ImageHistory
+from app.image_parameters import add_parameters
+from app.requests import GenerateRequest
+from patchpar import PlanError
+
+
+def add(history: ImageHistory, owner: str, seed: int, side: int = 32) -> None:
+    history.add(
+        owner, add_parameters(Image.new("RGB", (2 * side, side)), GenerateRequest(prompt="a fox", seed=seed), {})
+    )
+
+
+def seeds(history: ImageHistory, owner: str) -> list[int]:
+    return [history.request(owner, name).seed for name in history.names(owner)]
+
+
+def test_the_newest_is_first_and_each_page_has_its_own(tmp_path: Path) -> None:
+    history = ImageHistory(tmp_path)
+    for owner, seed in (("a", 1), ("b", 2), ("a", 3)):
+        add(history, owner, seed, side=400)
+    assert (seeds(history, "a"), seeds(history, "b"), seeds(history, "c")) == ([3, 1], [2], [])
+    assert [Image.open(path).size for path in history.thumbnails("a")] == [(160, 80)] * 2
+    assert Image.open(history.path("a", history.names("a")[0])).size == (800, 400)
+
+
+def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_history, "MAX_IMAGES", 3)
+    history = ImageHistory(tmp_path)
+    for seed in range(5):
+        add(history, "a", seed)
+    assert seeds(history, "a") == [4, 3, 2]
+    assert len(list(tmp_path.rglob("*.*"))) == 6, "thumbnails go too"
+    monkeypatch.setattr(image_history, "MAX_BYTES", 1)
+    add(history, "a", 5)
+    assert seeds(history, "a") == [5], "the newest stays, whatever its size"
+
+
+def test_pages_that_are_not_used_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_history, "MAX_PAGES", 2)
+    history = ImageHistory(tmp_path)
+    for owner in "abac":
+        add(history, owner, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "c"}
+
+
+def test_an_image_that_has_gone_is_refused(tmp_path: Path) -> None:
+    history = ImageHistory(tmp_path)
+    add(history, "a", 1)
+    (name,) = history.names("a")
+    for owner, wrong in (("a", "0"), ("b", name), ("a", f"../a/{name}")):
+        with pytest.raises(PlanError, match=re.escape("no longer here: the last 40")):
+            history.path(owner, wrong)

@@ -1,0 +1,123 @@
+"""An image says how it was made, to this page and to other programs, and sets the fields of the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+from PIL import Image, PngImagePlugin
+
+from app.image_parameters import add_parameters, read_parameters, request_of, text_of
+from app.requests import GenerateRequest
+from patchpar import PlanError
+
+REQUEST = GenerateRequest(
+    prompt="a red house, at night",
+    negative="blurred, dark",
+    width=384,
+    height=256,
+    steps=12,
+    guidance=3.5,
+    seed=2**53 - 1,
+)
+FACTS = {"Model": "embedded", "Plan": "cfg=2,patch=2,strategy=exact", "Version": "patchpar"}
+
+
+def png(path: Path, text: str | None, chunk: str = "parameters", **options: Any) -> Path:
+    info = PngImagePlugin.PngInfo()
+    if text is not None:
+        info.add_text(chunk, text, **options)
+    Image.new("RGB", (8, 8)).save(path, pnginfo=info)
+    return path
+
+
+def as_a1111_reads(text: str) -> dict[str, str]:
+    """By the documented form: lines of the prompt, of the negative prompt, and last one line of `name: value`."""
+    *lines, last = text.strip().split("\n")
+    pairs = re.findall(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)', last)
+    assert len(pairs) >= 3, "fewer are taken for a part of the prompt"
+    cut = next((number for number, line in enumerate(lines) if line.startswith("Negative prompt:")), len(lines))
+    negative = "\n".join(lines[cut:]).removeprefix("Negative prompt:").strip()
+    return {"Prompt": "\n".join(lines[:cut]), "Negative prompt": negative, **dict(pairs)}
+
+
+def as_comfyui_reads(text: str) -> dict[str, str]:
+    """It takes what stands before the last line of the negative prompt, and nothing without one."""
+    end = text.rindex("\nSteps:")
+    middle = text.rindex("\nNegative prompt:", 0, end)
+    line = text[end:].split("\n")[1]
+    pairs = re.findall(r'\s*([^:]+):\s*([^"{].*?|".*?"|\{.*?\})\s*(?:,|$)', line)
+    return {"Prompt": text[:middle], "Negative prompt": text[middle + 18 : end].strip(), **dict(pairs)}
+
+
+@pytest.mark.parametrize("reads", [as_a1111_reads, as_comfyui_reads])
+@pytest.mark.parametrize("negative", ["blurred, dark", ""])
+def test_other_programs_read_them(reads: Any, negative: str) -> None:
+    request = GenerateRequest(prompt=REQUEST.prompt, negative=negative, width=384, steps=12, guidance=3.5, seed=7)
+    found = reads(text_of(request, FACTS))
+    assert (found["Prompt"], found["Negative prompt"]) == (REQUEST.prompt, negative)
+    assert (found["Steps"], found["CFG scale"], found["Seed"]) == ("12", "3.5", "7")
+    assert found["Size"] == "384x256", "width first"
+    assert found["Plan"].strip('"') == FACTS["Plan"]
+    assert found["Version"] == "patchpar"
+
+
+def test_the_image_that_the_page_shows_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gradio writes the file, and as it is downloaded."""
+    component = gr.Image(format="png", interactive=False)
+    monkeypatch.setattr(component, "GRADIO_CACHE", str(tmp_path))
+    displayed = component.postprocess(add_parameters(Image.new("RGB", (8, 8)), REQUEST, FACTS))
+    assert read_parameters(displayed.path) == REQUEST
+
+
+def test_those_of_other_programs_are_read(tmp_path: Path) -> None:
+    text = (
+        "a cat,\non a mat\nSteps: 30, Sampler: Euler a, Schedule type: Karras, CFG scale: 7, Seed: 12, "
+        'Size: 512x768, Model hash: 6ce0161689, Lora hashes: "x: 1, y: 2", Version: v1.9.4'
+    )
+    for number, options in enumerate(({}, {"zip": True})):
+        request = read_parameters(png(tmp_path / f"{number}.png", text, **options))
+        assert (request.prompt, request.negative) == ("a cat,\non a mat", "")
+        assert (request.width, request.height, request.steps, request.guidance) == (512, 768, 30, 7)
+        assert request.seed == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no parameters"),
+        ("a cat", "without steps"),
+        ("a cat\nSteps: many, Seed: 1", "Steps as 'many', which is no number"),
+        ("a cat\nSteps: 20, Size: large", "the size 'large'"),
+        ("a cat\nSteps: 2000, Seed: 1", "steps 2000: it is a whole number from 1 to 150"),
+        ("a cat\nSteps: 20, Size: 99999x99999", "99999 x 99999 pixels"),
+        ("a cat\nSteps: nan", "steps nan"),
+        ("\nSteps: 20", "there is no prompt"),
+        ("x" * 70_000 + "\nSteps: 20", "at most 65536"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        read_parameters(png(tmp_path / "a.png", text))
+
+
+def test_what_is_no_png_is_refused(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "JPEG")
+    for data in (stream.getvalue(), b"", b"\x89PNG\r\n\x1a\n" + bytes(40)):
+        (tmp_path / "a.png").write_bytes(data)
+        with pytest.raises(PlanError, match="cannot be read as a PNG image"):
+            read_parameters(tmp_path / "a.png")
+    with pytest.raises(PlanError, match="choose it again"):
+        read_parameters(tmp_path / "gone.png")
+    with pytest.raises(PlanError, match="there is no image"):
+        read_parameters(None)
+
+
+def test_a_prompt_that_looks_like_settings_is_a_prompt() -> None:
+    request = GenerateRequest(prompt="Steps: 3, Seed: 4", seed=9)
+    assert request_of(text_of(request, FACTS)) == request
