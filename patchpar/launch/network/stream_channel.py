@@ -20,7 +20,7 @@ PACKET = struct.Struct("<QI")
 class StreamChannel(Channel):
     """One end of a connection. `note`: what is sent with each frame; `on_note`: gets that of the other end.
 
-    `send_timeout`: see Channel.
+    `send_timeout`: seconds, see Channel.
     """
 
     def __init__(

@@ -14,9 +14,10 @@ from patchpar.launch.worker_start import WorkerPoolSpec
 class RayExecutor(WorkerExecutor):
     """An Executor whose `number` ranks are actors of a Ray cluster, in a placement group of its own.
 
-    Other arguments are those of LocalExecutor. If ranks and caller are on several hosts they need `secret_file`, the
-    same secret on all of them, or `trusted_network`. Raises LaunchError without a cluster, or one that is too small;
-    PlanError if Ray is not installed, and for a secret file that cannot be used.
+    `deadline`: seconds without progress; `start_timeout`: seconds until all ranks have started, with the wait for free
+    cores or GPUs. Other arguments are those of LocalExecutor. If ranks and caller are on several hosts they need
+    `secret_file`, the same secret on all of them, or `trusted_network`. Raises LaunchError without a cluster, or one
+    that is too small; PlanError if Ray is not installed, and for a secret file that cannot be used.
     """
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own, by name
