@@ -4,11 +4,16 @@
 """
 
 import logging
+import sys
 from typing import Annotated
 
 import typer
 
 from patchpar.cli.verbs import LazyVerbs
+from patchpar.models.absent_libraries import leave_out_libraries
+
+RECORDING = ("plan", "simulate")
+"""Verbs that record calls, and compute nothing."""
 
 app = typer.Typer(
     name="patchpar",
@@ -43,4 +48,6 @@ def main() -> None:
     """Entry point of the `patchpar` command."""
     # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
+    if sys.argv[1:2] in ([verb] for verb in RECORDING):
+        leave_out_libraries()
     app()
