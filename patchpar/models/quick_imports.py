@@ -164,20 +164,33 @@ class DeferringLoader(Loader):
 
 
 class DeferringFinder(MetaPathFinder):
-    """Finds modules as deferred ones."""
+    """Finds modules as deferred ones, as long as it `defers`, and runs those that a submodule needs."""
 
     def __init__(self, deferred: Sequence[Deferral]) -> None:
-        self._deferred = {each.module: each for each in deferred}
+        self.deferred = tuple(deferred)
+        self._by_name = {each.module: each for each in deferred}
+        self.defers = True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether some module has not run yet."""
+        return any(isinstance(sys.modules.get(name), DeferredModule) for name in self._by_name)
+
+    @property
+    def is_second(self) -> bool:
+        """Whether an earlier finder of the same modules is still there."""
+        finders = [each for each in sys.meta_path if isinstance(each, DeferringFinder) and each is not self]
+        return any(each.deferred == self.deferred for each in finders)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See MetaPathFinder."""
         package, _, part = fullname.rpartition(".")
-        needed = self._deferred[package].alone if package in self._deferred else None
+        needed = self._by_name[package].alone if package in self._by_name else None
         if needed is not None and part not in needed and isinstance(sys.modules[package], DeferredModule):
             sys.modules[package].run()
-        deferral = self._deferred.get(fullname)
+        deferral = self._by_name.get(fullname) if self.defers else None
         found = None if deferral is None else PathFinder.find_spec(fullname, path)
         if deferral is not None and found is not None and found.loader is not None:
             found.loader = DeferringLoader(found.loader, deferral)
@@ -204,7 +217,7 @@ class PackagesWhenAsked(Mapping[str, list[str]]):
 def quick_imports(deferred: Sequence[Deferral] = DEFERRED) -> Iterator[None]:
     """Context in which imports run no `deferred` module, nor list installed packages, before something needs it.
 
-    Nothing changes for what was imported before.
+    Nothing changes for what was imported before. Modules that have not run at the end do so when they are needed.
     """
     finder, packages = DeferringFinder(deferred), importlib.metadata.packages_distributions
     sys.meta_path.insert(0, finder)
@@ -212,5 +225,7 @@ def quick_imports(deferred: Sequence[Deferral] = DEFERRED) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        finder.defers = False
+        if not finder.is_needed or finder.is_second:
+            sys.meta_path.remove(finder)
         importlib.metadata.packages_distributions = packages

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from patchpar.models.quick_imports import COMPILER, SYMBOLS, Deferral, PackagesWhenAsked, quick_imports
+from patchpar.models.quick_imports import (
+    COMPILER,
+    SYMBOLS,
+    Deferral,
+    DeferringFinder,
+    PackagesWhenAsked,
+    quick_imports,
+)
 
 NAME = "compiler_of_a_test"
 CODE = """
@@ -37,8 +44,11 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (folder / "eval_frame.py").write_text("class OptimizedModule: pass")
     monkeypatch.syspath_prepend(tmp_path)
     deferral = Deferral(module=NAME, answers={**COMPILER.answers, **SYMBOLS.answers}, alone=frozenset({"part"}))
+    before = [*sys.meta_path]
     with quick_imports([deferral]):
-        yield import_module(NAME)
+        found = import_module(NAME)
+    yield found
+    sys.meta_path[:] = before
     for name in (NAME, f"{NAME}.part", f"{NAME}.eval_frame"):
         sys.modules.pop(name, None)
 
@@ -75,6 +85,25 @@ def test_nothing_is_compiled_or_symbolic_before_it_runs(compiler: Any) -> None:
     assert not has_run(compiler)
     assert compiler.expect_true("a symbol") == ("expected", "a symbol")
     assert has_run(compiler)
+
+
+def test_one_finder_stays_as_long_as_a_module_has_not_run(compiler: Any) -> None:
+    """Also after a second context; none does where all have."""
+    assert len(finders()) == 1
+    with quick_imports(finders()[0].deferred):
+        assert len(finders()) == 2
+    assert len(finders()) == 1
+    compiler.optimize()
+    sys.meta_path.remove(finders()[0])
+    with quick_imports([Deferral(module=NAME)]):
+        pass
+    assert not finders()
+
+
+def finders() -> list[DeferringFinder]:
+    """Those of this test's module."""
+    found = [each for each in sys.meta_path if isinstance(each, DeferringFinder)]
+    return [each for each in found if NAME in [deferral.module for deferral in each.deferred]]
 
 
 def test_what_it_lacks_is_an_attribute_error(compiler: Any) -> None:
