@@ -64,6 +64,8 @@ def mark_later(module: DeferredModule, name: str) -> Callable[[Any], Any]:
     """Return a decorator that returns what it is given, and calls that of the module after it has run."""
 
     def mark(function: Any) -> Any:
+        if not isinstance(module, DeferredModule):
+            return getattr(module, name)(function)
         module.defer(lambda loaded: getattr(loaded, name)(function))
         return function
 
@@ -74,6 +76,8 @@ def wrap_later(module: DeferredModule, name: str) -> Callable[..., Any]:
     """Return a decorator whose functions call those that the module's decorator makes after it has run."""
 
     def wrap(function: Any = None, *args: Any, **options: Any) -> Any:
+        if not isinstance(module, DeferredModule):
+            return getattr(module, name)(function, *args, **options)
         if function is None:
             return lambda given: wrap(given, *args, **options)
         target = [function]

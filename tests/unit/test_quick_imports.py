@@ -58,7 +58,9 @@ def has_run(module: Any) -> bool:
 
 
 def test_decorated_functions_are_marked_when_it_runs(compiler: Any) -> None:
-    marked = compiler.allow_in_graph(has_run)
+    """Afterwards at once, also by a decorator that was looked up before."""
+    mark, disable = compiler.allow_in_graph, compiler.disable
+    marked = mark(has_run)
     disabled = compiler.disable(str.upper, recursive=False)
     bare = compiler.disable(recursive=True)(str.lower)
     assert marked is has_run
@@ -69,6 +71,9 @@ def test_decorated_functions_are_marked_when_it_runs(compiler: Any) -> None:
     assert compiler.marked == [has_run]
     assert disabled("a") == ("disabled", False, "A")
     assert bare("A") == ("disabled", True, "a")
+    mark(finders)
+    assert compiler.marked == [has_run, finders]
+    assert disable(str.upper)("a") == ("disabled", True, "A")
 
 
 def test_a_submodule_that_does_not_need_it_is_imported_alone(compiler: Any) -> None:
