@@ -60,16 +60,16 @@ class Deferral:
     alone: frozenset[str] | None = None
 
 
-def mark_later(module: DeferredModule, name: str) -> Callable[[Any], Any]:
+def decorated_later(module: DeferredModule, name: str) -> Callable[[Any], Any]:
     """Return a decorator that returns what it is given, and calls that of the module after it has run."""
 
-    def mark(function: Any) -> Any:
+    def decorate(function: Any) -> Any:
         if not isinstance(module, DeferredModule):
             return getattr(module, name)(function)
         module.defer(lambda loaded: getattr(loaded, name)(function))
         return function
 
-    return mark
+    return decorate
 
 
 def wrap_later(module: DeferredModule, name: str) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def is_plain(x: Any) -> bool:
 COMPILER = Deferral(
     module="torch._dynamo",
     answers={
-        **dict.fromkeys(("allow_in_graph", "assume_constant_result"), mark_later),
+        **dict.fromkeys(("allow_in_graph", "assume_constant_result"), decorated_later),
         "disable": wrap_later,
         "eval_frame": CompiledFrames,
     },

@@ -21,9 +21,9 @@ from patchpar.models.quick_imports import (
 
 NAME = "compiler_of_a_test"
 CODE = """
-marked = []
+allowed = []
 def allow_in_graph(function):
-    marked.append(function)
+    allowed.append(function)
     return function
 def disable(function, recursive=True):
     return lambda *args: ("disabled", recursive, function(*args))
@@ -57,22 +57,22 @@ def has_run(module: Any) -> bool:
     return "optimize" in vars(module)
 
 
-def test_decorated_functions_are_marked_when_it_runs(compiler: Any) -> None:
+def test_decorated_functions_are_decorated_when_it_runs(compiler: Any) -> None:
     """Afterwards at once, also by a decorator that was looked up before."""
-    mark, disable = compiler.allow_in_graph, compiler.disable
-    marked = mark(has_run)
+    allow, disable = compiler.allow_in_graph, compiler.disable
+    allowed = allow(has_run)
     disabled = compiler.disable(str.upper, recursive=False)
     bare = compiler.disable(recursive=True)(str.lower)
-    assert marked is has_run
+    assert allowed is has_run
     assert (disabled("a"), bare("A")) == ("A", "a")
     assert not has_run(compiler)
     assert compiler.optimize() == "optimized"
     assert has_run(compiler)
-    assert compiler.marked == [has_run]
+    assert compiler.allowed == [has_run]
     assert disabled("a") == ("disabled", False, "A")
     assert bare("A") == ("disabled", True, "a")
-    mark(finders)
-    assert compiler.marked == [has_run, finders]
+    allow(finders)
+    assert compiler.allowed == [has_run, finders]
     assert disable(str.upper)("a") == ("disabled", True, "A")
 
 
