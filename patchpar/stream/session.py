@@ -110,7 +110,12 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
                 self._clock.behind,
                 CATCH_UP,
             )
-        time.sleep(due - now)
+        self._sleep(due - now)
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the stream is cancelled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.status == "cancelled", seconds)
 
     @property
     def behind(self) -> float:
@@ -125,6 +130,14 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         with self._changed:
             track.push(torch.as_tensor(samples), rate)
             return self._effect(self._driver.look())
+
+    @property
+    def audio_ahead(self) -> float:
+        """Seconds of audio that are there for blocks that have not begun; 0 for a stream without live audio."""
+        if not isinstance(self._source, AudioTrack):
+            return 0.0
+        with self._changed:
+            return self._source.seconds_from(self._driver.upcoming())
 
     def interrupt(self) -> Effect:
         """Drop the audio of blocks that have not begun; what is pushed next is heard from there on. Raises PlanError.

@@ -58,6 +58,10 @@ class AudioTrack:
         """Use silence without end."""
         self._is_silent = True
 
+    def seconds_from(self, block: int) -> float:
+        """Return the seconds of audio that have been pushed for `block` and later ones."""
+        return max(0, self._samples.end - self._sample(self._images(block)[0])) / self._config.rate
+
     def is_over(self, block: int) -> bool:
         """Whether the audio ends before this block begins."""
         return self._has_ended and self._samples.end <= self._sample(self._images(block)[0])
