@@ -44,18 +44,15 @@ class MemoryRank(PipelineRunner):
         parsed = Plan.parse(plan)
         self.load(*model, 0, parsed)
         self.pipe.set_progress_bar_config(disable=True)
-        kept = self._call(parsed, call)  # also imports, and what libraries keep
-        weights = self._weights()
-        return_freed_memory()
-        before = memory_of_process() - weights - kept
         memory = LiveBytes("")
         with MetaMode(memory):
-            self._call(parsed, call)
+            self._call(parsed, call)  # also imports, and what libraries keep
             memory.begin("")
-            self._call(parsed, call)
-        storages = memory.peak
+            kept = self._call(parsed, call)
+        storages, weights = memory.peak, self._weights()
         del memory
         return_freed_memory()
+        before = memory_of_process() - weights - kept
         with PeakMemory(with_shards=parsed.weights == "sharded") as peak:
             self._call(parsed, call)
         if self.context.rank >= parsed.world_size:
