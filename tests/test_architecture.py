@@ -88,6 +88,7 @@ MAY_INTERCEPT = {
     "shard.transformer.token_call": ("modules of a block that sum or convolve tokens", {"mode"}),
     "shard.compiled_op": ("tracing of compiled blocks", {"mode"}),
     "models.deferred_casts": ("casts of weights while a model is loaded", {"mode"}),
+    "models.dry_run.empty_pipeline": ("random values of weights that have none", {"mode"}),
     "models.dry_run.meta_mode": ("every operator of a call without values", {"mode"}),
     "pipeline.planner.cuts_without_values": ("what each operator of a call without values reads", {"mode"}),
     "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),

@@ -40,7 +40,11 @@ LINKS = {
     "1 ms, 500 MB/s": LinkModel(latency=1e-3, rate=5e8),
     "5 ms, 50 MB/s": LinkModel(latency=5e-3, rate=5e7),
 }
-SETTINGS = ("embedded:192", "embedded:256", "embedded:320", "embedded:384")
+SETTINGS = (
+    *("embedded:192", "embedded:256", "embedded:320", "embedded:384"),
+    *("embedded-dit:256", "embedded-dit:384", "embedded-dit:512"),
+)
+"""A UNet and a transformer; pixels of a side."""
 CALL = {"prompt": "a red house on the left, green hills at sunset", "output_type": "latent"}
 WITHIN = 0.05
 MOST_TURNS = 3

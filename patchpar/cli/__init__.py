@@ -4,11 +4,16 @@
 """
 
 import logging
+import sys
 from typing import Annotated
 
 import typer
 
 from patchpar.cli.verbs import LazyVerbs
+from patchpar.models.absent_libraries import leave_out_libraries
+
+RECORDING = ("plan", "simulate")
+"""Verbs that record calls, and compute nothing."""
 
 ABOUT = "Run one diffusion model on several devices; --version prints the version."
 """Options are no section of their own, so that all verbs fit a screen."""
@@ -45,4 +50,6 @@ def main() -> None:
     """Entry point of the `patchpar` command."""
     # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
+    if sys.argv[1:2] in ([verb] for verb in RECORDING):
+        leave_out_libraries()
     app()

@@ -65,6 +65,12 @@ CLASSES = (
 )
 VARIANTS = {"HiDreamImageTransformer2DModel": (0, 1)}
 """Calls that differ by more than their sizes."""
+OTHER_PATCHES: dict[str, tuple[dict[str, Any], ...]] = {
+    "SD3Transformer2DModel": ({"patch_size": 4, "dual_attention_layers": ()},),
+}
+"""Patches beside those of the small model, in common models of the class: the embedded transformer's."""
+PATCH = 2
+"""Rows and columns of a latent's patch in these small models."""
 OTHER_DEPTHS: dict[str, dict[str, Any]] = {
     "HiDreamImageTransformer2DModel": {"num_layers": 3, "num_single_layers": 3, "llama_layers": [0, 1, 2, 3, 0, 1]},
     "HunyuanDiT2DModel": {"num_layers": 6},
@@ -120,11 +126,25 @@ def deeper(found: Tiny) -> Tiny:
     return replace(found, config={**found.config, **OTHER_DEPTHS.get(found.name, more)})
 
 
+def with_other_patches(name: str) -> Iterator[Tiny]:
+    """The small model of a class with other patches, and latents of as many of them."""
+    small = TRANSFORMERS[name]
+    for changes in OTHER_PATCHES.get(name, ()):
+        sides = changes["patch_size"] // PATCH
+
+        def call(variant: int, sides: int = sides) -> dict[str, Any]:
+            given = small.call(variant)
+            return {**given, small.tokens: given[small.tokens].repeat(1, 1, sides, sides)}
+
+        yield replace(small, config={**small.config, **changes}, call=call)
+
+
 def _watched(name: str) -> Iterator[Watched]:
     """Small models of the class, in the calls that are made of them."""
-    for variant in VARIANTS.get(name, (0,)):
-        model = TRANSFORMERS[name].build()
-        yield Watched(model, discover_tokens(model, model.forward, (), TRANSFORMERS[name].call(variant)))
+    for small in (TRANSFORMERS[name], *with_other_patches(name)):
+        for variant in VARIANTS.get(name, (0,)):
+            model = small.build()
+            yield Watched(model, discover_tokens(model, model.forward, (), small.call(variant)))
     for pipeline in PIPED.get(name, ()):
         yield from _watched_in(pipeline)
 
@@ -149,7 +169,7 @@ def _pruned(watched: Watched, before: Sequence[FoundPlan], factors: Mapping[str,
     plan, kinds = watched.plan, kinds_of(watched.model)
     if plan.whole:
         raise ValueError(f"some of its blocks stay whole: {dict(plan.whole)}")
-    known = [each.fitted(watched.model) for each in before]
+    known = [each.fitted(watched.model) for each in before if each.patches == patches_of(watched.model)]
     blocks = [block for block in plan.blocks if not _is_reported(block, known)]
     others = {(kinds[path], signature): path for path, signature in sorted(plan.others, reverse=True)}
     others = {key: path for key, path in others.items() if not any((path, key[1]) in each.others for each in known)}

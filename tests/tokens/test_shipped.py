@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
+from patchpar.models.files import embedded_model
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
@@ -22,6 +25,7 @@ from patchpar.shard.transformer import plan_lookup as search
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.shipped_plans import ShippedPlans, read, shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan, TokenRows
 from patchpar.shard.verification_cache import VerificationCache
@@ -32,7 +36,7 @@ from tests.unit.threads import on_threads
 
 from .on_ranks import PipelineCase
 from .ranks import LIMIT, error, plan_of, predictions
-from .ship import CLASSES, FOLDER, PIPED, deeper, same
+from .ship import CLASSES, FOLDER, PIPED, deeper, same, with_other_patches
 from .test_pipelines import generate, plain
 
 FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
@@ -240,6 +244,27 @@ def test_blocks_that_a_model_lacks() -> None:
     assert plan is not None
     assert {len(block.attentions) for block in plan.blocks} == {1}
     assert {len(block.attentions) for block in plan_of_shallow(SD3).blocks} == {1, 2}
+
+
+def test_the_embedded_transformer_has_a_plan() -> None:
+    """Its patches are larger than those of the small model; a plan says where they lie in the latent."""
+    config = json.loads((embedded_model("embedded-dit") / "transformer" / "config.json").read_text())
+    with torch.device("meta"):
+        model = SD3Transformer2DModel.from_config(config)
+    plan = shipped(SD3).plan_for(model)
+    assert plan is not None
+    assert len(plan.paths) == config["num_layers"]
+    assert {block.origin.patches for block in plan.blocks if block.origin is not None} == {(4, 4)}
+    (large,) = with_other_patches(SD3)
+    small = large.build()
+    found = discover_tokens(small, small.forward, (), large.call(0))
+    known = shipped(SD3).plan_for(small)
+    assert known is not None
+    for block in found.blocks:
+        for path in block.paths:
+            other = known.find(path, block.signature)
+            assert other is not None
+            assert same(block, other)
 
 
 def test_classes_of_other_people() -> None:

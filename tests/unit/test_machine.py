@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from patchpar.errors import PlanError
@@ -160,6 +162,42 @@ def test_what_a_compiler_fuses_is_as_long_as_its_longest_part() -> None:
     assert isinstance(eager, Kernel)
     assert isinstance(compiled, Kernel)
     assert compiled.seconds < eager.seconds
+
+
+def test_weights_come_from_the_memory_and_activations_from_the_cache() -> None:
+    """A product of few rows is limited by its weight, also one that would fit the cache; one of two activations not."""
+    device, (m, n, k) = device_named("A100"), (128, 128 * 108, 1024)
+    weight, others = 2 * n * k, 2 * m * (n + k)
+    assert weight + others < device.cache
+    product = Operator("mm", "float16", 2 * m * n * k, weight + others, (m, n, k))
+    moving = (weight + others / 2.5) / (0.8 * 2039e9)
+    assert kernel_seconds(product, device) == pytest.approx(moving + 2e-6)
+    between = replace(product, name="bmm")
+    assert kernel_seconds(between, device) < 0.95 * kernel_seconds(product, device)
+
+
+def test_group_norms_read_their_maps_twice_and_compiled_ones_are_two_kernels() -> None:
+    """What follows a norm joins its second kernel."""
+    device = device_named("A100")
+    norm = Operator("native_group_norm", "float16", 0, 10**9)
+    moved, gap = 10**9 / (0.8 * 2039e9), 2e-6
+    assert kernel_seconds(norm, device) == pytest.approx(1.5 * moved + 3 * gap)
+    silu = Operator("silu", "float16", 0, 10**9 - 8)
+    compiled = list(fused((norm, silu)))
+    assert len(compiled) == 2
+    assert sum(kernel_seconds(each, device, COMPILED) for each in compiled) == pytest.approx(1.5 * moved + 2 * gap)
+
+
+def test_eager_convolutions_add_their_bias_apart() -> None:
+    """And change layouts in three kernels more, unless maps have that of the kernel."""
+    device, dims = device_named("A100"), (2**14, 320, 2880)
+    maps = 2 * 2 * 2**14 * 320
+    eager = Operator("convolution", "float16", 2 * 2**14 * 320 * 2880, maps, dims)
+    in_layout, compiled = (replace(each, channels_last=True) for each in (ASSUMED, COMPILED))
+    bias = kernel_seconds(eager, device, in_layout) - kernel_seconds(eager, device, compiled)
+    assert bias == pytest.approx(maps / (2.5 * 0.8 * 2039e9) + 2e-6)
+    layouts = kernel_seconds(eager, device) - kernel_seconds(eager, device, in_layout)
+    assert layouts > 3 * 2e-6
 
 
 def test_every_device_has_a_source() -> None:

@@ -1,6 +1,6 @@
 """A pipeline without weights: its networks from their configurations on the meta device, the rest from its files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from diffusers import ModelMixin
 from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 
 from patchpar.errors import PlanError, UnsupportedModel
@@ -17,6 +18,21 @@ from patchpar.models.loading import DTYPE_NAMES, MALFORMED, dtype_of, load_pipel
 from patchpar.models.model_index import ComponentEntry, ModelIndex
 from patchpar.models.remote_code import refuse_code
 from patchpar.plan.json_files import read_object
+
+INITIALISERS = frozenset({"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "xavier_uniform_"})
+"""Of weights, by name: of torch.nn.init, and methods."""
+
+
+class NotInitialised(TorchFunctionMode):
+    """Leaves tensors as they are that would get random values, of which those on the meta device have none."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See TorchFunctionMode."""
+        if getattr(func, "__name__", "") in INITIALISERS:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def empty_pipeline(folder: Path, options: Mapping[str, Any]) -> Any:
@@ -34,7 +50,8 @@ def empty_pipeline(folder: Path, options: Mapping[str, Any]) -> Any:
         if others.get(part.name) is None
     }
     found = {name: network for name, network in networks.items() if network is not None}
-    return load_pipeline(str(folder), {**dict.fromkeys(index.absent), **others, **found})
+    given = {**dict.fromkeys(index.absent), **others, **found, "low_cpu_mem_usage": False}  # no weights are loaded
+    return load_pipeline(str(folder), given)
 
 
 def emptied_copy(pipe: Any) -> Any:
@@ -61,7 +78,7 @@ def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.
     _refuse_quantized(folder)
     try:
         kind = simple_get_class_obj(part.library, part.kind)
-        with torch.device(META):
+        with torch.device(META), NotInitialised():
             if issubclass(kind, ModelMixin):
                 network: nn.Module = kind.from_config(kind.load_config(folder))
             elif issubclass(kind, PreTrainedModel):

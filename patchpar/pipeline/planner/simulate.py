@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model
+from patchpar.models.quick_imports import quick_imports
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
@@ -89,9 +90,10 @@ class Simulator:
 
     @cached_property
     def _model(self) -> "EmptyModel":
-        from patchpar.pipeline.planner.empty_model import EmptyModel  # imports diffusers, which takes seconds
+        with quick_imports():
+            from patchpar.pipeline.planner.empty_model import EmptyModel  # imports diffusers, which takes seconds
 
-        return EmptyModel(self._folder, self._options, self._kwargs, joined=self._joined)
+            return EmptyModel(self._folder, self._options, self._kwargs, joined=self._joined)
 
     def of(self, plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
         """Return the forecast of a call under a plan. With data=N it has N prompts. `order`: the device of each rank.
@@ -115,7 +117,8 @@ class Simulator:
         found = self._tapes.find(steps.plan)
         if found is None:
             try:
-                found = self._model.ranks(steps.plan, steps.recorded)
+                with quick_imports():
+                    found = self._model.ranks(steps.plan, steps.recorded)
             except PlanError as error:
                 found = error
             self._tapes.keep(steps.plan, found)

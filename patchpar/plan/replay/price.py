@@ -4,8 +4,11 @@ matrix product     FLOPs at a share of the device's rate, less where its tiles d
 convolution        the same at a smaller share, after its maps are read and written in the layout of the kernel
 attention          FLOPs at another share, of heads whose width is filled up to a multiple of 32
 all others         bytes at a share of the memory's rate, or of the cache's where they fit into it
-all                a gap to the kernel before
-compiled           what runs between two products is one kernel, as long as the longest of them
+weights            come from the memory: a network has more of them than a cache holds
+group norm         reads its maps twice, for moments and for values
+all                a gap to the kernel before, for each kernel that an operator launches
+compiled           what runs between two products is one kernel, as long as the longest of them, and one for each group
+                   norm's moments, which are known only after the last of its values
 """
 
 from collections import Counter
@@ -29,6 +32,14 @@ SPLIT = 1024
 WIDTHS = 32
 """Widths of attention heads that kernels know are multiples of it."""
 
+
+SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element."""
+LAYOUT_KERNELS = 3
+"""Of a convolution whose maps have another layout: they change that of its input, its weight and its output."""
+GROUP_NORM, MOMENTS, NORMED = "native_group_norm", "moments of a group norm", "values of a group norm"
+BETWEEN_ACTIVATIONS = ("bmm", "baddbmm")
+"""Products of two activations, which have no weight."""
 
 Device = DeviceSpec | MeasuredDevice
 
@@ -88,11 +99,10 @@ def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions 
 
 
 def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
-    fits = operator.num_bytes <= device.cache
-    rate_of_bytes = assumed.memory_fraction * device.memory_rate * (assumed.cache_speed if fits else 1.0)
-    moving = operator.num_bytes / rate_of_bytes
+    gaps = assumed.gap * _kernels_of(operator, assumed)
+    moving = _moving(operator, device, assumed)
     if not operator.flops:
-        return moving + assumed.gap
+        return moving + gaps
     rate = device.flops.get(operator.dtype)
     if rate is None:
         raise PlanError(
@@ -103,12 +113,47 @@ def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssu
         width = operator.dims[-1]
         computed = operator.flops * _rounded_up(width, WIDTHS) / width
         reached = assumed.attention_part * device.attention_fraction * rate
-        return max(computed / reached, moving) + assumed.gap
+        return max(computed / reached, moving) + gaps
     fraction = device.matmul_fraction * busy_part(operator.dims, device.processors)
     if "convolution" in operator.name:
         computing = operator.flops / (assumed.convolution_fraction * fraction * rate)
-        return (max(computing, moving) if assumed.channels_last else computing + 2 * moving) + assumed.gap
-    return max(operator.flops / (fraction * rate), moving) + assumed.gap
+        in_layout = 0.0 if assumed.channels_last else 2 * moving
+        return max(computing, moving) + in_layout + _bias_seconds(operator, device, assumed) + gaps
+    return max(operator.flops / (fraction * rate), moving) + gaps
+
+
+def _kernels_of(operator: Operator, assumed: CostAssumptions) -> int:
+    """Return how many kernels an operator launches; compiled, a bias is a part of what follows."""
+    in_layout = LAYOUT_KERNELS if "convolution" in operator.name and not assumed.channels_last else 0
+    return in_layout + (1 if assumed.fused else LAUNCHES.get(operator.name, 1))
+
+
+def _moving(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
+    """Return the seconds in which an operator's tensors are read and written once, those of group norms twice."""
+    rate = assumed.memory_fraction * device.memory_rate
+    weight = min(_weight_bytes(operator), operator.num_bytes)
+    others = operator.num_bytes - weight
+    if operator.name == GROUP_NORM:
+        others += others // 2  # its input again, for the moments
+    fits = others <= device.cache
+    return weight / rate + others / (rate * (assumed.cache_speed if fits else 1.0))
+
+
+def _bias_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
+    """Return the seconds in which eager code adds the bias of a convolution to its result [m, n]."""
+    if assumed.fused:
+        return 0.0
+    m, n, _ = operator.dims
+    added = replace(operator, name="add_", flops=0, num_bytes=2 * m * n * SIZES.get(operator.dtype, 0), dims=())
+    return _moving(added, device, assumed)
+
+
+def _weight_bytes(operator: Operator) -> int:
+    """Return the bytes of the weight [n, k] of a product or a convolution; 0 for other operators."""
+    if not operator.flops or operator.name in ("attention", *BETWEEN_ACTIVATIONS):
+        return 0
+    _, n, k = operator.dims
+    return n * k * SIZES.get(operator.dtype, 0)
 
 
 def busy_part(dims: tuple[int, ...], processors: int) -> float:
@@ -225,9 +270,19 @@ def part_of(operator: Operator, parts: int) -> Operator:
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:
-    """Yield the operators of a compiled run: of those between two products the one that moves most bytes."""
+    """Yield the operators of a compiled run: of those between two products the one that moves most bytes.
+
+    And before it one for the moments of each group norm among them.
+    """
     for is_product, between in groupby(run, lambda operator: operator.flops > 0):
+        operators = list(between)
         if is_product:
-            yield from between
-        else:
-            yield max(between, key=lambda operator: operator.num_bytes)
+            yield from operators
+            continue
+        yield from (replace(each, name=MOMENTS, num_bytes=each.num_bytes // 2) for each in operators if _is_norm(each))
+        longest = max(operators, key=lambda operator: operator.num_bytes)
+        yield replace(longest, name=NORMED) if _is_norm(longest) else longest
+
+
+def _is_norm(operator: Operator) -> bool:
+    return operator.name == GROUP_NORM

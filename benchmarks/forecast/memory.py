@@ -1,0 +1,125 @@
+"""The memory of ranks as it is predicted, beside that of real ranks on this CPU.
+
+    python -m benchmarks.forecast.memory --write docs/figures/memory.md
+    python -m benchmarks.forecast.memory --setting embedded:128
+
+Predicted are weights, and the most bytes of tensors that are alive at a time in a call after the first. Measured are
+the storages that are alive, counted operator by operator, and the private memory of the process. Both need no quiet
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.forecast.memory_ranks import MeasuredMemory
+from benchmarks.gpu.quiet import quiet_process
+from benchmarks.page import publish
+from patchpar.launch.local import LocalExecutor
+from patchpar.models.files import resolve_model
+from patchpar.pipeline.planner.empty_model import EmptyModel
+from patchpar.pipeline.planner.forecast import RankMemory, memory_of
+from patchpar.pipeline.planner.simulate import SimulatedSteps
+from patchpar.plan.plan import Plan
+
+RUNNER = "benchmarks.forecast.memory_ranks:MemoryRank"
+SETTINGS = ("embedded:256", "embedded:384", "embedded-dit:512")
+PLANS = (
+    "single",
+    "cfg=2",
+    "patch=2",
+    "patch=2,strategy=displaced:warmup_steps=1",
+    "patch=2,strategy=fresh-edges:warmup_steps=1",
+)
+CALL = {"prompt": "a red house on the left, green hills at sunset", "output_type": "pt"}
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rank of a plan."""
+
+    setting: str
+    plan: str
+    rank: int
+    predicted: RankMemory
+    measured: MeasuredMemory
+
+    @property
+    def bytes(self) -> int:
+        """Predicted, without a context: a CPU has none."""
+        return self.predicted.weights + self.predicted.tensors
+
+    @property
+    def off(self) -> tuple[float, float]:
+        """The relative errors against storages and private memory."""
+        return self.bytes / self.measured.storages - 1, self.bytes / self.measured.private - 1
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        sizes = (self.predicted.weights, self.bytes, self.measured.storages, self.measured.private)
+        cells = [self.setting, f"`{self.plan}`", str(self.rank), *(f"{size / MIB:.1f}" for size in sizes)]
+        return f"| {' | '.join([*cells, *(f'{error:+.1%}' for error in self.off)])} |"
+
+
+def rows_of(setting: str, plans: Sequence[str]) -> Iterator[Row]:
+    """Measure one model and size under every plan."""
+    name, _, side = setting.partition(":")
+    call = {**CALL, "height": int(side), "width": int(side)}
+    folder, options, _ = resolve_model(name, {})
+    loading = {"torch_dtype": options["torch_dtype"], "variant": options["variant"]}
+    empty = EmptyModel(Path(folder), loading, call, joined=False)
+    with LocalExecutor(["cpu", "cpu"], RUNNER, deadline=600.0) as ranks:
+        for plan in plans:
+            simulated = SimulatedSteps.of(Plan.parse(plan))
+            steps = {"num_inference_steps": max(2, simulated.recorded)}
+            found = ranks.call("measure", (folder, options), plan, {**call, **steps}, expected=900.0)
+            for rank, recorded in enumerate(empty.ranks(simulated.plan, steps["num_inference_steps"]).ranks):
+                row = Row(setting=setting, plan=plan, rank=rank, predicted=memory_of(recorded), measured=found[rank])
+                print(row.line(), flush=True)
+                yield row
+
+
+def page(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield "# Predicted and measured memory"
+    yield ""
+    yield (
+        "By `python -m benchmarks.forecast.memory`. Ranks of one thread each on CPU cores, float32, two steps or, with "
+        "stale values, four; MiB of a call after the first. Predicted: weights, and the most bytes of tensors that are "
+        "alive at a time. Storages: those that were alive in a real call. Private: what only the process has, sampled "
+        "every 20 ms, beyond what it kept after a call before without its weights and stale values: buffers of kernels "
+        "and what the allocator holds are in it; on a GPU they are a part of `CUDA`."
+    )
+    yield ""
+    for name, errors in zip(
+        ("live storages", "private memory"), zip(*(row.off for row in rows), strict=True), strict=True
+    ):
+        within = sum(abs(each) <= 0.1 for each in errors)
+        yield (
+            f"Against {name}: {within} of {len(errors)} rows within 10 %, {min(errors):+.1%} to {max(errors):+.1%}; "
+            f"{sum(each < 0 for each in errors)} below."
+        )
+    yield ""
+    yield "| setting | plan | rank | weights | predicted | storages | private | off storages | off private |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    yield from (row.line() for row in rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", action="append", metavar="MODEL:PIXELS", help=f"default: {', '.join(SETTINGS)}")
+    parser.add_argument("--plan", action="append", help=f"default: {', '.join(PLANS)}")
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    quiet_process(threads=1)
+    rows = [row for setting in options.setting or SETTINGS for row in rows_of(setting, options.plan or PLANS)]
+    publish(page(rows), options.write)
+
+
+if __name__ == "__main__":
+    main()

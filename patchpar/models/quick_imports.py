@@ -1,0 +1,235 @@
+"""Imports of diffusers and transformers without what takes seconds and is needed by few programs.
+
+Both import torch._dynamo, torch's compiler, to decorate a few functions, and operators on the meta device ask for
+symbolic shapes, which need sympy. Inside `quick_imports` these modules are empty at first: each answers what is asked
+of it where nothing is compiled or symbolic, and runs when anything else is asked. Packages of diffusers that import all
+of their modules run when a name is looked up in them; an import of one of their modules does not run the others.
+diffusers also lists the files of every installed package; the list is made when something is looked up in it.
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial, wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from operator import eq
+from types import ModuleType
+from typing import Any
+
+LOADER, DEFERRAL, DECORATIONS = "_deferred_loader", "_deferral", "_deferred_decorations"
+
+
+class DeferredModule(ModuleType):
+    """A module that runs at the first attribute of which its deferral has no answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute. Raises AttributeError for one that the module has not either."""
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        answer = self.__dict__[DEFERRAL].answers.get(name)
+        if answer is not None:
+            return answer(self, name)
+        return getattr(self.run(), name)
+
+    def run(self) -> ModuleType:
+        """Return the module after it has run, with what was to be decorated."""
+        loader, decorations, _ = (self.__dict__.pop(key) for key in (LOADER, DECORATIONS, DEFERRAL))
+        self.__class__ = ModuleType  # type: ignore[assignment]  # as importlib.util.LazyLoader does
+        loader.exec_module(self)
+        for decorate in decorations:
+            decorate(self)
+        return self
+
+    def defer(self, decorate: Callable[[Any], Any]) -> None:
+        """Call `decorate` with the module after it has run."""
+        self.__dict__[DECORATIONS].append(decorate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferral:
+    """A module to defer. `answers`: by attribute, called with the module and the name.
+
+    `alone`: its submodules that do not need it to have run; None for all.
+    """
+
+    module: str
+    answers: Mapping[str, Callable[[DeferredModule, str], Any]] = field(default_factory=dict)
+    alone: frozenset[str] | None = None
+
+
+def decorated_later(module: DeferredModule, name: str) -> Callable[[Any], Any]:
+    """Return a decorator that returns what it is given, and calls that of the module after it has run."""
+
+    def decorate(function: Any) -> Any:
+        if not isinstance(module, DeferredModule):
+            return getattr(module, name)(function)
+        module.defer(lambda loaded: getattr(loaded, name)(function))
+        return function
+
+    return decorate
+
+
+def wrap_later(module: DeferredModule, name: str) -> Callable[..., Any]:
+    """Return a decorator whose functions call those that the module's decorator makes after it has run."""
+
+    def wrap(function: Any = None, *args: Any, **options: Any) -> Any:
+        if not isinstance(module, DeferredModule):
+            return getattr(module, name)(function, *args, **options)
+        if function is None:
+            return lambda given: wrap(given, *args, **options)
+        target = [function]
+
+        @wraps(function)
+        def wrapped(*given: Any, **named: Any) -> Any:
+            return target[0](*given, **named)
+
+        module.defer(lambda loaded: target.__setitem__(0, getattr(loaded, name)(function, *args, **options)))
+        return wrapped
+
+    return wrap
+
+
+class NoInstances:
+    """Stands for a class of which nothing can be as long as its module has not run."""
+
+
+class CompiledFrames:
+    """Stands for a submodule with the class of compiled networks, and runs the `compiler` for anything else of it."""
+
+    OptimizedModule = NoInstances
+
+    def __init__(self, compiler: DeferredModule, name: str) -> None:
+        self._compiler, self._name = compiler, name
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the submodule."""
+        return getattr(getattr(self._compiler.run(), self._name), name)
+
+
+def called_later(module: DeferredModule, name: str, known: Callable[..., bool] | None = None) -> Callable[..., Any]:
+    """Return a function that runs the module when called, unless nothing is symbolic and `known` has an answer."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        if known is not None and not options and all(map(is_plain, args)):
+            return known(*args)
+        return getattr(module.run() if isinstance(module, DeferredModule) else module, name)(*args, **options)
+
+    return function
+
+
+def is_plain(x: Any) -> bool:
+    """Return whether this is a boolean, a number, or a shape of numbers."""
+    return type(x) in (bool, int) or (isinstance(x, tuple) and all(type(size) is int for size in x))
+
+
+COMPILER = Deferral(
+    module="torch._dynamo",
+    answers={
+        **dict.fromkeys(("allow_in_graph", "assume_constant_result"), decorated_later),
+        "disable": wrap_later,
+        "eval_frame": CompiledFrames,
+    },
+    alone=frozenset({"_trace_wrapped_higher_order_op"}),  # for transformers
+)
+GUARDS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
+SYMBOLS = Deferral(
+    module="torch.fx.experimental.symbolic_shapes",
+    answers={
+        **dict.fromkeys(GUARDS, partial(called_later, known=bool)),
+        "sym_and": partial(called_later, known=lambda *given: all(given)),
+        "sym_or": partial(called_later, known=lambda *given: any(given)),
+        "sym_eq": partial(called_later, known=eq),
+        "is_nested_int": partial(called_later, known=lambda size: False),
+        **dict.fromkeys(("guarding_hint_or_throw", "has_guarding_hint"), called_later),
+    },
+)
+ALGEBRA = Deferral(module="sympy", answers={"Basic": lambda *_: NoInstances}, alone=frozenset())
+NETWORKS = ("models.transformers", "models.autoencoders", "models.unets", "hooks")
+PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
+DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, *PACKAGES)
+
+
+class DeferringLoader(Loader):
+    """Makes a DeferredModule for the `loader` of the real one."""
+
+    def __init__(self, loader: Loader, deferral: Deferral) -> None:
+        self._state = {LOADER: loader, DEFERRAL: deferral}
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """See Loader."""
+        return DeferredModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See Loader. Nothing runs yet."""
+        module.__dict__.update({**self._state, DECORATIONS: []})
+
+
+class DeferringFinder(MetaPathFinder):
+    """Finds modules as deferred ones, as long as it `defers`, and runs those that a submodule needs."""
+
+    def __init__(self, deferred: Sequence[Deferral]) -> None:
+        self.deferred = tuple(deferred)
+        self._by_name = {each.module: each for each in deferred}
+        self.defers = True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether some module has not run yet."""
+        return any(isinstance(sys.modules.get(name), DeferredModule) for name in self._by_name)
+
+    @property
+    def is_second(self) -> bool:
+        """Whether an earlier finder of the same modules is still there."""
+        finders = [each for each in sys.meta_path if isinstance(each, DeferringFinder) and each is not self]
+        return any(each.deferred == self.deferred for each in finders)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See MetaPathFinder."""
+        package, _, part = fullname.rpartition(".")
+        needed = self._by_name[package].alone if package in self._by_name else None
+        if needed is not None and part not in needed and isinstance(sys.modules[package], DeferredModule):
+            sys.modules[package].run()
+        deferral = self._by_name.get(fullname) if self.defers else None
+        found = None if deferral is None else PathFinder.find_spec(fullname, path)
+        if deferral is not None and found is not None and found.loader is not None:
+            found.loader = DeferringLoader(found.loader, deferral)
+        return found
+
+
+class PackagesWhenAsked(Mapping[str, list[str]]):
+    """Names of distributions by importable name, found by `find` when something is looked up."""
+
+    def __init__(self, find: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._find = cache(find)
+
+    def __getitem__(self, name: str) -> list[str]:
+        return self._find()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._find())
+
+    def __len__(self) -> int:
+        return len(self._find())
+
+
+@contextmanager
+def quick_imports(deferred: Sequence[Deferral] = DEFERRED) -> Iterator[None]:
+    """Context in which imports run no `deferred` module, nor list installed packages, before something needs it.
+
+    Nothing changes for what was imported before. Modules that have not run at the end do so when they are needed.
+    """
+    finder, packages = DeferringFinder(deferred), importlib.metadata.packages_distributions
+    sys.meta_path.insert(0, finder)
+    importlib.metadata.packages_distributions = partial(PackagesWhenAsked, packages)
+    try:
+        yield
+    finally:
+        finder.defers = False
+        if not finder.is_needed or finder.is_second:
+            sys.meta_path.remove(finder)
+        importlib.metadata.packages_distributions = packages

@@ -1,0 +1,40 @@
+"""What `patchpar plan` imports the first time: what records a call, and none of what takes seconds beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+WITHOUT = (
+    *("torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("sympy.core", "accelerate.utils", "peft.tuners", "pandas.core", "diffusers.models.transformers.transformer_flux"),
+)
+"""Modules by which those that run are known: deferred ones are there, and empty."""
+NEEDED = "diffusers.models.unets.unet_2d_condition"
+CODE = """
+import sys
+from patchpar.cli import main
+sys.argv = ["patchpar", "plan", "embedded", "--machine", "2xH100", "--dtype", "float16", "--height", "128"]
+try:
+    main()
+finally:
+    print("imported", *sorted(name for name, module in sys.modules.items() if module is not None))
+"""
+
+
+def test_a_first_plan_imports_neither_the_compiler_nor_optional_libraries(tmp_path: Path) -> None:
+    """Nothing is kept: it has to record."""
+    answer = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env={"HOME": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert "plan      " in answer.stdout
+    assert not answer.stderr
+    names = answer.stdout.split("imported ")[1].split()
+    assert NEEDED in names
+    assert not [each for each in WITHOUT if each in names]
