@@ -24,9 +24,10 @@ from websockets.sync.client import ClientConnection, connect
 from patchpar.errors import PlanError
 from patchpar.stream.web import viewer as screen_module
 from patchpar.stream.web.feed import BOUNDARY, VideoFeed
+from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import HOME, WebServer, names_of
-from patchpar.stream.web.viewer import KEPT, FramePlayer, ImageScreen, VideoScreen
+from patchpar.stream.web.viewer import KEPT, ImageScreen, VideoScreen
 from tests.live.test_video import RATE, frames, speech
 
 
