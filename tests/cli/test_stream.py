@@ -203,6 +203,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "none", "-o", "a.mp4"), "'none' is no model"),
         (("--audio", "page", "-o", "a.mp4"), "--audio page: the page that sends it is that of --ws: add --ws 8000"),
         (("--input", "page", "-o", "a.mp4"), "--input page: the page that sends it is that of --ws: add --ws 8000"),
+        (("--webrtc", "-o", "a.mp4"), "--webrtc: it is the page of --ws that plays so: add --ws 8000"),
         (("--audio", "a.wav", "--audio-rate", "8000", "-o", "a.mp4"), "are of raw samples: add --audio -"),
         (("--audio", "mic:none", "-o", "a.mp4"), "alsa none: "),
         (("--input", "camera:none", "-o", "a.mp4"), "v4l2 none: "),

@@ -36,6 +36,7 @@ class StreamFlags:
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
+    webrtc: Annotated[bool, more("Let the page of --ws play by WebRTC.", "--webrtc")] = False
     host: Annotated[str | None, more("Address of these pages; default: this machine's.")] = None
     audio_rate: Annotated[int | None, more("Of raw 16-bit audio in a pipe; default: the model's.")] = None
     audio_channels: Annotated[int | None, more("Of raw 16-bit audio in a pipe; default: 1.")] = None
@@ -93,6 +94,8 @@ class StreamFlags:
         for flag, value in (("--audio", self.audio), ("--input", self.input)):
             if value == PAGE and self.ws is None:
                 raise PlanError(f"{flag} {PAGE}: the page that sends it is that of --ws: add --ws 8000")
+        if self.webrtc and self.ws is None:
+            raise PlanError("--webrtc: it is the page of --ws that plays so: add --ws 8000")
         if (self.audio_rate or self.audio_channels) and not self.has_pipe:
             raise PlanError("--audio-rate and --audio-channels are of raw samples: add --audio -, or a named pipe")
 

@@ -274,7 +274,9 @@ def _live(
     if request.mjpeg is not None:
         screens.append(stack.enter_context(closing(ImageScreen(host, request.mjpeg, fps))))
     if request.ws is not None:
-        screens.append(stack.enter_context(closing(VideoScreen(host, request.ws, fps, rate, inputs))))
+        screens.append(
+            stack.enter_context(closing(VideoScreen(host, request.ws, fps, rate, inputs, webrtc=request.webrtc)))
+        )
     for screen in screens:
         screen.open()
         typer.echo(f"watch at {screen.page.url}", err=True)

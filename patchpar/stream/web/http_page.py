@@ -9,12 +9,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, WebSocket
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import HTTPConnection
 
 from patchpar.errors import PlanError
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
@@ -27,6 +28,11 @@ from patchpar.stream.web.page_input import (
     samples_of,
 )
 
+if TYPE_CHECKING:
+    from patchpar.stream.web.webrtc import RtcPeers
+
+MAX_OFFER = 1 << 16
+"""Bytes of a session description."""
 NOT_OURS = 1008
 """Close code of a refused WebSocket (RFC 6455: policy violation)."""
 FRESH = {"Cache-Control": "no-store"}
@@ -44,12 +50,18 @@ def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> 
     return app
 
 
-def video_page(feed: VideoFeed, status: Callable[[], str], names: list[str], inputs: PageInputs = NO_INPUTS) -> FastAPI:
-    """Return an app with a page that plays a video from a WebSocket, and may send `inputs`.
+def video_page(
+    feed: VideoFeed,
+    status: Callable[[], str],
+    names: list[str],
+    inputs: PageInputs = NO_INPUTS,
+    peers: "RtcPeers | None" = None,
+) -> FastAPI:
+    """Return an app with a page that plays a video from a WebSocket, or by WebRTC from `peers`, and may send `inputs`.
 
     `names`: allowed host names.
     """
-    app = _page("video", status, names, inputs)
+    app = _page("video" if peers is None else "webrtc", status, names, inputs)
 
     async def video(socket: WebSocket) -> None:
         if not is_own_origin(socket):
@@ -66,7 +78,23 @@ def video_page(feed: VideoFeed, status: Callable[[], str], names: list[str], inp
     app.add_api_websocket_route("/video", video)
     if inputs.camera is not None:
         _add_camera(app, inputs.camera)
+    if peers is not None:
+        _add_webrtc(app, peers)
     return app
+
+
+def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
+    async def offer(request: Request) -> JSONResponse:
+        if not is_own_origin(request):
+            return JSONResponse({"message": "this offer was made by another page: open this one itself"}, 403)
+        if int(request.headers.get("content-length", MAX_OFFER + 1)) > MAX_OFFER:
+            return JSONResponse({"message": f"an offer has at most {MAX_OFFER} bytes"}, 413)
+        try:
+            return JSONResponse(await peers.answer(await request.body()))
+        except PlanError as error:
+            return JSONResponse({"message": str(error)}, 400)
+
+    app.add_api_route("/webrtc", offer, methods=["POST"], response_model=None)
 
 
 def _add_camera(app: FastAPI, camera: PageCamera) -> None:
@@ -178,7 +206,7 @@ def _control_of(text: str) -> dict[str, Any]:
     return found
 
 
-def is_own_origin(socket: WebSocket) -> bool:
-    """Whether the origin is this page or none: browsers let any page open a WebSocket to any server."""
+def is_own_origin(socket: HTTPConnection) -> bool:
+    """Whether the origin is this page or none: browsers let any page open a WebSocket to any server, and post to it."""
     origin: Any = socket.headers.get("origin")
     return origin is None or urlsplit(origin).netloc == socket.headers.get("host")

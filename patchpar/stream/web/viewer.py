@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.mp4_fragments import FragmentEncoder
 from patchpar.stream.web.page_input import PageInputs
 from patchpar.stream.web.server import WebServer, names_of
+
+if TYPE_CHECKING:
+    from patchpar.stream.web.webrtc import RtcPeers
 
 KEPT = 4
 """Key frames of a video that are stored: some seconds by which a browser may lag without missing frames."""
@@ -102,26 +105,48 @@ class VideoFeedWriter:
 class VideoScreen:
     """Fragmented MP4 over a WebSocket, with audio of `rate` samples per second. Raises PlanError.
 
-    `inputs`: what its page may send.
+    `inputs`: what its page may send. `webrtc`: whether the page plays it by WebRTC, which needs another extra.
     """
 
-    def __init__(self, host: str, port: int, fps: float, rate: int | None, inputs: PageInputs | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        fps: float,
+        rate: int | None,
+        inputs: PageInputs | None = None,
+        *,
+        webrtc: bool = False,
+    ) -> None:
+        if webrtc and find_spec("aiortc") is None:
+            raise PlanError("--webrtc needs aiortc: pip install 'patchpar[rtc]'")
         self._feed, self._inputs = VideoFeed(KEPT), inputs or PageInputs()
         self.page = WebPage(self._feed, host, port, "--ws")
         self._writer = VideoFeedWriter(self._feed, fps, rate)
+        self._peers = _peers(fps, rate, self._inputs) if webrtc else None
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
         from patchpar.stream.web.http_page import video_page
 
-        self.page.open(partial(video_page, inputs=self._inputs))
+        self.page.open(partial(video_page, inputs=self._inputs, peers=self._peers))
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Queue frames and audio for all browsers, without waiting for them. Raises PlanError for odd sizes."""
+        if self._peers is not None:
+            self._peers.add(frames_FHWC, audio_N)
         self._writer.add(frames_FHWC, pts, audio_N)
 
     def close(self) -> None:
         """Encode the rest and stop serving. Idempotent."""
         self._inputs.close()
+        if self._peers is not None:
+            self._peers.close()
         self._writer.close()
         self.page.close()
+
+
+def _peers(fps: float, rate: int | None, inputs: PageInputs) -> "RtcPeers":
+    from patchpar.stream.web.webrtc import RtcPeers  # needs the extra that VideoScreen checks
+
+    return RtcPeers(fps, rate, inputs)
