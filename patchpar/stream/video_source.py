@@ -50,7 +50,8 @@ class VideoSource:
 class LiveVideo:
     """The frames of a camera, pushed one by one, [height, width, 3] in uint8 each; see VideoSource.
 
-    A block begins when its frames are here. At most those of two blocks wait: older ones are dropped.
+    A block begins when its frames are here. At most one more waits, and older ones are dropped: as frames come as fast
+    as they are used, what waits would be latency for good.
     """
 
     def __init__(self, frames_of: Callable[[int], int]) -> None:
@@ -59,7 +60,7 @@ class LiveVideo:
     def push(self, frame: Tensor) -> None:
         """Append the next frame [height, width, 3] in uint8."""
         self._waiting.append(frame)
-        while len(self._waiting) > 2 * self._frames_of(1):  # the first block is no larger than the others
+        while len(self._waiting) > self._frames_of(1) + 1:  # the first block is no larger than the others
             self._waiting.popleft()
 
     def is_here(self, block: int) -> bool:

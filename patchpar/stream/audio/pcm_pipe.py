@@ -47,12 +47,13 @@ class PcmFormat:
             raise PlanError(f"samples as {self.form!r}: use one of {', '.join(get_args(SampleFormat))}")
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes of one sample of all channels."""
         return BITS[self.form] // 8 * self.channels
 
     def samples(self, data: bytes) -> Tensor:
         """Convert whole samples to [channels, N] between -1 and 1."""
+        values: Any
         if self.form == "f32le":
             values = np.frombuffer(data, "<f4").astype(np.float32)
         elif self.form == "u8":
@@ -98,10 +99,10 @@ class PcmPipe:
     def audio(self) -> Iterator[tuple[Tensor, int]]:
         """See LiveAudioInput. Bytes at the end that are no whole sample are left out."""
         form, rest = self.format, self._begun
-        most = max(1, round(form.rate * PIECE_SECONDS)) * form.bytes
+        most = max(1, round(form.rate * PIECE_SECONDS)) * form.size
         while data := _read_some(self._file, most):
             rest += data
-            whole = len(rest) - len(rest) % form.bytes
+            whole = len(rest) - len(rest) % form.size
             if whole:
                 yield form.samples(rest[:whole]), form.rate
             rest = rest[whole:]

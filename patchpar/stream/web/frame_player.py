@@ -14,11 +14,12 @@ WAITING_SECONDS = 1.0
 class FramePlayer:
     """Calls `put` with each frame [H, W, 3] when it is due, at `fps`, in a thread.
 
-    Drops the oldest frames if too many wait.
+    Drops the oldest frames if too many wait: more than a second of them and two blocks, or more than a block and
+    `slack`. What waits is latency for good, since frames come as fast as they are played.
     """
 
-    def __init__(self, put: Callable[[Tensor], object], fps: float) -> None:
-        self._put, self._period = put, 1 / fps
+    def __init__(self, put: Callable[[Tensor], object], fps: float, slack: int | None = None) -> None:
+        self._put, self._period, self._slack = put, 1 / fps, slack
         self._waiting = deque[Tensor]()
         self._changed = threading.Condition()
         self._is_over = False
@@ -32,7 +33,9 @@ class FramePlayer:
         """Append frames."""
         with self._changed:
             self._waiting.extend(frames_FHWC)
-            room = max(2 * len(frames_FHWC), round(WAITING_SECONDS / self._period))
+            room = len(frames_FHWC) + (self._slack or 0)
+            if self._slack is None:
+                room = max(2 * len(frames_FHWC), round(WAITING_SECONDS / self._period))
             while len(self._waiting) > room:
                 self._waiting.popleft()
             self._changed.notify()

@@ -23,7 +23,7 @@ from patchpar.stream.web.page_input import (
     PageCamera,
     PageInputs,
     PageMicrophone,
-    check_audio,
+    checked_audio,
     image_of,
     samples_of,
 )
@@ -185,10 +185,9 @@ class PageReceiver:
         self._has_refused = False
         control = _control_of(message.get("text") or "")
         if control.get("type") == "audio_begin":
-            rate, channels = control.get("rate"), control.get("channels", 1)
-            check_audio(rate, channels)
+            rate, channels = checked_audio(control.get("rate"), control.get("channels", 1))
             microphone.begin(self)
-            self._rate, self._channels = int(rate), int(channels)
+            self._rate, self._channels = rate, channels
         elif control.get("type") == "audio_end":
             microphone.end(self)
         else:

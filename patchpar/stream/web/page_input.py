@@ -115,12 +115,13 @@ class PageInputs:
                 each.close()
 
 
-def check_audio(rate: Any, channels: Any) -> None:
-    """Raise PlanError for a sampling rate or a number of channels that cannot be used."""
+def checked_audio(rate: Any, channels: Any) -> tuple[int, int]:
+    """Return the sampling rate and the number of channels of audio. Raises PlanError if they cannot be used."""
     if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
         raise PlanError(f"audio at {rate} samples per second: {RATES[0]} to {RATES[1]} are understood")
     if not isinstance(channels, int) or not 1 <= channels <= MAX_CHANNELS:
         raise PlanError(f"audio of {channels} channels: 1 to {MAX_CHANNELS} are understood")
+    return rate, channels
 
 
 def samples_of(data: bytes, channels: int) -> Tensor:

@@ -125,7 +125,7 @@ class RtcPeers:
         self._peers: dict[Any, tuple[FrameTrack, AudioTrack | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks = set[asyncio.Task[None]]()
-        self._player = FramePlayer(self._show, fps)
+        self._player = FramePlayer(self._show, fps, slack=1)
         self._player.start()
         self._resampler = None if rate is None else _to_opus()
 
@@ -207,7 +207,11 @@ class RtcPeers:
     def _show(self, frame_HWC: Tensor) -> None:
         if self._loop is not None:
             frame = np.ascontiguousarray(frame_HWC.numpy())
-            self._loop.call_soon_threadsafe(lambda: [video.put(frame) for video, _ in self._peers.values()])
+            self._loop.call_soon_threadsafe(self._put, frame)
+
+    def _put(self, frame_HW3: Any) -> None:
+        for video, _ in self._peers.values():
+            video.put(frame_HW3)
 
     def _hear(self, samples_N: Any) -> None:
         for _, audio in self._peers.values():
