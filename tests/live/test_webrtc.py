@@ -76,19 +76,19 @@ def refusal(url: str, data: bytes, **headers: str) -> tuple[int, str]:
 
 
 async def connected(url: str, *, sends: bool) -> tuple[RTCPeerConnection, dict[str, Any], list[str]]:
-    """A client that watches, and sends what it can if `sends`: it, its tracks, and what it is told."""
+    """A client that watches, and sends what it can if `sends`: it, its tracks, and the notes that it gets."""
     peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     tracks: dict[str, Any] = {}
-    told: list[str] = []
+    notes: list[str] = []
     peer.on("track", lambda track: tracks.update({track.kind: track}))
-    peer.createDataChannel("notes").on("message", told.append)
+    peer.createDataChannel("notes").on("message", notes.append)
     for kind in ("audio", "video"):
         peer.addTransceiver(Generated(kind) if sends else kind, direction="sendrecv" if sends else "recvonly")
     await peer.setLocalDescription(await peer.createOffer())
     offer = {"type": peer.localDescription.type, "sdp": peer.localDescription.sdp}
     answer = await asyncio.to_thread(post, url, json.dumps(offer).encode())
     await peer.setRemoteDescription(RTCSessionDescription(**answer))
-    return peer, tracks, told
+    return peer, tracks, notes
 
 
 def streaming(screen: VideoScreen, stop: threading.Event) -> None:
@@ -101,7 +101,7 @@ def streaming(screen: VideoScreen, stop: threading.Event) -> None:
 
 
 def test_frames_and_audio_go_both_ways(served: tuple[VideoScreen, PageMicrophone, PageCamera]) -> None:
-    """And while one page sends, another is told that it cannot."""
+    """And while one page sends, another gets a note that it cannot."""
     screen, microphone, camera = served
     stop = threading.Event()
     thread = threading.Thread(target=streaming, args=(screen, stop))
@@ -119,10 +119,10 @@ def test_frames_and_audio_go_both_ways(served: tuple[VideoScreen, PageMicrophone
         pieces = microphone.audio()
         loud = [float((await asyncio.to_thread(next, pieces))[0].abs().max()) for _ in range(10)]
         assert max(loud) > 0.3
-        other, _, told = await connected(screen.page.url, sends=True)
-        while len(told) < 2:
+        other, _, notes = await connected(screen.page.url, sends=True)
+        while len(notes) < 2:
             await asyncio.sleep(0.05)
-        assert {json.loads(word)["message"].split(" of")[0] for word in told} == {"the microphone", "the camera"}
+        assert {json.loads(word)["message"].split(" of")[0] for word in notes} == {"the microphone", "the camera"}
         await other.close()
         await peer.close()
 
