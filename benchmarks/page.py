@@ -6,6 +6,7 @@ python -m benchmarks.page docs/figures/*.md      # the JSON of pages that are th
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +26,14 @@ def write_page(text: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     file.with_suffix(".json").write_text(json.dumps(contents(text), indent=1, ensure_ascii=False) + "\n")
+
+
+def write_section(opening: str, heading: str, body: str, file: Path) -> None:
+    """A page that is measured in pieces: `opening`, and its sections, of which this one is written anew or added."""
+    text = file.read_text() if file.exists() else ""
+    found = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    found[heading] = f"\n{body.strip()}\n\n"
+    write_page(opening + "".join(f"\n## {name}\n{rest.rstrip()}\n" for name, rest in found.items()), file)
 
 
 def contents(text: str) -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 WITH_TORCH_FOR_GPUS = {"triton"}
 OF_EXTRAS = {
+    "launch/ray/cluster.py": {"ray"},
+    "launch/ray/ray_rank.py": {"ray"},
     "pipeline/adapter_selection.py": {"peft"},
     "serving/lora_body.py": {"pydantic"},
     "stream/web/http_page.py": {"fastapi", "starlette"},

@@ -215,7 +215,7 @@ class Emulation:
         return 0.0 if last == before else min(2.0, max(0.0, (now - last) / (last - before)))
 
     def _ahead_of(self, before: KeyValues, earlier: KeyValues) -> KeyValues:
-        """The last evaluation's keys and values, led on along the line from those of the one before."""
+        """The last evaluation's keys and values, extrapolated from those of the one before."""
         line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
         return KeyValues(*((new + self._ahead() * moved).to(before.key.dtype) for new, moved in line))
 

@@ -23,7 +23,7 @@ class EmulatedPolicy:
               neighbours the nearest `fraction` of their rows; `pooled`: of the neighbours the nearest `band` of their
               rows, everything else averaged over `pool` x `pool` tokens; `partials`: all, but looked at only at every
               `refresh`-th evaluation. none: own only
-    extrapolated   the others' keys and values that are old are led on along the straight line through the last two
+    extrapolated   the others' keys and values that are old go on along the straight line through the last two
               evaluations, as far as this one's timestep is from the last (at most twice their distance)
     by_owners      of that line they go the part that they went in the evaluation before, at least seven tenths, since
               their owners extrapolate them before they know this one; and the correction is of what they have come to

@@ -1,6 +1,6 @@
 """Replayed steps beside real ones on links of many latencies and rates: two ranks, 8 strategies, 12 links.
 
-    python -m benchmarks.forecast.delayed_links --write docs/figures/delayed.md
+    python -m benchmarks.forecast.delayed_links --write docs/figures/delayed-links.md
     python -m benchmarks.forecast.delayed_links --strategy displaced --load 0.6 --latency 5
 
 Ranks run steps of a small UNet whose layers sleep, which takes no processor time, behind a transport that brings
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.page import write_page
+from benchmarks.page import contents, write_page
 from patchpar.launch.local import LocalExecutor
 from patchpar.pipeline.planner.tune.timer import PREEMPTED
 from patchpar.plan.link_model import LinkModel, TimedMessage
@@ -180,9 +180,32 @@ def rows_of(ranks: LocalExecutor, strategy: str, options: argparse.Namespace) ->
     ranks.call("release", expected=60.0)
 
 
-def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the page."""
-    within = sum(abs(row.off) <= OFF for row in rows)
+COLUMNS = ("strategy", "link", "bare, ms", "real, ms", "replayed, ms", "off")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return one line of the table."""
+    times = [f"{1e3 * each:.0f}" for each in (row.bare, row.real, row.replayed)]
+    return (row.strategy, str(row.link), *times, f"{row.off:+.1%}")
+
+
+def table_row(row: Sequence[str]) -> str:
+    """Return cells as a row in Markdown."""
+    return f"| {' | '.join(row)} |"
+
+
+def kept(file: Path | None, measured_now: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the rows of a page, if it is there, of strategies that are not measured now."""
+    if file is None or not file.exists():
+        return []
+    rows = [row for section in contents(file.read_text()) for table in section["tables"] for row in table]
+    return [tuple(row[name] for name in COLUMNS) for row in rows if row["strategy"] not in measured_now]
+
+
+def lines(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the page. Rows are in the order of STRATEGIES."""
+    errors = [float(row[-1].rstrip("%")) / 100 for row in rows]
+    within = sum(abs(error) <= OFF for error in errors)
     yield "# Replayed steps on delayed links"
     yield ""
     yield (
@@ -191,17 +214,15 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         "recorded on the bare link, with the latency and the rate of the row on top of its own."
     )
     yield ""
-    yield f"{within} of {len(rows)} rows within {OFF:.0%}, worst {max((row.off for row in rows), key=abs):+.1%}."
+    yield (
+        f"{within} of {len(rows)} rows within {OFF:.0%}, worst {max(errors, key=abs):+.1%}, mean of sizes "
+        f"{statistics.fmean(map(abs, errors)):.1%}."
+    )
     yield ""
-    yield "| strategy | link | bare, ms | real, ms | replayed, ms | off |"
-    yield "|---|---|---|---|---|---|"
-    yield from map(line, rows)
-
-
-def line(row: Row) -> str:
-    """Return one line of the table."""
-    times = [f"{1e3 * each:.0f}" for each in (row.bare, row.real, row.replayed)]
-    return f"| {' | '.join([row.strategy, str(row.link), *times, f'{row.off:+.1%}'])} |"
+    yield table_row(COLUMNS)
+    yield "|" + "---|" * len(COLUMNS)
+    order = {strategy: number for number, strategy in enumerate(STRATEGIES)}
+    yield from map(table_row, sorted(rows, key=lambda row: order.get(row[0], len(order))))
 
 
 def main() -> None:
@@ -212,20 +233,20 @@ def main() -> None:
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}, at {LATENCIES_OF_LOADS} ms")
     parser.add_argument("--steps", type=int, default=2, help="timed steps on each link")
     parser.add_argument("--overtake", type=int, default=0, help="bytes that need not queue behind more; 0: one queue")
-    parser.add_argument("--write", type=Path, help="also write the page to this file")
+    parser.add_argument("--write", type=Path, help="also write the page to this file, and keep its other strategies")
     options = parser.parse_args()
-    rows: list[Row] = []
+    strategies = options.strategy or STRATEGIES
+    rows = kept(options.write, strategies)
     with LocalExecutor(
         ["cpu", "cpu"], "benchmarks.overlap.ranks:Bench", preload=("patchpar.pipeline.runner",)
     ) as ranks:
-        for strategy in options.strategy or STRATEGIES:
+        for strategy in strategies:
             for row in rows_of(ranks, strategy, options):
-                rows.append(row)
-                print(line(row), flush=True)
-    text = "\n".join(lines(rows)) + "\n"
-    print(text)
-    if options.write:
-        write_page(text, options.write)
+                rows.append(cells(row))
+                print(table_row(rows[-1]), flush=True)
+            if options.write:
+                write_page("\n".join(lines(rows)) + "\n", options.write)
+    print("\n".join(lines(rows)))
 
 
 if __name__ == "__main__":

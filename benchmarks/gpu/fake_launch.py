@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from patchpar.shard.kernels import fused_op
+from patchpar.comm.kernels import fused_op
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from benchmarks.volumes.shapes import SDXL
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import edges_part
 from patchpar.comm.transport import TensorSpec
-from patchpar.comm.transport.torch_collectives import TorchCollectives, _GroupMethods
+from patchpar.comm.transport.torch_collectives import _GroupMethods
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.transformer.token_ranges import TokenGrid
@@ -253,11 +253,15 @@ def torch_functions(step: Step) -> Sequence[TorchFunction]:
     Not what reads a fact of a tensor.
     """
     functions = _Functions()
-    init = _GroupMethods.__init__
+    gather, to_all = _GroupMethods.all_gather, _GroupMethods.all_to_all
 
-    def noting(methods: _GroupMethods, group: Any) -> None:
-        init(methods, group)
-        methods._gather, methods._to_all = functions.noting(methods._gather), functions.noting(methods._to_all)
+    def noting(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(methods: _GroupMethods, *args: Any) -> Any:
+            of_torch = {name: functions.noting(getattr(methods, name)) for name in ("_gather", "_to_all")}
+            with mock.patch.multiple(methods, **of_torch):
+                return begin(methods, *args)
+
+        return noted
 
     def record(event: _Event, *stream: Any) -> None:
         functions.found.append((type(event), (event._events,), {}))  # each is made to be recorded once
@@ -266,12 +270,8 @@ def torch_functions(step: Step) -> Sequence[TorchFunction]:
 
     recorded = _Event.record
 
-    def methods_of(collectives: TorchCollectives, ranks: tuple[int, ...], *, bulk: bool) -> _GroupMethods:
-        return _GroupMethods(collectives._groups.of(ranks, bulk=bulk))
-
     with (
-        mock.patch.object(_GroupMethods, "__init__", noting),
-        mock.patch.object(TorchCollectives, "_of", methods_of),
+        mock.patch.multiple(_GroupMethods, all_gather=noting(gather), all_to_all=noting(to_all)),
         mock.patch.object(_Event, "record", record),
         functions,
     ):

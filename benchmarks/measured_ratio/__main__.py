@@ -72,7 +72,7 @@ def page(seconds: float) -> Iterator[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="that the layer sleeps for a whole image")
+    parser.add_argument("--seconds", type=float, default=4.0, help="that the layer sleeps for a whole image")
     parser.add_argument("--write", type=Path, help="also write the page to this file")
     options = parser.parse_args()
     publish(page(options.seconds), options.write)

@@ -3,17 +3,19 @@
 python -m benchmarks.serving --write docs/figures/serving.md
 python -m benchmarks.serving --requests 1 --runs 20           # what a request costs: on an idle machine
 python -m benchmarks.serving --no-overhead --requests 200      # the simulated mix only: the same on any machine
+python -m benchmarks.serving --no-overhead --real 40           # also a real mix on two workers: on an idle machine
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.page import publish
 from benchmarks.serving.mix import DEVICES, RESUME_SECONDS, SLACK, SMALL_PART, Kind, kinds, outcomes
 from benchmarks.serving.overhead import Overhead, measure
+from benchmarks.serving.real_mix import LARGE, LOAD, SMALL, RealOutcome, real_outcomes
 
 
 def mix_lines(count: int) -> Iterator[str]:
@@ -62,12 +64,32 @@ def overhead_lines(found: Overhead, runs: int) -> Iterator[str]:
     yield ""
 
 
-def page(count: int, found: Overhead | None, runs: int) -> Iterator[str]:
-    """The lines of the page."""
+def real_lines(found: Iterable[tuple[RealOutcome, RealOutcome]], count: int) -> Iterator[str]:
+    """The section of the real mix."""
+    yield from ("", "## A mix of requests, measured", "")
+    yield (
+        f"{count} requests for images of the embedded model on two CPU workers, {SMALL_PART:.0%} at {SMALL.side} x "
+        f"{SMALL.side} with {SMALL.steps} steps and the rest at {LARGE.side} x {LARGE.side} with {LARGE.steps}, that "
+        f"arrive at random, at a load of {LOAD:g}. All policies get the same requests: with deadlines as above, and "
+        "without any. One that is refused, since its deadline cannot be met, has missed it."
+    )
+    yield from (
+        "",
+        "| policy | deadlines met | requests per minute, without deadlines | mean seconds |",
+        "|---|---|---|---|",
+    )
+    for bound, free in found:
+        yield f"| {bound.policy} | {bound.met:.0%} | {free.per_minute:.1f} | {free.seconds:.2f} |"
+
+
+def page(count: int, found: Overhead | None, runs: int, real: int = 0) -> Iterator[str]:
+    """The lines of the page. `real`: requests of the real mix."""
     yield from ("# Serving", "", "Written by `python -m benchmarks.serving` ([serve images](../howto/serve.md)).", "")
     if found is not None:
         yield from overhead_lines(found, runs)
     yield from mix_lines(count)
+    if real:
+        yield from real_lines(real_outcomes(real), real)
 
 
 def main() -> None:
@@ -76,10 +98,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of the simulated mix")
     parser.add_argument("--runs", type=int, default=20, help="measured requests")
     parser.add_argument("--no-overhead", action="store_true", help="leave out what is measured")
+    parser.add_argument("--real", type=int, default=0, help="requests of the real mix on two CPU workers")
     parser.add_argument("--write", type=Path, help="file of the page")
     asked = parser.parse_args()
     found = None if asked.no_overhead else measure(asked.runs)
-    publish(page(asked.requests, found, asked.runs), asked.write)
+    publish(page(asked.requests, found, asked.runs, asked.real), asked.write)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ band on the map of a layer, a its columns:
 What place i holds for the next step, n places, l of its tokens:
 
     keys, values   those it attends to: 2 b N D itemsize for its own tokens and the t of every other place, and itemsize
-                   for each of these tokens where some stand for several. Where these are led on or corrected, one
+                   for each of these tokens where some stand for several. Where these are extrapolated or corrected, one
                    layer's worth for all layers; then of every layer what came in the step before the last, where it is
-                   led on, and what came last, and its own where all of it is sent as it is: into those the next values
-                   come, so that they are counted apart, but for differences, which are added to them. As much again as
-                   it sends, once for all places that get the same, where differences are sent
+                   extrapolated, and what came last, and its own where all of it is sent as it is: into those the next
+                   values come, so that they are counted apart, but for differences, which are added to them. As much
+                   again as it sends, once for all ranks that get the same, where differences are sent
     correction     2 b N D (itemsize ceil(l / s) + 4) for what we remember of our own tokens of the last step: every
                    s-th, 1 for matrices and for fewer than 512 tokens, else the whole part of l / 256, and the next
-                   number where that is even; and their mean in fp32. Twice where they are led on
+                   number where that is even; and their mean in fp32. Twice where they are extrapolated
     partials       b N l (D itemsize + 4): outputs, and log-sum-exp in fp32
     halo           where it is of the last step: the rows it reads; published: the neighbours' rows, read or not
     moments        where they are of the last step: 4 n (1 + 2 b G)
@@ -233,7 +233,7 @@ class Volumes:
     def _kept_apart(self) -> int:
         """How often what came is kept beside what is attended to, and beside what comes.
 
-        Where that is led on from the last two steps, and where differences are added up to what it is made of.
+        Where that is extrapolated from the last two steps, and where differences are added up to what it is made of.
         """
         context = self.policy.context
         return isinstance(context, StaleKV) and context.extrapolated + (context.bits < 16)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import time
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import Tensor
 
 POLL = 0.1
 """Seconds between two looks at progress and interruption."""
+ANSWER = 30.0
+"""Seconds in which a server answers a look at a job."""
+ENDS = ("completed", "failed", "cancelled")
 
 
 def as_images(images: Iterable[Image.Image]) -> Tensor:
@@ -39,10 +44,49 @@ def from_pipeline(
     except BaseException:
         job.cancel()
         raise
-    return as_images(job.result().images)
+    found = getattr(job.result(), "images", None)
+    if found is None:
+        raise ValueError("this pipeline makes no images: load one that does, from text")
+    return as_images(found)
 
 
-def from_server(client: Any, call: dict[str, Any], extra: dict[str, Any]) -> Tensor:
-    """Return the images [B, H, W, 3] of a request to `patchpar serve`, by OpenAI's client."""
-    answer = client.images.generate(**call, extra_body=extra)
-    return as_images(Image.open(io.BytesIO(base64.b64decode(each.b64_json))) for each in answer.data)
+def from_server(
+    client: Any,
+    call: dict[str, Any],
+    extra: dict[str, Any],
+    *,
+    progress: Callable[[int, int], object],
+    check: Callable[[], object],
+) -> Tensor:
+    """Return the images [B, H, W, 3] of a job of `patchpar serve`, by OpenAI's client.
+
+    `progress`, `check`: see `from_pipeline`. The server keeps nothing of the job afterwards. Raises RuntimeError with
+    the server's reason, and what the client raises.
+    """
+    client = client.with_options(timeout=ANSWER)
+    sent_once = {"Idempotency-Key": uuid.uuid4().hex}  # the client sends a request again that got no answer
+    begun = client.images.generate(**call, extra_body=extra, extra_query={"async": "true"}, extra_headers=sent_once)
+    path, reported = f"/jobs/{begun.id}", -1
+    try:
+        while (job := client.get(path, cast_to=object))["status"] not in ENDS:
+            check()
+            if job["step"] != reported and job["steps"]:
+                reported = job["step"]
+                progress(job["step"], job["steps"])
+            time.sleep(POLL)
+    finally:
+        client.delete(path, cast_to=object)
+    if job["status"] != "completed":
+        raise RuntimeError(f"the server: {job['error']['message']}")
+    return as_images(Image.open(io.BytesIO(base64.b64decode(each["b64_json"]))) for each in job["result"]["data"])
+
+
+def key_in(text: str) -> str:
+    """Return the first key of a file as `patchpar serve` reads it: lines that begin with # are none.
+
+    Raises ValueError if there is none.
+    """
+    found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    if not found:
+        raise ValueError("key_file: there is no key in it; write one on a line of its own")
+    return found[0]

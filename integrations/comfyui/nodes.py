@@ -8,7 +8,7 @@ import comfy.model_management
 import torch
 from comfy_api.latest import ComfyAPISync, ComfyExtension, io
 
-from .generate import from_pipeline, from_server
+from .generate import from_pipeline, from_server, key_in
 from .parallel import TeamSettings, parallel
 
 CATEGORY = "patchpar"
@@ -26,6 +26,15 @@ def sizes() -> list[Any]:
         io.Int.Input("steps", default=25, min=1, max=150),
         io.Int.Input("seed", default=0, min=0, max=2**63 - 1, control_after_generate=True),
     ]
+
+
+def reporting() -> dict[str, Any]:
+    """How a node that waits reports its progress, and notices that the user interrupts it."""
+    api = ComfyAPISync()
+    return {
+        "progress": lambda step, total: api.execution.set_progress(value=step, max_value=total),
+        "check": comfy.model_management.throw_exception_if_processing_interrupted,
+    }
 
 
 class PatchparParallel(io.ComfyNode):
@@ -115,14 +124,7 @@ class PatchparGenerate(io.ComfyNode):
             "guidance_scale": guidance,
             "generator": torch.Generator().manual_seed(seed),
         }
-        api = ComfyAPISync()
-        images = from_pipeline(
-            pipeline,
-            call,
-            progress=lambda step, total: api.execution.set_progress(value=step, max_value=total),
-            check=comfy.model_management.throw_exception_if_processing_interrupted,
-        )
-        return io.NodeOutput(images)
+        return io.NodeOutput(from_pipeline(pipeline, call, **reporting()))
 
 
 class PatchparRemote(io.ComfyNode):
@@ -151,11 +153,11 @@ class PatchparRemote(io.ComfyNode):
 
         from openai import OpenAI
 
-        key = Path(key_file).read_text().strip() if key_file else "none"
+        key = key_in(Path(key_file).read_text()) if key_file else "none"
         call = {"prompt": prompt, "size": f"{width}x{height}", "n": images}
         extra = {"seed": seed, "num_inference_steps": steps}
         with OpenAI(base_url=url, api_key=key) as client:
-            return io.NodeOutput(from_server(client, call, extra))
+            return io.NodeOutput(from_server(client, call, extra, **reporting()))
 
 
 class PatchparExtension(ComfyExtension):

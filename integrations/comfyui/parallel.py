@@ -44,10 +44,10 @@ class ModelTeam:
     def sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the sampling of an image."""
         model = executor.class_obj.model_patcher
-        self._copies = model.get_additional_models_with_key(KEY)
-        for each in self._copies:
-            follow(model, each)
         try:
+            self._copies = model.get_additional_models_with_key(KEY)
+            for each in self._copies:
+                follow(model, each)
             return executor(*args, **kwargs)
         finally:
             self._copies = []
@@ -106,9 +106,12 @@ def torch_attention(  # noqa: PLR0913 - the arguments are ComfyUI's
     attn_precision: Any = None,
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
+    enable_gqa: bool = False,
     **_: Any,
 ) -> Tensor:
     """Return ComfyUI's attention by torch's function: [B, L, heads * D], or [B, heads, L, D] with `skip_reshape`."""
+    if enable_gqa:
+        raise PlanError("attention with fewer heads of keys than of queries is not split: set gpus to 1")
     if not skip_reshape:
         q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     if mask is not None:

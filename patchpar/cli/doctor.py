@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, Json, Model, Variant, check_deadline, given
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, links, will_use
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, UnsupportedModel
@@ -32,9 +32,15 @@ class DoctorFlags:
 
     devices: Devices = "auto"
     model: Model = "embedded"
+    dtype: Format = None
+    variant: Variant = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
+
+    def for_loading(self) -> dict[str, Any]:
+        """Return options of diffusers' from_pretrained."""
+        return given(torch_dtype=self.dtype, variant=self.variant)
 
 
 def doctor(request: DoctorFlags) -> None:
@@ -42,13 +48,12 @@ def doctor(request: DoctorFlags) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
-            TASK.check_model(request.model, {})
             findings = examine(request)
         if request.json:
             print_json(findings)
         else:
             _print(findings)
-        if not findings["collective"]["ok"]:
+        if not findings["collective"]["ok"] or findings["plan"]["chosen"] is None:
             raise typer.Exit(FAILURE)
 
 
@@ -56,9 +61,16 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
     """Return all results of doctor, as in its JSON. Raises PlanError."""
     from patchpar.launch.devices import resolve_devices
     from patchpar.models.files import resolve_model
+    from patchpar.models.hub import cached_model
 
     devices, software, cards = resolve_devices(request.devices).names, gpu_software(), graphics_cards()
-    _, options, folder = resolve_model(request.model, {})  # an unknown model is refused before anything runs
+    model, options, folder = resolve_model(request.model, request.for_loading())  # an unknown one is refused first
+    folder = folder or cached_model(model, options)
+    if folder is None:
+        from patchpar.models.loading import fetch_model  # imports torch
+
+        folder = fetch_model(model, options)
+    TASK.check(None if folder is None else purpose_of(folder.pipeline))
     return {
         "versions": versions(),
         "host": host(),
@@ -169,17 +181,24 @@ def plans_for(
 
 
 def choice(request: DoctorFlags) -> dict[str, Any]:
-    """Run one step of an image of the model's default size; return the chosen plan, its reason and the statistics."""
+    """Run one step of an image of the model's default size; return the chosen plan, its reason and the statistics.
+
+    Where no plan has room for the model, or the step fails, there is none, and the reason is that.
+    """
     from patchpar import ParallelPipeline
     from patchpar.models.quiet_libraries import silence_command
 
-    devices, deadline = request.devices, request.deadline
+    devices, options = request.devices, {"deadline": request.deadline, **request.for_loading()}
     silence_command(devices)
-    with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
-        TASK.check(purpose_of(pipe.description.pipeline))
-        pipe.set_progress_bar_config(disable=True)
-        pipe(ANY_PROMPT, num_inference_steps=1)
-        return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
+    found = {"model": request.model, "chosen": None, "why": "", "ran": None}
+    try:
+        with ParallelPipeline.from_pretrained(request.model, devices=devices, **options) as pipe:
+            TASK.check(purpose_of(pipe.description.pipeline))
+            pipe.set_progress_bar_config(disable=True)
+            pipe(ANY_PROMPT, num_inference_steps=1)
+            return found | {"chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
+    except PatchparError as error:  # the rest of what was found is of use all the same
+        return found | {"why": f"{type(error).__name__}: {error}"}
 
 
 def _print(findings: dict[str, Any]) -> None:
@@ -209,7 +228,7 @@ def _print(findings: dict[str, Any]) -> None:
             typer.echo(f"          {line}")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
-    typer.echo(f"image     {plan['ran']}")
+    typer.echo(f"image     {'none' if plan['ran'] is None else plan['ran']}")
 
 
 def _memory_text(found: dict[str, Any]) -> str:

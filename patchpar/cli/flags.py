@@ -30,7 +30,7 @@ F = TypeVar("F")
 
 Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
 Debug = Annotated[bool, more("Show the traceback of an error.", "--debug")]
-Devices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, or names: cuda:0,cuda:2.")]
+Devices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, ray:N, or names: cuda:0,cuda:2.")]
 Model = Annotated[str, typer.Option(show_default=False, help="A folder or a hub id; default: embedded.")]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Annotated[

@@ -33,7 +33,6 @@ from patchpar.comm.layouts import all_to_all_layout, edge_layout, gather_layout
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
-    Collectives,
     FlatParts,
     Incoming,
     Messages,
@@ -168,8 +167,18 @@ class Communicator:
         rank, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
         """
         collectives = self._collectives[axis.ranks]
-        if collectives is not None and edges is not None and edges.axis is not None:
-            return self._rounds_with_edges(collectives, axis, where, shared, edges)
+        if collectives is None or edges is None or edges.axis is None:
+            return self._edges_by_messages(axis, where, shared, edges)
+        layout, tensors = edge_layout(axis, shared, edges)
+        self.traffic.book_all(layout.booked)
+        sent, received = layout.buffers(tensors, self.transport.device)
+        # Alike on all ranks, as each has a neighbour, and sends and receives the rows before or after a band.
+        begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where, alike=True)
+        return self._start(layout.label, where, begin).then(layout.unpack)
+
+    def _edges_by_messages(
+        self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
+    ) -> Work[tuple[Received, "Halo"]]:
         parts = [moments_part(axis, shared)] if shared else []
         parts += [] if edges is None else [edges]
 
@@ -178,21 +187,6 @@ class Communicator:
             return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, received[-1])
 
         return self.exchange(where, parts).then(arranged)
-
-    def _rounds_with_edges(
-        self, collectives: Collectives, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart
-    ) -> Work[tuple[Received, "Halo"]]:
-        """As `gather_with_edges`, by one operation of all ranks."""
-        layout, tensors = edge_layout(axis, shared, edges), [*shared]
-        for _, rows in edges.outgoing:
-            tensors += rows
-        for booked in layout.booked:
-            self.traffic.book(*booked)
-        device = self.transport.device
-        parts = layout.pack(tensors, device), layout.buffer(device)
-        # Alike on all ranks, as each has a neighbour, and sends and receives the rows before or after a band.
-        begin = partial(collectives.all_to_all, axis.ranks, *parts, layout.incoming, where, alike=True)
-        return self._start(layout.label, where, begin).then(layout.unpack)
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         """Start what `begin` starts, at the exchange point `where`."""

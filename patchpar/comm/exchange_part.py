@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from patchpar.comm.kernels.pack_tensors import copies_of
 from patchpar.comm.transport import Collectives, Incoming, Messages, Outgoing, TensorSpec, Transport, Work
 from patchpar.comm.transport.message_memory import MessageMemory
-from patchpar.comm.transport.packing import LAYOUTS_KEPT, adjacent_rows, copies_of, gather_buffers
+from patchpar.comm.transport.packing import LAYOUTS_KEPT, adjacent_rows, gather_buffers
 from patchpar.plan.mesh import Axis
 
 Tensors = tuple[Tensor, ...]

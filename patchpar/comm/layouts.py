@@ -6,7 +6,7 @@ Of exchanges that are one operation of all ranks of an axis, with one buffer tha
     EdgeLayout      moments to all ranks and edge rows to the neighbours, as bytes
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.exchange_part import ExchangePart, Halo, Received
+from patchpar.comm.kernels.fused_op import is_fused
+from patchpar.comm.kernels.pack_tensors import MOST_TENSORS, write_pieces, write_pieces_eager
 from patchpar.comm.transport import FlatParts, Incoming, TensorSpec
-from patchpar.comm.transport.packing import LAYOUTS_KEPT, MessageRow, row_of
+from patchpar.comm.transport.packing import LAYOUTS_KEPT, row_of
 from patchpar.plan.mesh import Axis
 
 Specs = tuple[TensorSpec, ...]
@@ -68,20 +70,18 @@ def all_to_all_layout(axis: Axis, own: tuple[int, ...], into: tuple[int, ...], d
 
 
 class _View(NamedTuple):
-    """A contiguous tensor in a buffer of its dtype, which begins at element `offset`."""
+    """A contiguous tensor in a buffer of its dtype. `place`: shape, strides, and the element where it begins."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @classmethod
     def at(cls, spec: TensorSpec, first_byte: int) -> "_View":
-        strides, size = [], 1
+        strides, size = list[int](), 1
         for length in reversed(spec.shape):
             strides.append(size)
             size *= length
-        return cls(spec.dtype, spec.shape, tuple(reversed(strides)), first_byte // spec.dtype.itemsize)
+        return cls(spec.dtype, (spec.shape, tuple(reversed(strides)), first_byte // spec.dtype.itemsize))
 
 
 class EdgeLayout:
@@ -116,26 +116,13 @@ class EdgeLayout:
         numbers = [by_rank[rank] for rank in axis.ranks]
         row = row_of(tuple(tuple(specs[number] for number in found) for found in numbers))
         self._sizes_sent = [size // itemsize for size in row.sizes]
-        self._sizes = [spec.num_bytes // itemsize for spec in specs]
-        pieces = tuple(self._pieces_of(row, numbers))
-        self._pads = tuple({size: None for number, size in pieces if number is None})
-        self._order = [len(specs) + self._pads.index(size) if number is None else number for number, size in pieces]
-        rows = specs[self._num_shared :]
-        self._rows_alike = len(rows) == 2 and rows[0] == rows[1]
-        self._filler = max(range(len(specs)), key=self._sizes.__getitem__, default=0)  # has the values of pads
-
-    def _pieces_of(self, row: MessageRow, numbers: Sequence[Sequence[int]]) -> Iterator[tuple[int | None, int]]:
-        """Yield what the row consists of: (number of a tensor, its elements), (None, elements that mean nothing)."""
-        end, itemsize = 0, self._dtype.itemsize
+        self._size_sent = row.size // itemsize
+        pieces = list[int]()
         for found, layout, start in zip(numbers, row.layouts, row.starts, strict=True):
             for number, offset in zip(found, layout.offsets, strict=True):
-                at = (start + offset * layout.dtype.itemsize) // itemsize
-                if at > end:
-                    yield None, at - end
-                yield number, self._sizes[number]
-                end = at + self._sizes[number]
-        if row.size > end * itemsize:
-            yield None, row.size // itemsize - end
+                pieces += (number, (start + offset * layout.dtype.itemsize) // itemsize)
+        self._pieces = tuple(pieces)
+        self._is_few = 0 < len(specs) <= MOST_TENSORS
 
     def _plan_receiving(self, shared: Specs, expected: Expected) -> None:
         axis = self._axis
@@ -155,35 +142,18 @@ class EdgeLayout:
         others = axis.others if shared else ()
         self._shared_views = [(p, view) for p in others for view in views[axis.ranks[p]][: self._num_shared]]
 
-    def pack(self, tensors: Sequence[Tensor], device: torch.device) -> FlatParts:
-        """Return the elements sent to each rank. `tensors`: what is shared, then edge rows, of any shape."""
-        if not tensors:
-            return FlatParts(torch.empty(0, dtype=self._dtype, device=device), self._sizes_sent)
-        flat = self._flat(tensors)
-        filler = flat[self._filler]
-        for size in self._pads:
-            flat.append(filler.narrow(0, 0, size) if filler.shape[0] >= size else filler.new_empty(size))
-        parts = [flat[index] for index in self._order]
-        return FlatParts(torch.cat(parts) if len(parts) > 1 else parts[0], self._sizes_sent)
+    def buffers(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[FlatParts, FlatParts]:
+        """Return the elements sent to each rank, and a buffer for those received.
 
-    def _flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the elements of each tensor, [elements]: strided ones that are alike are copied by one launch."""
-        found = list(tensors)
-        if self._rows_alike:
-            first, last = found[-2:]
-            if not (first.is_contiguous() or last.is_contiguous()):
-                found[-2:] = torch.stack((first, last)).contiguous().view(2, -1).unbind()
-        for number, x in enumerate(found):
-            if x.requires_grad:
-                x = x.detach()
-            if x.ndim != 1:
-                x = x.reshape(-1)
-            found[number] = x if x.dtype == self._dtype else x.view(self._dtype)
-        return found
-
-    def buffer(self, device: torch.device) -> FlatParts:
-        """Return a buffer for the elements received."""
-        return FlatParts(torch.empty(self._size_received, dtype=self._dtype, device=device), self._sizes_received)
+        `tensors`: what is shared, then edge rows, of any shape.
+        """
+        sent = torch.empty(self._size_sent, dtype=self._dtype, device=device)
+        if self._is_few and is_fused(sent):
+            write_pieces.fused(sent, tensors, self._pieces)
+        elif tensors:
+            write_pieces_eager(sent, tensors, self._pieces)
+        received = torch.empty(self._size_received, dtype=self._dtype, device=device)
+        return FlatParts(sent, self._sizes_sent), FlatParts(received, self._sizes_received)
 
     def unpack(self, received: Tensor) -> tuple[Received, Halo]:
         """Return the other ranks' shared tensors by group rank, and the neighbours' rows.
@@ -194,27 +164,32 @@ class EdgeLayout:
         for dtype in self._others:
             typed[dtype] = received.view(dtype)
         shared: dict[int, list[Tensor]] = {}
-        for other, view in self._shared_views:
-            found = typed[view.dtype].as_strided(view.shape, view.strides, view.offset)
+        for other, (dtype, place) in self._shared_views:
+            found = typed[dtype].as_strided(*place)
             if self._num_shared == 1:
                 shared[other] = [found]
             else:
                 shared.setdefault(other, []).append(found)
-        above, below = self._row_views
-        before = above and typed[above.dtype].as_strided(above.shape, above.strides, above.offset)
-        after = below and typed[below.dtype].as_strided(below.shape, below.strides, below.offset)
-        return shared, Halo(before, after)
+        rows = list[Tensor | None]()
+        for view in self._row_views:
+            rows.append(None if view is None else typed[view.dtype].as_strided(*view.place))
+        return shared, Halo(*rows)
 
 
-def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> EdgeLayout:
-    """Return the layout of a round of `shared`, tensors of any shape, and `edges`, as `edges_part` returns them."""
+def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> tuple[EdgeLayout, Sequence[Tensor]]:
+    """Return the layout of a round of `shared`, tensors of any shape, and `edges`, as `edges_part` returns them.
+
+    Also all tensors that are sent, of any shape.
+    """
     described: list[Any] = []
     for x in shared:
         described += (x.shape, x.dtype)
     sent: list[Any] = []
+    tensors = [*shared]
     for peers, (x,) in edges.outgoing:
         sent += (peers, x.shape, x.dtype)
-    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items()))
+        tensors.append(x)
+    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items())), tensors
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

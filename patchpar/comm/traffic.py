@@ -42,6 +42,13 @@ class CommStats:
         self.bytes_sent[kind] += sent
         self.bytes_received[kind] += received
 
+    def book_all(self, booked: Sequence[tuple[str, int, int]]) -> None:
+        """Add the bytes of several kinds: each with those sent and those received."""
+        all_sent, all_received = self.bytes_sent, self.bytes_received
+        for kind, sent, received in booked:
+            all_sent[kind] += sent
+            all_received[kind] += received
+
     def waited(self, kind: str, where: str, start: float, stalls: Sequence[Stall]) -> None:
         """Record a wait at the exchange point `where` that began at `start` (time.perf_counter) and ends now."""
         self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + time.perf_counter() - start

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.shared_blocks import SharedBlock
@@ -19,6 +20,7 @@ from patchpar.launch.shared_blocks import SharedBlock
 HEAD = struct.Struct("<BBIIQQ")
 SPAN = struct.Struct("<QQ")
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only; elsewhere a later exec would inherit it
+SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped, stuck or being started
 LOOKS = 10
 """How often within `send_timeout` a channel asks whether the other end is working."""
 EMPTY = EncodedMessage(stream=b"")
@@ -38,6 +40,45 @@ class ChannelFrame:
     kind: FrameKind
     request: int
     message: EncodedMessage = EMPTY
+
+
+class FrameHead(NamedTuple):
+    """What the first bytes of a frame say. `num_bytes`: of the frame without its block."""
+
+    kind: FrameKind
+    has_block: bool
+    request: int
+    num_spans: int
+    stream_bytes: int
+    block_bytes: int
+
+    @classmethod
+    def read(cls, data: bytes | bytearray | memoryview) -> "FrameHead | None":
+        """Return the head of the frame with which `data` begins; None if not all of it is there."""
+        if len(data) < HEAD.size:
+            return None
+        kind, has_block, *sizes = HEAD.unpack_from(data)
+        return cls(FrameKind(kind), bool(has_block), *sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frame without its block."""
+        return HEAD.size + self.num_spans * SPAN.size + self.stream_bytes
+
+    def frame(self, data: bytes | bytearray | memoryview, block: SharedBlock | None) -> ChannelFrame:
+        """Return the frame that lies at the beginning of `data`."""
+        start = HEAD.size + self.num_spans * SPAN.size
+        spans = tuple(SPAN.iter_unpack(bytes(data[HEAD.size : start])))
+        message = EncodedMessage(stream=bytes(data[start : self.num_bytes]), spans=spans, block=block)
+        return ChannelFrame(self.kind, self.request, message)
+
+
+def frame_bytes(frame: ChannelFrame) -> bytes:
+    """Return a frame as bytes, without its block."""
+    message, block = frame.message, frame.message.block
+    size = block.size if block is not None else 0
+    head = HEAD.pack(frame.kind, block is not None, frame.request, len(message.spans), len(message.stream), size)
+    return head + b"".join(SPAN.pack(*span) for span in message.spans) + message.stream
 
 
 class ChannelClosed(Exception):
@@ -73,18 +114,19 @@ class Channel:
 
     def send(self, frame: ChannelFrame) -> None:
         """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError if the other end does not read."""
-        message, block = frame.message, frame.message.block
-        size = block.size if block is not None else 0
-        sizes = (len(message.spans), len(message.stream), size)
-        head = HEAD.pack(frame.kind, block is not None, frame.request, *sizes)
-        data = head + b"".join(SPAN.pack(*span) for span in message.spans) + message.stream
         with self._lock:
             try:
-                self._send_all(memoryview(data), [block.fd] if block is not None else [])
+                for data, descriptors in self._parts(frame):
+                    self._send_all(data, descriptors)
             except TimeoutError:
                 raise
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
+
+    def _parts(self, frame: ChannelFrame) -> Iterator[tuple[memoryview, Sequence[int]]]:
+        """Yield what is sent for a frame: bytes, and descriptors that go with the first of them."""
+        block = frame.message.block
+        yield memoryview(frame_bytes(frame)), [block.fd] if block is not None else []
 
     def _send_all(self, data: memoryview, descriptors: Sequence[int]) -> None:
         """Send bytes, the descriptors with the first of them."""
@@ -125,17 +167,14 @@ class Channel:
         self._bytes += data
 
     def _take(self) -> ChannelFrame | None:
-        if len(self._bytes) < HEAD.size:
+        """Return the next frame if all of it has come, None otherwise."""
+        head = FrameHead.read(self._bytes)
+        if head is None or len(self._bytes) < head.num_bytes:
             return None
-        kind, has_block, request, num_spans, stream_length, block_size = HEAD.unpack_from(self._bytes)
-        start = HEAD.size + num_spans * SPAN.size
-        if len(self._bytes) < start + stream_length:
-            return None
-        spans = tuple(SPAN.iter_unpack(bytes(self._bytes[HEAD.size : start])))
-        stream = bytes(self._bytes[start : start + stream_length])
-        del self._bytes[: start + stream_length]
-        block = SharedBlock(self._descriptors.pop(0), block_size) if has_block else None
-        return ChannelFrame(FrameKind(kind), request, EncodedMessage(stream=stream, spans=spans, block=block))
+        block = SharedBlock(self._descriptors.pop(0), head.block_bytes) if head.has_block else None
+        frame = head.frame(self._bytes, block)
+        del self._bytes[: head.num_bytes]
+        return frame
 
     def close(self) -> None:
         """Close this end."""

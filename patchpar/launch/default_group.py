@@ -25,6 +25,7 @@ from patchpar.launch.handshake import INTERFACE, interface_between_ranks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+TCP = "tcp://"
 log = logging.getLogger(__name__)
 
 
@@ -60,6 +61,25 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
             f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {error}. With "
             f"NCCL_DEBUG=INFO in the environment NCCL says more; {INTERFACE} names the network interface to use"
         ) from error
+
+
+def store_at(where: str, own: GroupRank) -> Store:
+    """Return the store in which ranks of one caller meet: the file `where`, or "tcp://host:port", which rank 0 opens.
+
+    Raises LaunchError if rank 0 does not open it.
+    """
+    import torch.distributed as dist
+
+    if not where.startswith(TCP):
+        return dist.FileStore(where, own.world_size)  # type: ignore[attr-defined]  # it is documented
+    host, _, port = where.removeprefix(TCP).rpartition(":")
+    timeout = timedelta(seconds=own.timeout)
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # it is documented
+            host, int(port), own.world_size, own.rank == 0, timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise LaunchError(f"rank {own.rank} cannot reach rank 0 at {where}: {error}") from error
 
 
 def form_group_between_hosts(own: GroupRank, deadline: float) -> None:

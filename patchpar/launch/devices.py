@@ -16,18 +16,24 @@ GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "davinci[0-9]*")
 """In /dev: NVIDIA, AMD, NVIDIA under WSL, Intel (and any other that renders), Ascend."""
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
+RAY = "ray"
 ACCEPTED = (
     'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), "cuda", "cuda:1", or a list of devices; '
-    '"xpu", "npu" and "mps" like "cuda"'
+    '"xpu", "npu" and "mps" like "cuda"; "ray:8" (eight ranks on a Ray cluster)'
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """One torch device name per rank, and a note on how they were chosen."""
+    """One torch device name per rank, or RAY for each, and a note on how they were chosen."""
 
     names: tuple[str, ...]
     note: str
+
+    @property
+    def are_on_ray(self) -> bool:
+        """Whether the ranks are actors of a Ray cluster, which gives them devices."""
+        return RAY in self.names
 
 
 def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) -> Devices:
@@ -35,7 +41,7 @@ def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) ->
 
     `devices`: "auto" (all GPUs, else the CPU); a number (GPUs where there are any, else CPU workers); "cpu"; "cpu:N"
     (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"]. "xpu", "npu"
-    and "mps" as "cuda"; "mps" has to be named.
+    and "mps" as "cuda"; "mps" has to be named. "ray:N" (N ranks on a Ray cluster, on GPUs if it has any).
     `oversubscribe`: allow a list to name a GPU more than once; its ranks then communicate through shared memory.
 
     Raises PlanError for devices that do not exist, repeat, or cannot work together.
@@ -92,11 +98,18 @@ def _from_text(text: str, oversubscribe: bool) -> Devices:
             raise PlanError(f"devices={text!r}: {_what_exists(text)}")
         return _gpus(text, count_of(text))
     kind, _, number = text.partition(":")
-    if kind == "cpu" and number:
-        if not number.isdigit():
-            raise PlanError(f"devices={text!r}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
-        return _cpu_workers(int(number), text)
+    if (kind == "cpu" and number) or kind == RAY:
+        return _counted(kind, int(number) if number.isdigit() else 0, text)
     return _from_list([text], oversubscribe)
+
+
+def _counted(kind: str, number: int, text: str) -> Devices:
+    """Return the devices of "cpu:N" or "ray:N"; `number` is 0 where N is none."""
+    if kind == RAY:
+        return _on_ray(number, text)
+    if not text.partition(":")[2].isdigit():
+        raise PlanError(f"devices={text!r}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
+    return _cpu_workers(number, text)
 
 
 def _from_number(number: int) -> Devices:
@@ -116,6 +129,8 @@ def _from_number(number: int) -> Devices:
 def _from_list(devices: Sequence[object], oversubscribe: bool) -> Devices:
     if not devices:
         raise PlanError(f"devices is an empty list; {ACCEPTED}")
+    if RAY in devices and set(devices) == {RAY}:  # as in `Devices.names`
+        return _on_ray(len(devices), list(devices))
     names = tuple(_one_device(device) for device in devices)
     if len({name.partition(":")[0] for name in names}) > 1:
         raise PlanError(f"devices={list(names)}: CPU and GPU ranks cannot work together; use one kind")
@@ -155,6 +170,13 @@ def _cpu_workers(number: int, asked: object) -> Devices:
     if number == 1:
         return Devices(names=("cpu",), note=f"the CPU ({_cores(cores)})")
     return Devices(names=("cpu",) * number, note=f"{number} CPU workers sharing {_cores(cores)}")
+
+
+def _on_ray(number: int, asked: object) -> Devices:
+    """Return ranks of a Ray cluster, which is not asked yet."""
+    if number < 1:
+        raise PlanError(f"devices={asked!r}: 'ray:N' means N ranks on a Ray cluster, such as 'ray:8'")
+    return Devices(names=(RAY,) * number, note=f"{number} rank{'s' * (number > 1)} on a Ray cluster")
 
 
 def _cores(number: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from patchpar.errors import CallCancelled, LaunchError, PatchparError, PlanError
-from patchpar.launch.links import PeerLink
+from patchpar.launch.links import RankLink
 from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.rank_locks import RankLocks, checked_ranks
 from patchpar.launch.replay import CallEffects
@@ -68,8 +68,8 @@ class RankContext(Protocol):
         """Context manager for waits for another rank, which do not count as a missing progress of this rank."""
 
     @property
-    def links(self) -> Mapping[int, PeerLink] | None:
-        """The link to each other rank of the current call, if all ranks run on one host.
+    def links(self) -> Mapping[int, RankLink] | None:
+        """The link to each other rank of the current call, if their caller or their host connects them.
 
         Otherwise None: the ranks communicate through the default group of torch.distributed.
         """
@@ -161,7 +161,7 @@ class Executor(ABC):
     """
 
     kind: Kind
-    """Where the ranks run: in this process, in workers of this process, or under torchrun."""
+    """Where the ranks run: in this process, in workers that it controls (also on other nodes), or under torchrun."""
     random_widths: tuple[int, ...] = ()
     """`random_width` of each rank's device; empty before the ranks have started, and of a single rank."""
 

@@ -26,8 +26,21 @@ TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """What a worker has of the process that started it: a module path, and file descriptors under the same numbers."""
+
+    path: tuple[str, ...]
+    heartbeat: int
+    lifeline: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """The first message to a worker. Times in seconds."""
+    """The first message to a worker. Times in seconds.
+
+    `group_store`: a path or "tcp://host:port", if the ranks communicate through torch's default group. `session_key`:
+    of messages through that group; empty without one. `inherited`: None on another node than the caller.
+    """
 
     rank: int
     world_size: int
@@ -37,11 +50,9 @@ class WorkerConfig:
     deadline: float
     group_timeout: float
     threads: int
-    path: tuple[str, ...]
-    group_store: str | None  # a path, if the ranks communicate through torch's default group
-    session_key: bytes  # of messages through that group; empty without one
-    heartbeat: int  # file descriptors, inherited under the same numbers
-    lifeline: int
+    group_store: str | None
+    session_key: bytes
+    inherited: Inherited | None
 
 
 class GroupStore:

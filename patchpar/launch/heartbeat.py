@@ -46,6 +46,15 @@ class Heartbeat:
         """Store the processor time of this process, with all its threads and the children that it has reaped."""
         self._head[WORK] = int(1000 * sum(os.times()[:4]))
 
+    def snapshot(self) -> bytes:
+        """Return count, waits, work and the last text, for a caller that cannot map the page: see SentHeartbeat."""
+        offset = self._head[OFFSET]
+        text = b""
+        if offset:
+            (length,) = LENGTH.unpack_from(self._page, offset)
+            text = self._page[offset + LENGTH.size : offset + LENGTH.size + length]
+        return bytes(self._page[: HEAD.size]) + text
+
     def _store_text(self, where: str) -> int:
         text = where.encode()[:MAX_TEXT]
         if self._end + LENGTH.size + len(text) > PAGE_BYTES:  # full of texts that are not used any more: start again
@@ -86,8 +95,7 @@ class HeartbeatReader:
     @property
     def sign(self) -> RankActivity:
         """The rank's current activity."""
-        count, _, waits, work, stream = HEAD.unpack_from(self._page, 0)
-        return RankActivity(beats=count, work=work / 1000, waits=waits > 0 or stream > 0)
+        return _activity(self._page)
 
     @property
     def where(self) -> str:
@@ -101,3 +109,29 @@ class HeartbeatReader:
     def close(self) -> None:
         """Unmap the page, for a rank that could not be started. Otherwise it is unmapped with this object."""
         self._page.close()
+
+
+class SentHeartbeat:
+    """The reader where there is no common memory: `update` gets the `snapshot` that comes with every message."""
+
+    def __init__(self) -> None:
+        self._last = bytes(HEAD.size)
+
+    def update(self, snapshot: bytes) -> None:
+        """Take the place of an earlier snapshot."""
+        self._last = snapshot
+
+    @property
+    def sign(self) -> RankActivity:
+        """The rank's activity when it sent its last message."""
+        return _activity(self._last)
+
+    @property
+    def where(self) -> str:
+        """The text of the last heartbeat; empty before the first."""
+        return self._last[HEAD.size :].decode(errors="replace")
+
+
+def _activity(page: bytes | mmap.mmap) -> RankActivity:
+    count, _, waits, work, stream = HEAD.unpack_from(page, 0)
+    return RankActivity(beats=count, work=work / 1000, waits=waits > 0 or stream > 0)

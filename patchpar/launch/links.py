@@ -1,8 +1,8 @@
-"""Connections between the ranks of one host: a link for every two of them, through which they make lines.
+"""Connections between ranks: a link for every two of them, through which they make lines.
 
 Workers get links from the process that started them (`pool`), and new ones after a fault; ranks of torchrun get theirs
-from rank 0 (`rendezvous`). Nobody listens. A line is a socket pair that the lower rank makes, and of which it sends the
-higher rank an end: each transport has lines of its own.
+from rank 0 (`rendezvous`). Nobody listens, except ranks on several nodes (`network`). A line is a socket pair that the
+lower rank makes, and of which it sends the higher rank an end: each transport has lines of its own.
 """
 
 import contextlib
@@ -10,25 +10,56 @@ import errno
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
 
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
 RETRY_SECONDS = 0.01
 LINE = b"l"
 
 
-class PeerLink:
-    """The link of `rank` to `peer`, over the connected socket `control`."""
+class RankLink(ABC):
+    """The link of `rank` to `peer`."""
 
-    def __init__(self, rank: int, peer: int, control: socket.socket) -> None:
-        self.rank, self.peer, self._control = rank, peer, control
-        control.set_inheritable(False)
+    def __init__(self, rank: int, peer: int) -> None:
+        self.rank, self.peer = rank, peer
         self._lines: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
+    @abstractmethod
     def offer(self, give_up: float) -> socket.socket:
-        """On the lower rank: make a line, send the peer its end, and return the other. Raises OSError.
+        """On the lower rank: make a line, give the peer its end, and return the other. Raises OSError.
 
         `give_up`: time.monotonic() until which the peer may take it, else TimeoutError.
         """
+
+    @abstractmethod
+    def accept(self, give_up: float) -> socket.socket:
+        """On the higher rank: return the end of a line that the peer has made. Raises OSError as `offer` does."""
+
+    def _known(self, line: socket.socket) -> socket.socket:
+        self._lines.add(line)
+        return line
+
+    def shut(self) -> None:
+        """End the link and its lines, from any thread: whoever waits for the peer goes on with an error."""
+        for each in tuple(self._lines):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+
+
+class PeerLink(RankLink):
+    """The link to a rank of the same host, over the connected socket `control`."""
+
+    def __init__(self, rank: int, peer: int, control: socket.socket) -> None:
+        super().__init__(rank, peer)
+        self._control = control
+        control.set_inheritable(False)
+
+    def offer(self, give_up: float) -> socket.socket:
+        """See RankLink."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -39,22 +70,18 @@ class PeerLink:
         return self._known(ours)
 
     def accept(self, give_up: float) -> socket.socket:
-        """On the higher rank: return the end of a line that the peer has made. Raises OSError as `offer` does."""
+        """See RankLink."""
         _, descriptor = receive_descriptor(self._control, len(LINE), give_up)
         return self._known(socket.socket(fileno=descriptor))
 
-    def _known(self, line: socket.socket) -> socket.socket:
-        self._lines.add(line)
-        return line
-
     def shut(self) -> None:
-        """End the link and its lines, from any thread: whoever waits for the peer goes on with an error."""
-        for each in (self._control, *self._lines):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        """See RankLink."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        super().shut()
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
+        """See RankLink."""
         self._control.close()
 
 

@@ -1,30 +1,17 @@
-"""Worker processes of this process, one per device. This process controls them and is not a rank.
+"""Worker processes of this process, one per device. This process controls them and is not a rank."""
 
-It imports neither torch nor other slow modules, and uses no device. If a worker dies or hangs, the current call
-raises; the next call starts new workers and repeats on them the calls that were made with `replay`.
-"""
-
-import logging
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Sequence
 
-from patchpar.errors import LaunchError, WorkerError
-from patchpar.launch.executor import Callbacks, EngineCall, Executor, check_deadline
-from patchpar.launch.fork_guard import check_owner
-from patchpar.launch.messages import EncodedMessage, encode_call
-from patchpar.launch.pool import WorkerPool
-from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
+from patchpar.errors import LaunchError
+from patchpar.launch.devices import RAY
+from patchpar.launch.executor import check_deadline
 from patchpar.launch.start_method import AUTO, resolve_start_method
-from patchpar.launch.worker_start import WorkerPoolSpec
-
-MAX_FAILED_STARTS = 3
-log = logging.getLogger(__name__)
+from patchpar.launch.worker_executor import WorkerExecutor
+from patchpar.launch.worker_start import LocalStarter, WorkerPoolSpec
 
 
-class LocalExecutor(Executor):
+class LocalExecutor(WorkerExecutor):
     """An Executor whose ranks are worker processes on this machine.
 
     `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds without progress
@@ -36,8 +23,6 @@ class LocalExecutor(Executor):
     are started anew. `has_group`: False for engines that never use torch's default group, which then is not formed.
     Raises LaunchError.
     """
-
-    kind: Literal["local"] = "local"
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own, by name
         self,
@@ -55,151 +40,18 @@ class LocalExecutor(Executor):
             raise LaunchError("worker processes need Linux or macOS; on Windows use one device")
         if not devices:
             raise LaunchError("at least one device is needed")
-        super().__init__(devices, engine, deadline)
-        self.start_method = resolve_start_method(start_method, self.devices)
-        self._pool = WorkerPool(
-            WorkerPoolSpec(
-                devices=self.devices,
-                engine=engine,
-                deadline=self._deadline,
-                start_timeout=check_deadline("start_timeout", start_timeout),
-                preload=tuple(preload),
-                start_method=self.start_method.name,
-                one_by_one=one_by_one,
-                has_group=has_group,
-            )
+        if RAY in devices:
+            raise LaunchError(f"devices='ray:{len(devices)}': this needs devices of this machine, such as 'cpu:2'")
+        devices = tuple(devices)
+        self.start_method = resolve_start_method(start_method, devices)
+        spec = WorkerPoolSpec(
+            devices=devices,
+            engine=engine,
+            deadline=check_deadline("deadline", deadline),
+            start_timeout=check_deadline("start_timeout", start_timeout),
+            preload=tuple(preload),
+            start_method=self.start_method.name,
+            one_by_one=one_by_one,
+            has_group=has_group,
         )
-        self._failed_starts: list[str] = []
-        self._journal = ReplayLog()
-        self._owner = os.getpid()
-
-    @property
-    def has_groups(self) -> bool:
-        """See Executor."""
-        return self._pool.spec.needs_group
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the workers in rank order, as soon as they exist; empty if none are running."""
-        return self._pool.pids
-
-    def ready(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """See Executor."""
-        return self._pool.ready(ranks)
-
-    def start(self) -> None:
-        """Begin to start the workers and return at once. `call` does it too. Raises LaunchError."""
-        check_owner(self._owner)
-        self._check_open()
-        ranks = range(self.world_size)
-        if not self._locks.are_held_here:  # as in a callback of a call, for which they have been started
-            with self._locks.holding(ranks):
-                self._pool.start(ranks)
-
-    def _call(self, call: EngineCall) -> list[Any]:
-        """See Executor.call."""
-        check_owner(self._owner)
-        if self._locks.are_held_here:
-            raise LaunchError("on_event and on_ask cannot make a call: wait until the current call has returned")
-        message = encode_call(call.method, call.args, call.kwargs, call.expected)
-        try:
-            with self._ready_ranks(call) as ranks:
-                if call.divides:  # also if it fails half-way
-                    self._pool.bind(ranks, divided=True)
-                result = self._run(ranks, message, call.callbacks, call.expected)
-                if call.divides is False:
-                    self._pool.bind(ranks, divided=False)
-                if call.replay:
-                    self._keep(call, message)
-                return result
-        finally:
-            message.close()
-
-    @contextmanager
-    def _ready_ranks(self, call: EngineCall) -> Iterator[tuple[int, ...]]:
-        """Hold the ranks of a call, and those that they bring into it, with workers that are ready."""
-        needed = frozenset(call.ranks)
-        while True:
-            with self._locks.holding(needed, call.callbacks.check):
-                self._check_open()
-                ranks = self._pool.with_bound(call.ranks)
-                lacking = self._pool.lacking(ranks)
-                if needed.issuperset(lacking.union(ranks)):
-                    self._make_ready(sorted(lacking))
-                    yield ranks
-                    return
-            needed = lacking.union(ranks)
-
-    def remember(
-        self, method: str, *args: Any, replay: bool | str | CallEffects = True, expected: float = 0.0, **kwargs: Any
-    ) -> None:
-        """Repeat this call on workers that are started later; the current ones have done it in another way."""
-        self._journal.add(
-            ReplayedCall(method=method, args=args, kwargs=kwargs, expected=expected, change=CallEffects.of(replay))
-        )
-
-    def _keep(self, call: EngineCall, sent: EncodedMessage) -> None:
-        self._journal.add(
-            ReplayedCall(
-                method=call.method,
-                args=call.args,
-                kwargs=call.kwargs,
-                expected=call.expected,
-                change=CallEffects.of(call.replay),
-                divides=call.divides,
-                sent=sent if sent.block is None else None,
-            )
-        )
-
-    def _run(self, ranks: Sequence[int], message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
-        try:
-            return self._pool.call(ranks, message, callbacks, expected)
-        except WorkerError as error:
-            if self._is_closed:
-                raise LaunchError("this executor was closed during the call") from error
-            raise
-
-    def _make_ready(self, ranks: Sequence[int]) -> None:
-        """Start these workers, wait until they are ready, and repeat the recorded calls on them."""
-        if not ranks:
-            return
-        if self._pool.has_idle_deaths(ranks):
-            log.warning("a worker ended while it was idle; restarting %s", _named(ranks))
-        if len(self._failed_starts) >= MAX_FAILED_STARTS:
-            raise LaunchError(
-                f"the workers could not be started {MAX_FAILED_STARTS} times in a row; remove the cause and create a "
-                f"new executor. The last error: {self._failed_starts[-1]}"
-            )
-        try:
-            self._pool.start(ranks)
-            self._pool.wait_until_ready(ranks)
-            self._replay(ranks)
-        except BaseException as error:
-            self._pool.drop(ranks)
-            if isinstance(error, LaunchError):
-                self._failed_starts.append(str(error))
-            raise
-        self._failed_starts.clear()
-        widths = self._pool.random_widths
-        self.random_widths = tuple(widths[rank] for rank in sorted(widths))
-
-    def _replay(self, ranks: Sequence[int]) -> None:
-        for entry in self._journal:
-            message = entry.message()
-            try:
-                self._run(ranks, message, Callbacks(), entry.expected)
-                if entry.divides is not None:
-                    self._pool.bind(ranks, divided=entry.divides)
-            except Exception as error:
-                raise LaunchError(f"workers were restarted, but repeating {entry.method!r} failed: {error}") from error
-            finally:
-                message.close()
-
-    def close(self) -> None:
-        """End the workers; idle ones are asked to stop. Idempotent and thread-safe."""
-        self._is_closed = True
-        self._pool.close()
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        super().__init__(spec, LocalStarter(spec))

@@ -3,26 +3,23 @@
 import contextlib
 import itertools
 import os
-import socket
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.channel import EMPTY, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind
 from patchpar.launch.executor import Callbacks
 from patchpar.launch.fork_guard import change_in_children, no_fork
 from patchpar.launch.handshake import GroupStore, versions
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.messages import EncodedMessage, decode, encode
-from patchpar.launch.process import WorkerProcess
+from patchpar.launch.rank_process import ProcessStarter, RankProcess
 from patchpar.launch.request_failure import error_of, is_in_step, lost_ranks
 from patchpar.launch.request_loop import RequestLoop
-from patchpar.launch.shared_blocks import SharedBlock
 from patchpar.launch.worker_output import FirstPrinter
-from patchpar.launch.worker_start import WorkerPoolSpec, started
+from patchpar.launch.worker_start import WorkerPoolSpec
 
 STOP_SECONDS = 2.0  # for a worker to exit after a STOP frame
 TERM_SECONDS = 1.0  # and after SIGTERM
@@ -35,9 +32,9 @@ class WorkerPool:
     `start` begins to start workers; `wait_until_ready` has to follow.
     """
 
-    def __init__(self, spec: WorkerPoolSpec) -> None:
-        self.spec = spec
-        self._workers: dict[int, WorkerProcess] = {}
+    def __init__(self, spec: WorkerPoolSpec, starter: ProcessStarter) -> None:
+        self.spec, self._starter = spec, starter
+        self._workers: dict[int, RankProcess] = {}
         self._is_single = spec.one_by_one and not spec.needs_group
         self._all = frozenset(range(len(spec.devices)))
         self._ready: set[int] = set()
@@ -66,7 +63,7 @@ class WorkerPool:
         try:
             with no_fork():
                 self._check_open()
-                for worker in started(self.spec, missing, self._new_store(), self._speakers):
+                for worker in self._starter.start(missing, self._new_store(), self._speakers):
                     self._workers[worker.rank] = worker
             self._check_open()  # `close` of another thread may not have seen them
         except BaseException:
@@ -206,17 +203,7 @@ class WorkerPool:
         for pair in _pairs(ranks):
             if pair not in self._linked:
                 self._linked.add(pair)
-                self._link(*pair)
-
-    def _link(self, one: int, other: int) -> None:
-        """Send two ranks the ends of a socket pair."""
-        with no_fork():  # a child's copy of an end would keep the connection open
-            ends = socket.socketpair()
-            for rank, peer, end in ((one, other, ends[0]), (other, one, ends[1])):
-                message = replace(encode(peer), block=SharedBlock(end.detach(), 0))
-                with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed when the request is sent
-                    self._workers[rank].channel.send(ChannelFrame(FrameKind.LINK, 0, message))
-                message.close()
+                self._starter.link(*(self._workers[rank] for rank in sorted(pair)))
 
     def drop(self, ranks: Collection[int]) -> None:
         """End these workers; those that a lost one takes along are started anew before their next call.
@@ -266,12 +253,12 @@ def _decoded(message: EncodedMessage) -> Any:
         message.close()
 
 
-def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
+def _wait(workers: Sequence[RankProcess], seconds: float) -> bool:
     give_up = time.monotonic() + seconds
     return all([worker.wait(give_up) for worker in workers])
 
 
-def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
+def _end(workers: Sequence[RankProcess], owner: int) -> None:
     """Kill and reap; may be repeated after an interrupt. Does nothing in a forked child of the owner."""
     if os.getpid() != owner:
         return
@@ -283,7 +270,7 @@ def _end(workers: Sequence[WorkerProcess], owner: int) -> None:
             worker.release()
 
 
-def _end_all(workers: dict[int, WorkerProcess], stores: list[GroupStore], owner: int) -> None:
+def _end_all(workers: dict[int, RankProcess], stores: list[GroupStore], owner: int) -> None:
     _end(list(workers.values()), owner)
     for store in stores if os.getpid() == owner else ():
         store.close()

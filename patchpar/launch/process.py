@@ -10,15 +10,16 @@ from pathlib import Path
 
 from patchpar.errors import LaunchError
 from patchpar.launch.anonymous_file import anonymous_file
-from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.channel import SEND_TIMEOUT, Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.heartbeat import HeartbeatReader
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.started_process import ProcessRequest, StartedProcess, Starter, ending
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
-SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped, stuck or being started
 LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
 POLL_SECONDS = 0.005  # between checks whether a worker has ended
+HAS_WORK = ("R", "D")
+"""States of a process in /proc: on a core or in the queue for one; waiting for a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +34,24 @@ class WorkerStart:
 
 
 class ProcessWork:
-    """The processor time of a process that is being started."""
+    """What a process that is being started does: it computes, or waits for a core or for a disk."""
 
     def __init__(self) -> None:
         self.process: StartedProcess | None = None
         self._ticks = 0
 
     def has_grown(self) -> bool:
-        """Return whether the process has used the processor since the last question, or does not exist yet."""
+        """Return whether the process has worked since the last question, or does not exist yet.
+
+        On a busy machine it may get no core for seconds, although it has work.
+        """
         if self.process is None:
             return False
         if (pid := self.process.pid) is None:
             return self.process.is_alive()
-        before, self._ticks = self._ticks, _processor_ticks(pid)
-        return self._ticks > before
+        before = self._ticks
+        self._ticks, has_work = process_state(pid)
+        return has_work or self._ticks > before
 
 
 class WorkerProcess:
@@ -171,10 +176,13 @@ def _pipe() -> tuple[FileIO, FileIO]:
     return FileIO(read, "r"), FileIO(write, "w")
 
 
-def _processor_ticks(pid: int) -> int:
-    """Return the processor time of a process; 0 if it has ended, or where the system does not tell."""
+def process_state(pid: int) -> tuple[int, bool]:
+    """Return the processor time of a process in ticks, and whether it runs, or waits for a core or a disk, now.
+
+    0 and False if it has ended, or where the system does not tell.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may contain spaces
     except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])  # of the user and of the system; the name may contain spaces
+        return 0, False
+    return int(fields[11]) + int(fields[12]), fields[0] in HAS_WORK  # ticks of the user and of the system

@@ -4,15 +4,16 @@ import time
 from collections.abc import Mapping, Sequence
 
 from patchpar.errors import CallCancelled, WorkerDied, WorkerHung
+from patchpar.launch.channel import SEND_TIMEOUT
 from patchpar.launch.hang_detection import HangLimits
-from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
+from patchpar.launch.rank_process import RankProcess
 from patchpar.launch.remote_errors import RemoteError
 from patchpar.launch.request_loop import RequestOutcome
 
 STACK_SECONDS = 0.3  # for a hung worker to print its stack
 
 
-def error_of(outcome: RequestOutcome, workers: Mapping[int, WorkerProcess], limits: HangLimits) -> Exception | None:
+def error_of(outcome: RequestOutcome, workers: Mapping[int, RankProcess], limits: HangLimits) -> Exception | None:
     """Return the exception for the caller; None if every rank has returned a result. `workers`: by rank.
 
     Causes come before consequences: a dead worker; what the caller's function raised; that it was cancelled; an
@@ -57,15 +58,13 @@ def lost_ranks(outcome: RequestOutcome, ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks if rank in gone or rank not in ended]
 
 
-def _died(outcome: RequestOutcome, workers: Mapping[int, WorkerProcess]) -> WorkerDied:
+def _died(outcome: RequestOutcome, workers: Mapping[int, RankProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
     return WorkerDied(f"{worker} {end}; {worker.last_exchange_point()}.{worker.last_output()}", rank=worker.rank)
 
 
-def _raised(
-    failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Mapping[int, WorkerProcess]
-) -> Exception:
+def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Mapping[int, RankProcess]) -> Exception:
     """Return the exception itself if all participating ranks raised the same, otherwise a WorkerError."""
     rank, first = next(iter(failures.items()))
     error = first.as_worker_error(str(workers[rank]), rank)
@@ -80,7 +79,7 @@ def _raised(
 
 
 def _hung(
-    outcome: RequestOutcome, left: Sequence[WorkerProcess], workers: Mapping[int, WorkerProcess], limits: HangLimits
+    outcome: RequestOutcome, left: Sequence[RankProcess], workers: Mapping[int, RankProcess], limits: HangLimits
 ) -> WorkerHung:
     """Return the error for unfinished ranks (`left`): first silent ones, then stuck ones, then those not waiting."""
     silent = [worker for worker in left if worker.rank in outcome.silent]
@@ -99,7 +98,7 @@ def _hung(
     return WorkerHung(f"{text}{guilty.last_output()}", rank=guilty.rank)
 
 
-def _why(outcome: RequestOutcome, guilty: WorkerProcess, limits: HangLimits) -> str:
+def _why(outcome: RequestOutcome, guilty: RankProcess, limits: HangLimits) -> str:
     if outcome.failures:
         rank, failure = list(outcome.failures.items())[-1]
         return f"rank {rank} has stopped waiting for it: {failure.headline()}"

@@ -27,7 +27,7 @@ from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.executor import Callbacks, IdleRank
 from patchpar.launch.hang_detection import HangLimits, RankActivity, RequestProgress
 from patchpar.launch.messages import EncodedMessage, decode, encode
-from patchpar.launch.process import WorkerProcess
+from patchpar.launch.rank_process import RankProcess
 from patchpar.launch.remote_errors import RemoteError
 
 TICK = 0.2  # s between reads of the heartbeats; frames are received at once
@@ -77,7 +77,7 @@ class RequestLoop:
 
     def __init__(
         self,
-        workers: Sequence[WorkerProcess],
+        workers: Sequence[RankProcess],
         request: int,
         callbacks: Callbacks,
         *,
@@ -162,7 +162,7 @@ class RequestLoop:
             self._send(self._workers[rank], ChannelFrame(FrameKind.ABORT, self._request, message))
         return bool(self._left())
 
-    def _receive(self, selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
+    def _receive(self, selector: selectors.BaseSelector, worker: RankProcess) -> None:
         try:
             for frame in worker.channel.receive_ready():
                 self._handle(worker, frame)
@@ -170,7 +170,7 @@ class RequestLoop:
             selector.unregister(worker.channel)
             self._died(worker)
 
-    def _handle(self, worker: WorkerProcess, frame: ChannelFrame) -> None:
+    def _handle(self, worker: RankProcess, frame: ChannelFrame) -> None:
         if frame.kind is FrameKind.PONG:
             self._unanswered[worker.rank] = 0.0
         if frame.request != self._request or frame.kind is FrameKind.PONG:
@@ -190,7 +190,7 @@ class RequestLoop:
             frame.message.close()
             self._handle_value(worker, frame.kind, value)
 
-    def _handle_value(self, worker: WorkerProcess, kind: FrameKind, value: Any) -> None:
+    def _handle_value(self, worker: RankProcess, kind: FrameKind, value: Any) -> None:
         if kind is FrameKind.FAILED:
             self._outcome.failures[worker.rank] = value
         elif kind is FrameKind.EVENT and (self._is_held or not self._outcome.has_failed):
@@ -257,11 +257,11 @@ class RequestLoop:
             elif not self._outcome.is_over(rank) and not worker.is_alive():
                 self._ended.add(rank)
 
-    def _died(self, worker: WorkerProcess) -> None:
+    def _died(self, worker: RankProcess) -> None:
         if worker.rank not in self._outcome.died:
             self._outcome.died.append(worker.rank)
 
-    def _send(self, worker: WorkerProcess, frame: ChannelFrame) -> None:
+    def _send(self, worker: RankProcess, frame: ChannelFrame) -> None:
         try:
             worker.channel.send(frame)
         except ChannelClosed:

@@ -25,12 +25,12 @@ from typing import Any
 from patchpar.errors import LaunchError
 from patchpar.launch.accelerators import default_backend, kind_of, random_width, select_device
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
-from patchpar.launch.default_group import GroupRank, form_group
+from patchpar.launch.default_group import GroupRank, form_group, store_at
 from patchpar.launch.engines import engine_method, load_engine
 from patchpar.launch.executor import CallAborted, longest_wait
 from patchpar.launch.handshake import WorkerConfig, versions
 from patchpar.launch.heartbeat import Heartbeat
-from patchpar.launch.links import PeerLink
+from patchpar.launch.links import PeerLink, RankLink
 from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.pause_points import PausePoints
@@ -49,9 +49,11 @@ def main(fd: int) -> None:
     except ChannelClosed:
         return
     config: WorkerConfig = decode(first.message)
-    die_with_parent(config.lifeline)
-    sys.path[:] = config.path
-    Worker(channel, config).run(first.request)
+    inherited = config.inherited
+    assert inherited is not None, "the caller is on this host"
+    die_with_parent(inherited.lifeline)
+    sys.path[:] = inherited.path
+    Worker(channel, config, WorkerContext(config, channel, Heartbeat(inherited.heartbeat))).run(first.request)
 
 
 def die_with_parent(lifeline: int) -> None:
@@ -71,13 +73,13 @@ def die_with_parent(lifeline: int) -> None:
 class WorkerContext:
     """The RankContext of a worker."""
 
-    def __init__(self, config: WorkerConfig, channel: Channel) -> None:
+    def __init__(self, config: WorkerConfig, channel: Channel, heartbeat: Heartbeat) -> None:
         self.rank, self.world_size, self.device = config.rank, config.world_size, config.device
         self.deadline = config.deadline
         self.seal = MessageSeal(config.session_key, config.rank) if config.session_key else None
         self.ranks = tuple(range(config.world_size))
-        self.links: dict[int, PeerLink] = {}
-        self.heartbeat = Heartbeat(config.heartbeat)
+        self.links: dict[int, RankLink] = {}
+        self.heartbeat = heartbeat
         self.beat: Callable[[str], None] = self.heartbeat.beat
         self.waiting = self.heartbeat.waiting
         self.request = 0
@@ -127,13 +129,18 @@ class WorkerContext:
 
     def link(self, frame: ChannelFrame) -> None:
         """Take a link to another rank, in place of an earlier one. From the reader thread, as `abort`."""
-        peer, end = decode(EncodedMessage(stream=frame.message.stream)), frame.message.block
-        assert end is not None
-        before, self.links[peer] = self.links.get(peer), PeerLink(self.rank, peer, socket.socket(fileno=os.dup(end.fd)))
+        link = self._link_of(frame.message)
+        before, self.links[link.peer] = self.links.get(link.peer), link
         frame.message.close()
         if before is not None:
             before.shut()
             before.close()
+
+    def _link_of(self, message: EncodedMessage) -> RankLink:
+        """Return the link of a LINK frame: of a rank, and the descriptor of a socket."""
+        assert message.block is not None
+        end = socket.socket(fileno=os.dup(message.block.fd))
+        return PeerLink(self.rank, decode(EncodedMessage(stream=message.stream)), end)
 
     def abort(self, frame: ChannelFrame) -> None:
         """End all waits of a request for the ranks in `frame`, and for the caller."""
@@ -171,9 +178,8 @@ def _encode(what: str, value: object) -> EncodedMessage:
 class Worker:
     """One rank."""
 
-    def __init__(self, channel: Channel, config: WorkerConfig) -> None:
-        self._channel, self._config = channel, config
-        self._context = WorkerContext(config, channel)
+    def __init__(self, channel: Channel, config: WorkerConfig, context: WorkerContext) -> None:
+        self._channel, self._config, self._context = channel, config, context
         self._calls: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self._engine: Any = None
 
@@ -255,9 +261,6 @@ class Worker:
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_group(config: WorkerConfig, path: str) -> None:
-    import torch.distributed as dist
-
+def _join_group(config: WorkerConfig, where: str) -> None:
     own = GroupRank(rank=config.rank, world_size=config.world_size, device=config.device, timeout=config.group_timeout)
-    store = dist.FileStore(path, config.world_size)  # type: ignore[attr-defined]  # it is documented
-    form_group(default_backend(kind_of(config.device)), store, own)
+    form_group(default_backend(kind_of(config.device)), store_at(where, own), own)

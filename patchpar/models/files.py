@@ -117,6 +117,19 @@ def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
     )
 
 
+def lacks_files(path: Path, variant: str | None = None, *, besides: Collection[str] = ()) -> bool:
+    """Whether components of a model folder, or some of their weight files, have still to be fetched.
+
+    `besides`: components that are not loaded from the folder. Raises PlanError for an index that is invalid.
+    """
+    for part in (part for part in ModelIndex.read(path).parts if part.name not in besides):
+        names = [file.name for file in _weights(path / part.name, variant)]
+        counts = [int(count) for name in names for count in re.findall(r"-of-(\d+)\.", name)]
+        if not (path / part.name).is_dir() or (counts and len(counts) < counts[0]):
+            return True
+    return False
+
+
 def _weights(folder: Path, variant: str | None) -> list[Path]:
     refuse_other_weights(folder)
     files = sorted(folder.glob("*.safetensors"))

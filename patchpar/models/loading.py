@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
-from patchpar.models.files import refuse_other_weights
-from patchpar.models.hub import no_folder, not_fetched
+from patchpar.models.files import ModelFolder, refuse_other_weights
+from patchpar.models.hub import cached_model, no_folder, not_fetched
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 
@@ -72,6 +72,15 @@ def _refuse_missing_weights(model: str, parts: Mapping[str, Any]) -> None:
                 f"{name} of {model} has no values for {len(missing)} of its weights ({', '.join(missing[:3])}...): its "
                 "files are incomplete, or name them otherwise: download or convert them again"
             )
+
+
+def fetch_model(name: str, options: Mapping[str, Any]) -> ModelFolder | None:
+    """Return the checked folder of a hub name whose files are fetched now; None where it is refused when it is loaded.
+
+    `options`: of from_pretrained. Raises PlanError for files that cannot be fetched.
+    """
+    _fetched(name, {key: value for key, value in with_dtype(options).items() if key != "task"}, DiffusionPipeline)
+    return cached_model(name, options)
 
 
 def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:

@@ -20,6 +20,7 @@ from patchpar.launch.accelerators import free_bytes, release_cached
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.deferred_casts import DeferredCasts
 from patchpar.models.files import floating_dtypes
+from patchpar.models.hub import cached_model
 from patchpar.models.loading import dtype_of, for_task, load_pipeline, with_dtype
 from patchpar.pipeline.auto_weights import ModelForecast, advice, is_small, shortage
 from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values, refuse_before_dividing
@@ -73,13 +74,22 @@ def _plan_that_fits(model: str, options: Mapping[str, Any], base: Plan, free: in
 
 
 def _forecast(model: str, options: Mapping[str, Any]) -> ModelForecast | None:
-    """Return that of a model folder; None for others, and quantised ones, which are unknown before they are loaded."""
-    if not Path(model).is_dir():
+    """Return that of a folder or a hub name; None for quantised models, which are unknown before they are loaded."""
+    folder = _folder(model, options)
+    if folder is None:
         return None
     try:
-        return ModelForecast.of_folder(Path(model), options)
+        return ModelForecast.of_folder(folder, options)
     except UnsupportedModel:
         return None
+
+
+def _folder(model: str, options: Mapping[str, Any]) -> Path | None:
+    """Return the folder of a model, of a hub name that in the hub's cache; None where files are missing."""
+    if Path(model).is_dir():
+        return Path(model)
+    found = cached_model(model, options)
+    return None if found is None else found.path
 
 
 def _is_cast(model: str, options: Mapping[str, Any]) -> bool:
@@ -88,9 +98,8 @@ def _is_cast(model: str, options: Mapping[str, Any]) -> bool:
     In float16 both libraries keep some layers in float32.
     """
     dtype = str(dtype_of(options) or torch.float32).removeprefix("torch.")
-    if not Path(model).is_dir() or dtype == "float16":
-        return True
-    return floating_dtypes(Path(model), options.get("variant")) != {dtype}
+    folder = None if dtype == "float16" else _folder(model, options)
+    return folder is None or floating_dtypes(folder, options.get("variant")) != {dtype}
 
 
 class HeldWeights:

@@ -114,6 +114,16 @@ class PipelineJob:
             self._future.result()
         return self._suspended
 
+    def snapshot(self) -> SuspendedCall | None:
+        """Return what it takes to go on from the denoiser calls made so far, while the job itself goes on.
+
+        None once it has ended.
+        """
+        return None if self._caller.journal is None else self._as_it_is()
+
+    def _as_it_is(self) -> SuspendedCall:
+        return SuspendedCall.of(self._caller, self._state.described.pipeline, self._generators)
+
     def __await__(self) -> Generator[Any, None, Any]:
         """Return the output. If the task that awaits it is cancelled, the job is, too."""
         return self._awaited().__await__()
@@ -157,8 +167,7 @@ class PipelineJob:
         except CallCancelled as error:
             if self._is_cancelled or not self._is_to_suspend:
                 raise
-            pipeline = self._state.described.pipeline
-            self._suspended = SuspendedCall.of(self._caller, pipeline, self._generators)
+            self._suspended = self._as_it_is()
             raise CallSuspended(f"this job was suspended after {self._suspended.num_calls} denoiser calls") from error
         finally:
             self._caller.release()

@@ -15,6 +15,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import Executor
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.files import ModelFolder, check_memory, needed_bytes, resolve_model
+from patchpar.models.hub import cached_model
 from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
 from patchpar.plan.plan import Plan
 
@@ -81,9 +82,22 @@ class ModelToLoad(ABC):
         return choose_weights(forecast, devices, free)
 
 
+def folder_of_hub(name: str, options: Mapping[str, Any]) -> ModelFolder | None:
+    """Return the folder of a hub name in the cache, where its files are after this; None if it is refused later.
+
+    Fetched here, a model is forecast in its first run too, and ranks that load it do not wait. Raises PlanError.
+    """
+    folder = cached_model(name, options)
+    if folder is None:
+        from patchpar.models.loading import fetch_model  # imports torch
+
+        folder = fetch_model(name, options)
+    return folder
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInFiles(ModelToLoad):
-    """A model folder; None for one that has still to be fetched. `options`: of from_pretrained."""
+    """A model folder; None for one that is refused when it is loaded. `options`: of from_pretrained."""
 
     source: str
     options: Mapping[str, Any]
@@ -92,8 +106,9 @@ class ModelInFiles(ModelToLoad):
 
     @classmethod
     def of(cls, model: str | Path, options: Mapping[str, Any]) -> "ModelInFiles":
-        """Return a model by its folder or name. Raises PlanError."""
-        return cls(*resolve_model(model, options))
+        """Return a model by its folder or name. Files of a hub name are fetched if need be. Raises PlanError."""
+        source, options, folder = resolve_model(model, options)
+        return cls(source, options, folder or folder_of_hub(source, options))
 
     @property
     def is_fresh(self) -> bool:

@@ -11,6 +11,7 @@ from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.launch.executor import Executor, check_deadline
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
+from patchpar.launch.ray.executor import RayExecutor
 from patchpar.launch.shared_secret import check_trust, read_secret
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
@@ -46,16 +47,27 @@ class PipelineOptions:
 
     @property
     def starts_workers(self) -> bool:
-        """Whether the ranks are workers of this process."""
-        return torchrun_world() is None and len(self.devices.names) > 1
+        """Whether the ranks are workers of this process, here or on a Ray cluster."""
+        return torchrun_world() is None and (len(self.devices.names) > 1 or self.devices.are_on_ray)
 
     def executor(self) -> Executor:
-        """Return a started executor: in this process, with workers, or under torchrun. Raises LaunchError."""
+        """Return a started executor: in this process, with workers, on Ray, or under torchrun. Raises LaunchError."""
         found: Executor
         if torchrun_world() is not None:
             found = TorchrunExecutor(
                 ENGINE,
                 deadline=self.deadline,
+                secret_file=self.secret_file,
+                trusted_network=self.trusted_network,
+            )
+        elif self.devices.are_on_ray:
+            found = RayExecutor(
+                len(self.devices.names),
+                ENGINE,
+                deadline=self.deadline,
+                start_timeout=self.start_timeout,
+                preload=PRELOAD,
+                one_by_one=True,
                 secret_file=self.secret_file,
                 trusted_network=self.trusted_network,
             )
@@ -97,7 +109,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
     found = _devices_of(devices, wanted)
-    known = None if torchrun_world() is not None else found.names
+    known = None if torchrun_world() is not None or found.are_on_ray else found.names
     secret, is_trusted = _network_trust(secret_file, trusted_network)
     return PipelineOptions(
         plan=wanted,

@@ -10,7 +10,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.launch.executor import Executor
 from patchpar.launch.fork_guard import change_in_children
-from patchpar.launch.local import LocalExecutor
+from patchpar.launch.worker_executor import WorkerExecutor
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
@@ -143,7 +143,7 @@ class PipelineState:
 
     def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""
-        if not isinstance(self.ranks, LocalExecutor):
+        if not isinstance(self.ranks, WorkerExecutor):
             return  # other executors never restart ranks, and call all of them
         others = [rank for rank in range(self.ranks.world_size) if rank not in ranks]
         for change in changes:

@@ -232,6 +232,7 @@ class ImageGenerator:
                 raise
             log.warning("a request starts from its beginning: %s", error)
             begun = self._submit(job, seeded(call, seed), plan, ranks, **options)
+        kept.begin(begun)
         try:
             return self._finished(job, begun, ranks)
         except Suspended:

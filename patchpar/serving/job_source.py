@@ -16,6 +16,14 @@ from patchpar.serving.uploaded_image import Uploads
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedImages:
+    """A request in the queue."""
+
+    call: ImageCall
+    job: Job
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
     """What a job was made of. `route`: see `JournaledRequest`. `owner`: who may see it."""
@@ -40,7 +48,7 @@ def journaled(job: Job, source: JobSource, kept: KeptJob | None, model: str) -> 
         key="" if kept is None else kept.key,
         digest="" if kept is None else kept.digest.hex(),
         uploads=source.uploads,
-        kept=job.kept or UnfinishedCall(),
+        kept=UnfinishedCall() if job.kept is None else job.kept.snapshot(),
     )
 
 
@@ -49,10 +57,10 @@ def write_journal(journal: RequestJournal, jobs: Sequence[Job], kept: KeptJobs, 
     for job in jobs:
         if not isinstance(job.source, JobSource):
             continue  # of no request
-        entry = journaled(job, job.source, kept.of(job), model)
         try:
+            entry = journaled(job, job.source, kept.of(job), model)
             journal.save(entry)
-        except OSError:
-            log.exception("%s could not be written to the journal", entry.id)
+        except Exception:  # the others are written all the same
+            log.exception("a request of %s could not be written to the journal", job.source.route)
             continue
         job.abandon(Journaled(entry.id))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from patchpar.errors import PatchparError
-from patchpar.serving.job import Cancelled, Job
+from patchpar.serving.job import Cancelled, Job, Journaled
 from patchpar.serving.partial_images import CompletedImage
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import KeptResults
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 class KeptWork:
     """What a kept job is for. `owner`: who may see it. `finish`: makes of the job's result what is kept of it.
 
+    `route`: "generation", "edit" or "video".
+
     `drop`: frees what is kept. `images`: how many images the job makes, for its progress. `ended`: called at its end.
     """
 
@@ -35,6 +37,7 @@ class KeptWork:
     finish: Callable[[str, Any], Any]
     drop: Callable[[Any], object] = lambda _: None
     images: int = 1
+    route: str = "generation"
     ended: Callable[["KeptJob"], object] = lambda _: None
 
 
@@ -52,6 +55,16 @@ class KeptJob:
         self.error: Exception | None = None
         self._end: Status | None = None
         self.ended = threading.Event()
+
+    @classmethod
+    def finished(
+        cls, work: KeptWork, result: Any, *, name: str, created_at: int, completed_at: int, steps: int
+    ) -> "KeptJob":
+        """Return a job that an earlier server has finished."""
+        kept = cls(work, _ended_job(steps, steps), name=name, created_at=created_at)
+        kept.result, kept.completed_at, kept._end = result, completed_at, "completed"
+        kept.ended.set()
+        return kept
 
     @property
     def status(self) -> Status:
@@ -79,17 +92,26 @@ class KeptJob:
         try:
             self.result = self.work.finish(self.id, outcome.result())
             end: Status = "completed"
+        except Journaled as error:  # the next server goes on with it, under the same ID
+            self.error = error
+            self.ended.set()
+            return
         except Cancelled as error:
             self.error, end = error, "cancelled"
         except Exception as error:
             if not isinstance(error, PatchparError):
                 log.exception("%s failed", self.id)
             self.error, end = error.with_traceback(None), "failed"
-        ended = Job(lambda _: None)  # without the result and the events of the other one
-        ended.show(step=self.job.view.step, steps=self.job.view.steps)
-        ended.run()
+        ended = _ended_job(self.job.view.step, self.job.view.steps)  # without result and events of the other one
         self.completed_at, self._end, self.job = int(time.time()), end, ended
         self.ended.set()
+
+
+def _ended_job(step: int, steps: int) -> Job:
+    ended = Job(lambda _: None)
+    ended.show(step=step, steps=steps)
+    ended.run()
+    return ended
 
 
 def new_id(kind: Kind) -> str:
@@ -140,6 +162,13 @@ class KeptJobs:
         kept.job.outcome.add_done_callback(lambda outcome: self._finish(kept, outcome))
         return kept
 
+    def restore(self, kept: KeptJob) -> None:
+        """Keep a job that an earlier server has finished."""
+        with self._lock:
+            self._jobs[kept.id] = kept
+            if kept.key:
+                self._keys[kept.work.owner, kept.key] = kept.id, kept.digest
+
     def get(self, name: str, kind: Kind, owner: str) -> KeptJob:
         """Return a job by its ID. Raises RequestError, 404, also for that of another owner."""
         with self._lock:
@@ -176,9 +205,12 @@ class KeptJobs:
         if kept.ended.is_set():
             self._drop(kept)
 
-    def close(self) -> None:
-        """Finish what has ended, and take no more. Idempotent."""
+    def close(self) -> list[KeptJob]:
+        """Finish what has ended, and take no more; return the jobs that have a result. Idempotent."""
         self._encoder.shutdown(wait=True)
+        with self._lock:
+            self._sweep()
+            return [each for each in self._jobs.values() if each.status == "completed"]
 
     def _finish(self, kept: KeptJob, outcome: "Future[Any]") -> None:
         with suppress(RuntimeError):  # the server ends

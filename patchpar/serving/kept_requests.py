@@ -1,18 +1,22 @@
 """Requests whose results are fetched later: as they come, and as the last server has left them in its journal."""
 
 import json
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from patchpar.serving.finished_results import FinishedResult, saved_results
 from patchpar.serving.image_call import NO_UPLOADS
 from patchpar.serving.image_request import EditRequest, GenerationRequest
 from patchpar.serving.image_response import response_of
 from patchpar.serving.job import Journaled
+from patchpar.serving.job_source import QueuedImages
 from patchpar.serving.kept_jobs import KeptJob, KeptWork
 from patchpar.serving.pipeline_fields import PipelineFields
+from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import JournaledRequest
-from patchpar.serving.service import ImageService, QueuedImages
+from patchpar.serving.service import ImageService
 from patchpar.serving.uploaded_image import Uploads
 from patchpar.serving.video_call import frame_rate_of
 from patchpar.serving.video_files import StoredVideo
@@ -24,6 +28,22 @@ REQUESTS: dict[str, type[PipelineFields]] = {
     "video": VideoRequest,
 }
 """By route."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierCall:
+    """What is known of a call that an earlier server has made. `size`: unknown, its result has one."""
+
+    seed: int
+    size: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRequest:
+    """A request that an earlier server has finished."""
+
+    call: EarlierCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +78,7 @@ def keep(service: ImageService, later: LaterRequest) -> KeptJob:
         finish=partial(_stored if is_video else _response, service, later.wanted, calls),
         drop=StoredVideo.delete if is_video else lambda _: None,
         images=getattr(later.wanted, "n", None) or 1,
+        route=later.route,
         ended=partial(_ended, service),
     )
     entry = later.entry
@@ -66,28 +87,67 @@ def keep(service: ImageService, later: LaterRequest) -> KeptJob:
 
 
 def take_up(service: ImageService) -> int:
-    """Queue what the journal has, under the same IDs; return how many that is. Raises PlanError for another model."""
-    if service.journal is None:
+    """Queue the requests of the journal, and keep its results, under the same IDs; return how many requests these are.
+
+    What this server refuses, by its limits for example, stays where it is, and the log says why. Raises PlanError for
+    a request of another model.
+    """
+    journal, count = service.journal, 0
+    if journal is None:
         return 0
-    entries = list(service.journal.entries(service.name))
-    for entry in entries:
-        kind = REQUESTS.get(entry.route, GenerationRequest)
-        wanted = kind.model_validate_json(_with_seed(entry))
-        later = LaterRequest(
-            route=entry.route,
-            wanted=wanted,
-            owner=entry.owner,
-            uploads=entry.uploads,
-            key=entry.key,
-            digest=bytes.fromhex(entry.digest),
-            entry=entry,
-        )
-        keep(service, later)
-    return len(entries)
+    for result in saved_results(journal, service.name):
+        try:
+            service.kept.restore(_finished(service, result))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            log.warning("%s cannot be taken up: %s", result.id, error)
+    for entry in journal.entries(service.name):
+        try:
+            keep(service, _later(entry))
+            count += 1
+        except (RequestError, ValueError) as error:  # pydantic's are ValueErrors
+            log.warning("%s stays in the journal, since this server refuses it: %s", entry.id, error)
+    return count
 
 
-def _with_seed(entry: JournaledRequest) -> str:
-    return json.dumps({**entry.request, "seed": entry.seed})
+def _later(entry: JournaledRequest) -> LaterRequest:
+    kind = REQUESTS.get(entry.route, GenerationRequest)
+    return LaterRequest(
+        route=entry.route,
+        wanted=kind.model_validate_json(json.dumps({**entry.request, "seed": entry.seed})),
+        owner=entry.owner,
+        uploads=entry.uploads,
+        key=entry.key,
+        digest=bytes.fromhex(entry.digest),
+        entry=entry,
+    )
+
+
+def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
+    """Return the job of a result. Raises OSError, KeyError, TypeError and ValueError."""
+    result: Any = found.result
+    if found.route == "video":
+        assert found.folder is not None, "it was read"
+        result = service.videos.adopt(found.id, found.folder, found.result)
+    work = KeptWork(
+        kind="video" if found.route == "video" else "job",
+        owner=found.owner,
+        request=REQUESTS[found.route].model_validate_json(json.dumps(found.request)),
+        call=[EarlierRequest(EarlierCall(found.seed))],
+        finish=lambda _, done: done,
+        drop=partial(_dropped, service, found.id),
+        route=found.route,
+    )
+    times = {"created_at": found.created_at, "completed_at": found.completed_at}
+    kept = KeptJob.finished(work, result, name=found.id, steps=found.steps, **times)
+    kept.key, kept.digest = found.key, bytes.fromhex(found.digest)
+    return kept
+
+
+def _dropped(service: ImageService, name: str, result: Any) -> None:
+    if isinstance(result, StoredVideo):
+        result.delete()
+    if service.journal is not None:
+        service.journal.remove(name)
 
 
 def _response(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, done: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Partial images of a call: its latents on the way, as images by a linear map that finished images have fitted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,16 @@ class ImageFigures:
     def of(cls, run: Run) -> "ImageFigures":
         """Return the figures of a call."""
         return cls(plan=str(run.plan), seconds=run.seconds, ranks=len(run.ranks), steps=run.steps)
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> "ImageFigures":
+        """Return the figures of a JSON object. Raises KeyError, TypeError and ValueError."""
+        return cls(
+            plan=str(facts["plan"]),
+            seconds=float(facts["seconds"]),
+            ranks=int(facts["ranks"]),
+            steps=int(facts["steps"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

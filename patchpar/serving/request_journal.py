@@ -1,4 +1,4 @@
-"""Requests that a server has accepted and not finished, in a folder, for the next one.
+"""Requests that a server has accepted and not finished, in a folder, for the next one; `finished_results` has others.
 
 FOLDER/ID/request.json          the request, its seed, its owner, and figures of finished images
 FOLDER/ID/image-0.png ...       finished images, without loss
@@ -8,11 +8,15 @@ FOLDER/ID/call.safetensors      the denoiser calls of the image that is not fini
 A folder appears at once, when all of it is written. Nothing in it is code.
 """
 
+import fcntl
 import json
 import logging
+import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,29 +56,70 @@ class JournaledRequest:
 
 
 class RequestJournal:
-    """A folder of requests. Raises PlanError if there is none."""
+    """A folder of requests, which no other server uses until `close`. Raises PlanError if one does, or there is none.
+
+    Two servers that took up the same requests would both make them.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise PlanError(f"--journal {folder}: there is no such folder; make it first")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PlanError(f"--journal {folder}: it cannot be written to: change its permissions, or use another one")
         self._folder = folder
+        lock = os.open(folder, os.O_RDONLY)
+        self._unlock = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PlanError(
+                f"--journal {folder}: another server uses it: end that one first, or use another folder"
+            ) from error
+        except OSError as error:
+            log.warning("--journal %s cannot be locked (%s): let no other server use it", folder, error.strerror)
+            return
+        for path in folder.glob(".*.part"):  # of a server that was killed
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let another server use the folder. Idempotent."""
+        self._unlock()
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """Give a folder to write into, which stands under `name` afterwards, instead of what was there."""
+        target, part = self._folder / name, self._folder / f".{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(mode=0o700)
+        yield part
+        shutil.rmtree(target, ignore_errors=True)
+        part.replace(target)
+
+    def folders(self, file: str) -> list[Path]:
+        """Return the folders with such a file in them, in the order of their names."""
+        found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(path for path in found if (path / file).exists())
+
+    def check_model(self, name: str, model: str, served: str) -> None:
+        """Raise PlanError for a request of another model than the served one."""
+        if model != served:
+            raise PlanError(
+                f"--journal {self._folder}: {name} is for the model {model}, and this is {served}: "
+                "use another folder, or serve that one first"
+            )
 
     def save(self, entry: JournaledRequest) -> None:
         """Write a request, instead of what was there of it. Raises OSError."""
-        target, part = self._folder / entry.id, self._folder / f".{entry.id}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(mode=0o700)
-        for number, image in enumerate(entry.uploads.images):
-            image.save(part / f"upload-{number}.png")
-        if entry.uploads.mask is not None:
-            entry.uploads.mask.save(part / MASK)
-        for number, done in enumerate(entry.kept.done):
-            done.image.save(part / f"image-{number}.png")
-        if entry.kept.suspended is not None:
-            entry.kept.suspended.save(part / CALL)
-        (part / REQUEST).write_text(json.dumps(_as_json(entry)), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        part.replace(target)
+        with self.writing(entry.id) as part:
+            for number, image in enumerate(entry.uploads.images):
+                image.save(part / f"upload-{number}.png")
+            if entry.uploads.mask is not None:
+                entry.uploads.mask.save(part / MASK)
+            for number, done in enumerate(entry.kept.done):
+                done.image.save(part / f"image-{number}.png")
+            if entry.kept.suspended is not None:
+                entry.kept.suspended.save(part / CALL)
+            (part / REQUEST).write_text(json.dumps(_as_json(entry)), encoding="utf-8")
 
     def entries(self, model: str) -> Iterator[JournaledRequest]:
         """Yield the requests, the oldest first. What cannot be read stays where it is, and the log says why.
@@ -82,18 +127,13 @@ class RequestJournal:
         Raises PlanError for a request of another model than `model`.
         """
         found = []
-        for path in sorted(self._folder.iterdir()):
-            if NAME.fullmatch(path.name) and path.is_dir():
-                try:
-                    found.append(_read(path))
-                except (PlanError, OSError, KeyError, TypeError, ValueError) as error:
-                    log.warning("%s cannot be taken up: %s", path, error)
+        for path in self.folders(REQUEST):
+            try:
+                found.append(_read(path))
+            except (PlanError, OSError, KeyError, TypeError, ValueError) as error:
+                log.warning("%s cannot be taken up: %s", path, error)
         for entry in found:
-            if entry.model != model:
-                raise PlanError(
-                    f"--journal {self._folder}: {entry.id} is for the model {entry.model}, and this is {model}: "
-                    "use another folder, or serve that one first"
-                )
+            self.check_model(entry.id, entry.model, model)
         yield from sorted(found, key=lambda entry: (entry.created_at, entry.id))
 
     def remove(self, name: str) -> None:
@@ -132,6 +172,7 @@ def _read(path: Path) -> JournaledRequest:
         tuple(_done(path, number, each) for number, each in enumerate(facts["done"])),
         SuspendedCall.load(path / CALL) if facts["is_suspended"] else None,
     )
+    bytes.fromhex(facts["digest"])
     step, sent = facts["partial"]
     kept.partial = int(step), int(sent)
     texts = {name: str(facts[name]) for name in ("model", "route", "owner", "key", "digest")}
@@ -147,16 +188,10 @@ def _read(path: Path) -> JournaledRequest:
 
 
 def _done(path: Path, number: int, facts: Any) -> CompletedImage:
-    figures = facts["figures"]
     return CompletedImage(
         image_index=number,
         image=_image(path / f"image-{number}.png"),
-        figures=ImageFigures(
-            plan=str(figures["plan"]),
-            seconds=float(figures["seconds"]),
-            ranks=int(figures["ranks"]),
-            steps=int(figures["steps"]),
-        ),
+        figures=ImageFigures.from_facts(facts["figures"]),
         reason=str(facts["reason"]),
         prompt_tokens=int(facts["prompt_tokens"]),
     )

@@ -1,12 +1,13 @@
 """What a server does, without HTTP: loads a model, checks and queues requests, keeps results, drains."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from patchpar.errors import LaunchError, WorkerError
 from patchpar.pipeline.report import Run
 from patchpar.serving.batching import completed
+from patchpar.serving.finished_results import save_results
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.image_call import NO_UPLOADS, CallRules, ImageCall
@@ -14,7 +15,7 @@ from patchpar.serving.image_request import GenerationRequest
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import CLOSE_SECONDS, QueueClosed, QueueFull, WorkQueue
-from patchpar.serving.job_source import JobSource, write_journal
+from patchpar.serving.job_source import JobSource, QueuedImages, write_journal
 from patchpar.serving.kept_jobs import KeptJobs
 from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
@@ -39,14 +40,6 @@ SUSPEND_SECONDS = 15.0
 PAGE_IMAGE, PAGE_STEPS = CallShape(512 * 512, branches=2), 20  # what policies expect of a job of the page
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedImages:
-    """A request in the queue."""
-
-    call: ImageCall
-    job: Job
-
-
 class ImageService:
     """One model, one queue. `metrics` counts what happens; `kept` are jobs whose results are fetched later."""
 
@@ -58,8 +51,8 @@ class ImageService:
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
         self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
         self._rules: CallRules | None = None
-        self.journal = None if settings.journal is None else RequestJournal(settings.journal)
-        self._is_draining = self._is_closed = False
+        self.journal: RequestJournal | None = None if settings.journal is None else RequestJournal(settings.journal)
+        self._is_draining = False
         self._seconds = float(RETRY_SECONDS)  # of the last request
         self.metrics.watch(queue_length=lambda: self.waiting, state=lambda: self.state)
 
@@ -230,11 +223,14 @@ class ImageService:
     def close(self) -> None:
         """Cancel what is left and end the workers. Idempotent."""
         self._is_draining = True
-        if self.journal is not None and not self._is_closed:
+        if self.journal is not None:
             write_journal(self.journal, self._queue.suspend_all(SUSPEND_SECONDS), self.kept, self.name)
-        self._is_closed = True
         self._queue.close()
-        self.kept.close()
+        finished = self.kept.close()
+        if self.journal is not None:
+            save_results(self.journal, finished, self.name)
+            self.journal.close()
+            self.journal = None  # of the next server
         self.videos.close()
         self.generator.close()
 

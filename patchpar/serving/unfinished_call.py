@@ -15,6 +15,7 @@ class UnfinishedCall:
         self.partial = 0, 0
         """Of the next image: the last step whose latents have come, and how many partial images were sent."""
         self._latents: PartialImages | None = None
+        self._call: PipelineJob | None = None
 
     @property
     def done_steps(self) -> int:
@@ -24,6 +25,19 @@ class UnfinishedCall:
     def watch(self, latents: PartialImages) -> None:
         """Note who receives latents of the next image."""
         self._latents = latents
+
+    def begin(self, call: PipelineJob) -> None:
+        """Note the call of the pipeline that makes the next image."""
+        self._call = call
+
+    def snapshot(self) -> "UnfinishedCall":
+        """Return what is there now, also of a call that has not come to its next denoiser call."""
+        call, suspended = self._call, self.suspended
+        if suspended is None and call is not None:
+            suspended = call.snapshot()
+        found = UnfinishedCall(tuple(self.done), suspended)
+        found.partial = self.partial
+        return found
 
     def suspend(self, call: PipelineJob) -> None:
         """Keep a call of the pipeline that was suspended."""
@@ -37,4 +51,4 @@ class UnfinishedCall:
     def finish(self, image: CompletedImage) -> None:
         """Keep a finished image."""
         self.done.append(image)
-        self.suspended, self.partial, self._latents = None, (0, 0), None
+        self.suspended, self.partial, self._latents, self._call = None, (0, 0), None, None

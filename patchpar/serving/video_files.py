@@ -2,13 +2,14 @@
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from patchpar.pipeline.report import Run
 from patchpar.serving.generated import GeneratedVideo
+from patchpar.serving.partial_images import ImageFigures
 from patchpar.stream.web.video_file import write_video
 
 THUMBNAIL = 256
@@ -24,8 +25,19 @@ class StoredVideo:
     frames: int
     fps: int
     size: tuple[int, int]
-    run: Run
+    figures: ImageFigures
     reason: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What JSON can hold of it: all but where its files are."""
+        return {
+            "frames": self.frames,
+            "fps": self.fps,
+            "size": list(self.size),
+            "figures": asdict(self.figures),
+            "reason": self.reason,
+        }
 
     @property
     def seconds(self) -> float:
@@ -74,9 +86,17 @@ class VideoFiles:
             frames=count,
             fps=fps,
             size=(width, height),
-            run=video.run,
+            figures=ImageFigures.of(video.run),
             reason=video.reason,
         )
+
+    def adopt(self, name: str, source: Path, facts: Mapping[str, Any]) -> StoredVideo:
+        """Store a video whose files are in the folder `source`. Raises OSError, KeyError, TypeError and ValueError."""
+        width, height = map(int, facts["size"])
+        figures = ImageFigures.from_facts(facts["figures"])
+        made = {"frames": int(facts["frames"]), "fps": int(facts["fps"]), "reason": str(facts["reason"])}
+        file, thumbnail = (Path(shutil.copy2(source / f"{name}.{kind}", self.folder)) for kind in ("mp4", "webp"))
+        return StoredVideo(file=file, thumbnail=thumbnail, size=(width, height), figures=figures, **made)
 
     def close(self) -> None:
         """Delete the folder, if it is an own one. Idempotent."""

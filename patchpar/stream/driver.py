@@ -34,6 +34,8 @@ from patchpar.stream.stage import StageStats
 from patchpar.stream.video_source import LiveVideo, VideoSource
 
 Run = Callable[..., list[Any]]
+MAX_UPDATES = 1000
+"""Changes that may wait for their blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +134,16 @@ class StreamDriver(RankDriver):
         self.figures: tuple[StageStats, ...] = ()
 
     def update(self, update: Update, at: int | None) -> int:
-        """Apply a change from block `at` on, by default the next; return that block. Raises PlanError if it began."""
+        """Apply a change from block `at` on, by default the next; return that block.
+
+        Raises PlanError if it began, and if too many changes wait.
+        """
         with self.changed:
             block = self._next if at is None else at
             if block < self._next:
                 raise PlanError(f"at={at}: block {at} has begun; use at={self._next} or later")
+            if sum(map(len, self._updates.values())) >= MAX_UPDATES:
+                raise PlanError(f"{MAX_UPDATES} changes wait for blocks that have not begun: wait for these, or stop")
             self._updates.setdefault(block, []).append(update)
             return block
 

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.launch import messages
+from patchpar.plan.scalars import is_number
 from patchpar.shard.host_memory import to_host
 
 Transition = Literal["switch", "cut", "blend", "recache"]
 PARAMETERS = ("audio_scale",)
+MAX_VALUE = 1e4
+"""Of a parameter: beyond it a model in half precision has no numbers left."""
 TRANSITIONS: tuple[str, ...] = get_args(Transition)
 
 
@@ -64,7 +67,7 @@ class Reference:
 class Parameter:
     """Another value of one of PARAMETERS. "audio_scale": factor of the audio attention, 1 in training.
 
-    Raises PlanError for an unknown name.
+    Raises PlanError for an unknown name, and a value that is no finite number.
     """
 
     name: str
@@ -73,6 +76,8 @@ class Parameter:
     def __post_init__(self) -> None:
         if self.name not in PARAMETERS:
             raise PlanError(f"parameter {self.name!r} is unknown: use one of {', '.join(PARAMETERS)}")
+        if not is_number(self.value, -MAX_VALUE, MAX_VALUE):
+            raise PlanError(f"{self.name}={self.value!r}: it must be a number from {-MAX_VALUE:g} to {MAX_VALUE:g}")
 
 
 Change = Prompt | Reference | Parameter

@@ -110,7 +110,12 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
                 self._clock.behind,
                 CATCH_UP,
             )
-        time.sleep(due - now)
+        self._sleep(due - now)
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the stream is cancelled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.status == "cancelled", seconds)
 
     @property
     def behind(self) -> float:
@@ -128,10 +133,11 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
 
     @property
     def audio_ahead(self) -> float:
-        """Seconds of pushed audio whose blocks have not begun; 0 for a stream without live audio."""
+        """Seconds of audio that are there for blocks that have not begun; 0 for a stream without live audio."""
+        if not isinstance(self._source, AudioTrack):
+            return 0.0
         with self._changed:
-            track = self._source if isinstance(self._source, AudioTrack) else None
-            return 0.0 if track is None else track.seconds_ahead(self._driver.upcoming())
+            return self._source.seconds_from(self._driver.upcoming())
 
     def push_frame(self, image: Any) -> Effect:
         """Append the next frame of the video: PIL, or [height, width, 3] in uint8, in pixels. Raises PlanError.

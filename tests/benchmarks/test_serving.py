@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving.__main__ import overhead_lines
+from benchmarks.serving.__main__ import overhead_lines, real_lines
 from benchmarks.serving.overhead import TimedCall, _of
+from benchmarks.serving.real_mix import LOAD, SMALL_PART, RealKind, RealMix, RealOutcome, arrivals
 
 
 def test_overhead_is_the_median_of_pairs() -> None:
@@ -31,3 +32,25 @@ def test_a_server_is_measured() -> None:
     assert 0 < found.plain_first < found.call
     assert found.first > 0
     assert found.queued < found.first
+
+
+def test_arrivals_have_the_load_and_the_parts() -> None:
+    small, large = RealKind(side=64, steps=2, alone=1.0), RealKind(side=96, steps=2, alone=4.0)
+    found = arrivals(small, large, count=2000)
+    assert sum(each.kind is small for each in found) / 2000 == pytest.approx(SMALL_PART, abs=0.03)
+    assert sum(each.kind.alone for each in found) / found[-1].at / 2 == pytest.approx(LOAD, rel=0.08)
+    assert all(each.kind.alone <= each.left <= 2 * each.kind.alone for each in found)
+    outcome = RealOutcome(policy="deadline", met=0.5, per_minute=12.0, seconds=0.25)
+    assert "| deadline | 50% | 12.0 | 0.25 |" in real_lines([(outcome, outcome)], 2000)
+
+
+@pytest.mark.breadth
+@pytest.mark.timeout(1200)
+def test_a_real_mix_ends() -> None:
+    """Every request of every policy. The order of the policies is a figure of an idle machine."""
+    with RealMix(RealKind(side=64, steps=2), RealKind(side=96, steps=4)) as mix:
+        trace = arrivals(*mix.learn(), count=6)
+        for policy in ("latency", "throughput", "deadline"):
+            found = mix.outcome(policy, trace, with_deadlines=False)
+            assert found.per_minute > 0
+            assert found.seconds > 0

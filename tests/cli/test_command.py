@@ -27,7 +27,7 @@ SHARED = {
     [
         (GenerateFlags, SHARED | {"secret_file", "trusted_network"}),
         (CompareFlags, SHARED),
-        (DoctorFlags, {"deadline", "devices", "model", "json", "debug"}),
+        (DoctorFlags, {"deadline", "devices", "dtype", "model", "json", "debug", "variant"}),
     ],
 )
 def test_flags_are_pinned(flags: type, names: set[str]) -> None:

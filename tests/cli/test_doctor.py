@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from patchpar.cli import gpu_facts
 from patchpar.cli.doctor import collective_test, versions
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, will_use
-from patchpar.errors import WorkerDied
+from patchpar.errors import PlanError, WorkerDied
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
+from patchpar.models.files import embedded_model, resolve_model
 from tests.launch.fake_gpus import FakeGpus, pretend
+from tests.unit.test_model_folder import in_cache
 
 
 def test_two_workers_add_up() -> None:
@@ -60,6 +63,34 @@ def test_text_says_what_fails_and_exits_with_1(fake: Any, run: Any, monkeypatch:
     assert "FAILS: rank 1 (cpu) died with exit code -9" in result.stdout
     assert "guidance is on and there are two devices" in result.stdout
     assert resolve_start_method("auto", ["cpu"]).note in result.stdout
+
+
+def test_a_model_that_does_not_fit(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes, by plan, is there all the same, for weights in the dtype that was asked for."""
+    monkeypatch.setattr(LocalExecutor, "call", lambda *_: [1, 1])
+    monkeypatch.setattr(fake, "error", PlanError("no plan for 2 devices has room for the weights"))
+    result = run("doctor", "--devices", "cpu:2", "--dtype", "bfloat16", "--json")
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert found["plan"]["chosen"] is found["plan"]["ran"] is None
+    assert found["plan"]["why"] == "PlanError: no plan for 2 devices has room for the weights"
+    assert fake.opened[0].options["torch_dtype"] == "bfloat16"
+    folder = resolve_model("embedded", {})[2]
+    assert folder is not None
+    assert sum(found["memory"]["weights"].values()) == pytest.approx(2 * folder.num_weights, rel=0.01)
+    text = run("doctor", "--devices", "cpu:2").stdout
+    assert "patch=2,weights=hosted" in text
+    assert "embedded: PlanError: no plan for 2 devices has room" in text
+
+
+def test_a_name_of_the_hub_has_the_memory_of_its_folder(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalExecutor, "call", lambda *_: [1, 1])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    in_cache(embedded_model(), tmp_path)
+    found = json.loads(run("doctor", "--model", "org/model", "--variant", "fp16", "--json").stdout)
+    assert found["memory"]["weights"]["unet"] > 0
 
 
 def test_devices_that_do_not_exist(fake: Any, run: Any) -> None:

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from benchmarks.gpu.denoisers import Denoiser
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, FakeRank
 from patchpar.shard.stale.cache import StaleCache
+from patchpar.shard.transformer.local_tokens import RULES
+from tests.gpu.short_models import PIXELS, WORLD
 
 MIB = 2**20
 PAGE = Path(__file__).parents[2] / "docs/figures/gpu-counts.json"
@@ -156,6 +159,20 @@ def test_no_step_of_a_stale_strategy_launches_more_than_1_3_times_the_plain_mode
     of_plain = {row["step"]: float(row["of plain"]) for row in rows}
     assert of_plain.keys() == {"exact", "stale"}
     assert max(of_plain.values()) <= 1.3
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["as it is", "gathered before it"])
+def test_of_the_last_layer_the_output_is_gathered_and_not_its_wider_input(
+    rank: FakeRank, models: dict[str, Denoiser], monkeypatch: pytest.MonkeyPatch, *, is_wide: bool
+) -> None:
+    """FLUX's `proj_out` makes 64 numbers of the 3,072 of a token, of which each rank has an own part."""
+    layer, tokens = models["flux"].network.proj_out, (PIXELS // 16) ** 2 // WORLD
+    if is_wide:
+        monkeypatch.delitem(RULES, F.linear)  # so that a linear layer takes all tokens
+    sent = rank.steps(models["flux"], "exact")["exact"].booked["tokens"]
+    width = layer.in_features if is_wide else layer.out_features
+    assert sent == (WORLD - 1) * tokens * width * layer.weight.itemsize
+    assert (layer.in_features, layer.out_features) == (3072, 64)
 
 
 def test_a_value_that_is_read_counts_as_a_synchronisation(

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.gpu.battery.timing import prepared_rank
+from patchpar.comm.kernels.fused_op import has_triton
 from patchpar.launch.local import LocalExecutor
 from patchpar.shard.graphs import step_graphs
 from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.host_memory import HostCopy, to_device
-from patchpar.shard.kernels.fused_op import has_triton
 from tests.exact import denoisers
 from tests.gpu.on_ranks import GpuErrors
 from tests.tensors import relative

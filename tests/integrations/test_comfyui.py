@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 import torch
 from PIL import Image
 
 from patchpar import PlanError
 from patchpar.pipeline.job import JobProgress
+from patchpar.serving.http.application import application
+from patchpar.serving.service import ImageService
+from patchpar.serving.settings import ServerSettings
 from tests.breadth import first_of
 from tests.integrations import comfy
 from tests.modules.networks import NETWORKS, call_of, network
+from tests.serving.fakes import FakeGenerator
+from tests.serving.requests import HOME, client_of
 from tests.tensors import relative
 
 LIMIT = 7e-7
@@ -124,23 +128,59 @@ def test_a_pipeline_gives_images_and_progress_and_is_interrupted(nodes: Nodes) -
     assert job.cancelled
 
 
-def test_a_server_is_asked_as_it_expects(nodes: Nodes) -> None:
-    """The request is one that `patchpar serve` takes: tests/serving holds its fields."""
-    from patchpar.serving.image_request import GenerationRequest
+@pytest.fixture
+def served() -> Iterator[Any]:
+    """A server of a fake model: the generator, OpenAI's client of it, and the server's own routes."""
+    fake: Any = FakeGenerator()
+    service = ImageService(fake, ServerSettings())
+    service.load()
+    http = client_of(application(service))
+    yield fake, openai.OpenAI(base_url=f"{HOME}/v1", api_key="none", http_client=http), http
+    fake.gate.set()
+    service.close()
 
-    stored, asked = io.BytesIO(), {}
-    Image.new("RGB", (16, 8), (0, 255, 0)).save(stored, "PNG")
 
-    def generate(**call: Any) -> Any:
-        asked.update(call)
-        return SimpleNamespace(data=[SimpleNamespace(b64_json=base64.b64encode(stored.getvalue()).decode())] * 2)
+CALL = {"prompt": "a house", "size": "64x128", "n": 2}
+EXTRA = {"seed": 1, "num_inference_steps": 3}
 
-    client = SimpleNamespace(images=SimpleNamespace(generate=generate))
-    call = {"prompt": "a house", "size": "64x64", "n": 2}
-    images = nodes.generate.from_server(client, call, {"seed": 1, "num_inference_steps": 3})
-    assert images.shape == (2, 8, 16, 3)
-    body = {**call, **asked["extra_body"]}
-    assert GenerationRequest.model_validate(body).num_inference_steps == 3
+
+def test_a_server_makes_the_images_and_keeps_nothing(nodes: Nodes, served: Any) -> None:
+    fake, client, http = served
+    images = nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
+    assert images.shape == (2, 128, 64, 3)
+    assert (fake.calls[0].seeds, fake.calls[0].arguments["num_inference_steps"]) == ((1, 2), 3)
+    assert http.get("/v1/jobs").json()["data"] == []
+
+
+def test_a_user_who_interrupts_ends_the_job_of_the_server(nodes: Nodes, served: Any) -> None:
+    fake, client, http = served
+    fake.gate.clear()
+    nodes.interrupts = True
+    with pytest.raises(comfy.Interrupted):
+        nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
+    assert http.get("/v1/jobs").json()["data"] == []
+    nodes.interrupts = False
+    fake.gate.set()
+    assert len(nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())) == 2
+
+
+def test_a_job_that_fails_says_why(nodes: Nodes, served: Any) -> None:
+    fake, client, _ = served
+    fake.error = PlanError("this model has no such scheduler")
+    with pytest.raises(RuntimeError, match="the server: this model has no such scheduler"):
+        nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
+
+
+def test_keys_and_pipelines_that_are_none(nodes: Nodes) -> None:
+    assert nodes.generate.key_in("# of the server\n\n abc \nother\n") == "abc"
+    with pytest.raises(ValueError, match="there is no key in it"):
+        nodes.generate.key_in("# nothing\n")
+    job = SimpleNamespace(wait=lambda _: True, result=lambda: SimpleNamespace(frames=[]))
+    with pytest.raises(ValueError, match="this pipeline makes no images"):
+        nodes.generate.from_pipeline(SimpleNamespace(submit=lambda: job), {}, **nodes.nodes.reporting())
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(PlanError, match="fewer heads of keys than of queries"):
+        nodes.parallel.torch_attention(None, q, q[:, :1], q[:, :1], 2, skip_reshape=True, enable_gqa=True)
 
 
 def test_the_pack_is_what_comfyui_loads(nodes: Nodes) -> None:

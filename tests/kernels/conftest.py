@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchpar.comm.kernels import programs as programs_of_messages
 from patchpar.shard.kernels import programs
 
 ARCHITECTURES = (80, 90)  # A100, H100
@@ -80,8 +81,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
-    for info in pkgutil.iter_modules(programs.__path__):
-        module = importlib.import_module(f"{programs.__name__}.{info.name}")
+    folders = (programs, programs_of_messages)
+    names = [f"{folder.__name__}.{info.name}" for folder in folders for info in pkgutil.iter_modules(folder.__path__)]
+    for module in map(importlib.import_module, names):
         for name, value in vars(module).copy().items():
             if isinstance(value, JITFunction) and not name.startswith("_"):  # those are parts of programs
                 monkeypatch.setattr(module, name, _Recorder(value, found))

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from patchpar.comm.kernels import fused_op, pack_tensors
 from patchpar.shard.kernels import (
     concat_halo,
     correct_tokens,
     extrapolate_tokens,
     fit_tokens,
-    fused_op,
     group_moments,
     group_norm,
     merge_partials,
@@ -107,7 +107,15 @@ def halo_args(dtype: torch.dtype) -> tuple[Any, ...]:
     return (x, rows, None, 1, 2, -2, torch.randn(3, 16, dtype=wide), True, 1, 2)
 
 
+def edges_and_moments(dtype: torch.dtype) -> tuple[Any, ...]:
+    x = torch.randn(2, 8, 4, 6).to(dtype)
+    rows, moments = (x[:, :, :1], x[:, :, 3:]), torch.randn(9, dtype=torch.promote_types(dtype, torch.float32))
+    pieces = [number for index, which in enumerate((2, 0, 2, 1, 2)) for number in (which, 192 * index)]
+    return (x.new_empty(960), [*rows, moments], pieces)
+
+
 CASES = [
+    Case("write_pieces", pack_tensors.write_pieces, pack_tensors.launch_write_pieces, edges_and_moments),
     Case(
         "group_moments",
         group_moments.group_moments,

@@ -39,6 +39,10 @@ class LazyEngine(PlainEngine):
         received = self.transport.send_recv([Outgoing(others, (own,))], incoming, "all-reduce").wait()
         return value + sum(x.item() for (x,) in received)
 
+    def lines(self):
+        """The kind of connection to each other rank."""
+        return {peer: type(line).__name__ for peer, line in sorted(self.transport._lines.items())}
+
     def lose(self, rank, how, before=1):
         """Rank `rank` dies, stops or raises after so many exchanges, while the others wait for it."""
         self.add_up(0, before)

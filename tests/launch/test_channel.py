@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from patchpar.launch import process as process_module
 from patchpar.launch.channel import Channel, ChannelFrame, FrameKind
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.process import ProcessWork
@@ -68,3 +69,18 @@ def test_a_process_has_worked_if_its_processor_time_has_grown(tmp_path: Path) ->
             time.sleep(0.1)
         assert not has_worked(), "it sleeps"
         process.kill()
+
+
+@pytest.mark.parametrize(("state", "is_working"), [("R", True), ("D", True), ("S", False), ("T", False), ("Z", False)])
+def test_a_process_that_waits_for_a_core_has_work(
+    state: str, is_working: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it uses none of the processor's time meanwhile; one that sleeps or is stopped does not work."""
+    folder = tmp_path / "77"
+    folder.mkdir()
+    (folder / "stat").write_text(f"77 (a ) S 1) {state} " + " ".join(["0"] * 10) + " 3 4 0 0")
+    monkeypatch.setattr(process_module, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
+    work = ProcessWork()
+    work.process = SimpleNamespace(pid=77)  # type: ignore[assignment]
+    assert work.has_grown(), "7 ticks, of which nothing was known"
+    assert work.has_grown() == is_working

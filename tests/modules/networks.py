@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.modules.comfy_flux import Flux
+from tests.modules.comfy_lumina import NextDiT
+from tests.modules.comfy_qwen import QwenImageTransformer2DModel
 from tests.modules.comfy_unet import UNetModel
 from tests.modules.comfy_wan import WanModel
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"flux": Flux, "wan": WanModel, "unet": UNetModel}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "flux": Flux,
+    "wan": WanModel,
+    "qwen": QwenImageTransformer2DModel,
+    "lumina": NextDiT,
+    "unet": UNetModel,
+}
 
 
 def network(name: str) -> nn.Module:
@@ -37,6 +45,10 @@ def call_of(name: str, step: int = 0, size: tuple[int, int] = (16, 24)) -> dict[
     found = {"context": noise(2, 5, 12), "transformer_options": options}
     if name == "wan":
         return {"x": noise(2, 4, 3, *size), "timestep": 1000 * time, **found}
+    if name == "qwen":
+        return {"x": noise(2, 4, 1, *size), "timestep": time, **found}
+    if name == "lumina":  # not a multiple of 8 tokens
+        return {"x": noise(2, 4, size[0] - 2, size[1] - 2), "timesteps": time, "num_tokens": 5, **found}
     if name == "flux":
         return {"x": noise(2, 4, *size), "timestep": time, "y": noise(2, 8), "guidance": torch.full((2,), 3.5), **found}
     return {"x": noise(2, 4, *size), "timesteps": 1000 * time, "y": noise(2, 8), **found}

@@ -60,7 +60,10 @@ class NotesItsCallers(torch.nn.Module):
 
 
 class DiesAt:
-    """A hook before a layer: kills its process when a file says so, and only once: process id, call, and layer."""
+    """A hook before a layer: sends its process a signal when a file says so, and only once.
+
+    The file has a process id, the number of a call, a layer and the signal's name.
+    """
 
     def __init__(self, layer: str, orders: Path) -> None:
         self.layer, self.orders, self.calls = layer, orders, 0
@@ -73,7 +76,7 @@ class DiesAt:
         self.calls += 1
         if self.calls >= int(order[1]):
             self.orders.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[order[3]])
 
 
 class LacksMemory(torch.nn.Module):

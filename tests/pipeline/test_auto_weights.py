@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 from benchmarks.weights.model import CALL, save_model
 from patchpar import ParallelPipeline, Plan
@@ -21,9 +22,11 @@ from patchpar.models.info import describe
 from patchpar.models.loading import load_pipeline
 from patchpar.pipeline.auto_plan import choose, choose_for_upscale
 from patchpar.pipeline.auto_weights import USED, ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
+from patchpar.pipeline.held_weights import _forecast
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory
 from tests import tiny
 from tests.tensors import relative
+from tests.unit.test_model_folder import in_cache
 
 GIB = 2**30
 NETWORKS = {
@@ -206,3 +209,27 @@ def test_a_folder_is_forecast_before_anything_is_loaded(folder: str, monkeypatch
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: model.weight_bytes)
     with pytest.raises(PlanError, match=r"2 CPU ranks need .* use plan='patch=2,weights=sharded"):
         model.weights_for(["cpu", "cpu"], Plan(patch=2))
+
+
+def test_a_name_of_the_hub_is_forecast_as_its_folder(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are fetched before, where they are not in the hub's cache."""
+    options, fetches = {"cache_dir": str(tmp_path), "torch_dtype": torch.bfloat16, "task": "inpainting"}, []
+
+    def fetch(name: str, **given: Any) -> str:
+        fetches.append((name, given["cache_dir"], "task" in given))
+        in_cache(Path(folder), tmp_path)
+        return folder
+
+    monkeypatch.setattr(DiffusionPipeline, "download", fetch)
+    monkeypatch.setattr(ModelForecast, "of", lambda empty: ModelForecast(network_bytes(empty)))
+    plain = ModelInFiles.of(folder, {"torch_dtype": torch.bfloat16})
+    for _ in range(2):
+        model = ModelInFiles.of("org/model", options)
+        assert model.source == "org/model"
+        assert model.weight_bytes == plain.weight_bytes > 0
+        assert model.forecast() == plain.forecast()
+    assert fetches == [("org/model", str(tmp_path), False)], "once"
+    others = {"cache_dir": str(tmp_path), "torch_dtype": torch.bfloat16}
+    assert _forecast("org/model", others) == plain.forecast(), "on ranks too, where memory is short"

@@ -26,7 +26,7 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any, **__: Any) -> None:
         pytest.fail("a worker was started")
 
-    monkeypatch.setattr("patchpar.launch.pool.WorkerProcess", started)
+    monkeypatch.setattr("patchpar.launch.worker_start.WorkerProcess", started)
     monkeypatch.setattr("patchpar.pipeline.startup.InlineExecutor.call", started)
 
 

@@ -239,24 +239,40 @@ def victims(pipe: Any) -> list[str]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3", "sd_controlnet"])
 def test_each_rank_dies_at_each_point(name: str, plan: str, tmp_path: Path) -> None:
+    lose_each_rank(name, plan, tmp_path, signal.SIGKILL, slice(None), deadline=60.0)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "sd_controlnet"])
+def test_each_rank_stands_still(name: str, plan: str, tmp_path: Path) -> None:
+    """At the first and at a later point: each costs a deadline."""
+    lose_each_rank(name, plan, tmp_path, signal.SIGSTOP, slice(0, None, 4), deadline=10.0)
+
+
+def lose_each_rank(
+    name: str, plan: str, tmp_path: Path, sign: signal.Signals, points: slice, *, deadline: float
+) -> None:
+    """Send each rank of a plan a signal at some points of its denoiser: each time its job ends all the same."""
     tiny = build(name)
     denoiser = tiny.pipe.unet if hasattr(tiny.pipe, "unet") else tiny.pipe.transformer
     orders = tmp_path / "orders"
     orders.write_text("")
-    paths = victims(tiny.pipe)
+    paths = victims(tiny.pipe)[points]
     for path in paths:
         layer = denoiser.get_submodule(path)
         layer.register_forward_pre_hook(DiesAt(path, orders))
     call = {**tiny.call_kwargs, "num_inference_steps": 5, "output_type": "latent"}
     want = tiny.pipe(**call, generator=generator())
     stale = "strategy" in plan
-    with ParallelPipeline(tiny.pipe, devices="cpu:3", verify=tmp_path / "verifications") as pipe:
+    cache = tmp_path / "verifications"
+    with ParallelPipeline(tiny.pipe, devices="cpu:3", verify=cache, deadline=deadline) as pipe:
         pipe.set_progress_bar_config(disable=True)
         alone = pipe.submit(**call, plan=plan, generator=generator()).result(SECONDS)
         for rank in range(len(pipe.submit(**call, plan=plan).result(SECONDS) and pipe.last_run.ranks)):
             for path in paths:
                 before = pipe._executor.pids
-                orders.write_text(f"{before[rank]} 3 {path}")
+                orders.write_text(f"{before[rank]} 3 {path} {sign.name}")
                 job = pipe.submit(**call, plan=plan, generator=generator())
                 found = job.result(SECONDS)
                 assert (orders.read_text(), job.retries) == ("", 1), (rank, path)

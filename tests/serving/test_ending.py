@@ -8,23 +8,31 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from patchpar import ParallelPipeline
 from patchpar.cli import app as command
 from patchpar.cli.shutdown import ended_by_signals
+from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.serving.server import serve
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServerSettings
 from tests.serving.fakes import FakeGenerator
 from tests.serving.requests import PATH
+from tests.serving.test_images import SMALL, generated, image_of
 
 BODY = {"prompt": "a fox"}
+SECONDS = 300.0
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -83,22 +91,80 @@ def test_what_cannot_work_is_reported_before_anything_is_started(arguments: list
     assert message in response.output
 
 
-@pytest.mark.breadth
-def test_the_command_with_two_workers() -> None:
-    """As somebody starts it: an image, then SIGTERM; the workers are gone with it."""
-    arguments = [sys.executable, "-m", "patchpar", "serve", "embedded", "--devices", "cpu:2", "--port", "0"]
+@contextmanager
+def command_of(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command with two workers, as somebody starts it: its process and the URL of images."""
+    arguments = [sys.executable, "-m", "patchpar", "serve", "embedded", "--devices", "cpu:2", "--port", "0", *flags]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
         url = re.findall(r"http://\S+", next(line for line in process.stdout if "http://" in line))[0]
-        assert url.endswith(f"{PATH}")
-        found = httpx.post(url, json={**BODY, "size": "64x64", "num_inference_steps": 2}, timeout=60).json()
-        assert found["patchpar"]["ranks"] == 2
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(60) == 143
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
+        assert url.endswith(PATH)
+        yield process, url
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def ended_by(process: subprocess.Popen[str], number: signal.Signals) -> int:
+    """Send a signal, and return the exit code; the workers are gone with the process."""
+    os.kill(process.pid, number)
+    code = process.wait(SECONDS)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return code
+
+
+@pytest.mark.breadth
+def test_the_command_with_two_workers() -> None:
+    """An image, then SIGTERM."""
+    with command_of() as (process, url):
+        found = httpx.post(url, json={**BODY, "size": "64x64", "num_inference_steps": 2}, timeout=SECONDS).json()
+        assert found["patchpar"]["ranks"] == 2
+        assert ended_by(process, signal.SIGTERM) == 143
+
+
+@pytest.mark.breadth
+@pytest.mark.timeout(1200)
+def test_sigterm_under_load_loses_no_finished_denoiser_call(pipe: ParallelPipeline, tmp_path: Path) -> None:
+    """A result that nobody has fetched, a request that runs, one that waits, and a client who waits for a fourth."""
+
+    def posted(url: str, seed: int, steps: int) -> str:
+        body = {**SMALL, "seed": seed, "num_inference_steps": steps}
+        return str(httpx.post(f"{url}?async=true", json=body, timeout=SECONDS).json()["id"])
+
+    def job(url: str, name: str) -> Any:
+        return httpx.get(f"{url.removesuffix(PATH)}/v1/jobs/{name}", timeout=SECONDS).json()
+
+    def ended(url: str, name: str) -> Any:
+        give_up = time.monotonic() + SECONDS
+        while (found := job(url, name))["status"] != "completed":
+            assert found["status"] in ("queued", "in_progress"), found
+            assert time.monotonic() < give_up
+            time.sleep(0.2)
+        return found
+
+    flags = ("--journal", str(tmp_path), "--grace", "0.1", "--plan", "cfg=2")
+    with command_of(*flags) as (process, url), ThreadPoolExecutor(1) as pool:
+        finished = posted(url, 1, 2)
+        result = ended(url, finished)["result"]
+        running, waiting = posted(url, 2, 60), posted(url, 3, 2)
+        waits = pool.submit(httpx.post, url, json={**SMALL, "seed": 4, "num_inference_steps": 2}, timeout=SECONDS)
+        while (step := job(url, running)["step"]) < 5 or job(url, waiting)["status"] != "queued":
+            time.sleep(0.02)
+        assert ended_by(process, signal.SIGTERM) == 143
+        moved = str(waits.result(SECONDS).json()["error"]["message"]).rpartition("/")[2]
+    names = {finished, running, waiting, moved}
+    assert {each.name for each in tmp_path.iterdir()} == names
+    assert SuspendedCall.load(tmp_path / running / "call.safetensors").num_calls >= step
+    with command_of(*flags) as (process, url):
+        assert job(url, finished)["result"] == result
+        for name, seed, steps in ((running, 2, 60), (waiting, 3, 2), (moved, 4, 2)):
+            (image,) = ended(url, name)["result"]["data"]
+            want = generated(pipe, seed, num_inference_steps=steps)
+            assert np.abs(image_of(image["b64_json"]).astype(int) - want.astype(int)).max() <= 1, "of 255, on two ranks"
+        body = {**SMALL, "seed": 2, "num_inference_steps": 60}
+        at_once = httpx.post(url, json=body, timeout=SECONDS).json()["data"]
+        assert at_once == job(url, running)["result"]["data"], "bit for bit that of a server that does not end"
+        assert ended_by(process, signal.SIGTERM) == 143

@@ -174,6 +174,13 @@ def test_a_page_of_another_site_reaches_nothing(strict: Any) -> None:
     assert strict.options(PATH, headers={"Origin": "http://evil.example"}).status_code == 405
 
 
+@pytest.mark.parametrize("origin", ["http://[", "null", "http://other.example"])
+def test_origins_of_forms(client: Any, origin: str) -> None:
+    form = {"files": {"image": ("a.png", b"none")}, "data": {"prompt": "a"}}
+    response = client.post("/v1/images/edits", **form, headers={"Origin": origin})
+    assert error_of(response, 403)["code"] == "foreign_origin"
+
+
 def test_models_and_paths(client: Any) -> None:
     assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["fake"]  # not the folder's path
     assert client.get("/v1/models/fake").json()["object"] == "model"

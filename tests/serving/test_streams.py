@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import wave
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,6 +133,7 @@ def test_audio_and_controls(client: Any, streams: StreamService) -> None:
         ({"seconds": 31}, "seconds", "above_limit"),
         ({"seconds": 0}, "seconds", "invalid_value"),
         ({"fps": 1000}, "fps", "invalid_value"),
+        ({"fps": 0.001}, "fps", "invalid_value"),
         ({"seed": -1}, "seed", "invalid_value"),
         ({"model": "other"}, "model", "model_not_found"),
     ],
@@ -182,15 +184,48 @@ def test_a_socket_needs_the_key_of_its_stream(face: StreamingPipeline) -> None:
     for refused in (client_of(app), other):
         with pytest.raises(WebSocketDisconnect), refused.websocket_connect(WS + path):
             pass
-    with (
-        pytest.raises(WebSocketDisconnect),
-        owner.websocket_connect(WS + path, headers={"Origin": "http://evil.example"}),
-    ):
-        pass
+    for origin in ("http://evil.example", "null", "http://["):
+        with pytest.raises(WebSocketDisconnect), owner.websocket_connect(WS + path, headers={"Origin": origin}):
+            pass
     assert other.get(path).status_code == 404
     with owner.websocket_connect(WS + path) as socket:
         received(socket, "media_end")
     assert service.drain(20)
+
+
+def test_a_browser_gets_in_with_a_ticket(face: StreamingPipeline) -> None:
+    """It cannot send a key with a WebSocket. A ticket opens the WebSocket of one stream, once; no URL has a secret."""
+    service = service_with(face, keys=ApiKeys.of(KEY, "another-key-of-someone"))
+    app = stream_application(service)
+    owner, other, browser = client_of(app, KEY), client_of(app, "another-key-of-someone"), client_of(app)
+    path = f"{STREAMS}/{owner.post(STREAMS, json=SHORT).json()['id']}"
+    assert error_of(browser.post(f"{path}/tickets"), 401)["code"] == "invalid_api_key"
+    assert error_of(other.post(f"{path}/tickets"), 404)["code"] == "not_found"
+    made = owner.post(f"{path}/tickets")
+    protocols = made.json()["protocols"]
+    assert made.headers["cache-control"] == "no-store"
+    wrong = [protocols[0], protocols[1][:-1]]
+    for refused, query in ((wrong, ""), (protocols[:1], ""), ([], f"?key={KEY}"), ([KEY], "")):
+        with pytest.raises(WebSocketDisconnect), browser.websocket_connect(WS + path + query, subprotocols=refused):
+            pass
+    with browser.websocket_connect(WS + path, subprotocols=protocols) as socket:
+        assert socket.accepted_subprotocol == protocols[0] == "patchpar.stream"
+        with pytest.raises(WebSocketDisconnect), browser.websocket_connect(WS + path, subprotocols=protocols):
+            pass
+        received(socket, "media_end")
+    assert service.drain(20)
+
+
+def test_audio_longer_than_a_stream_is_refused(face: StreamingPipeline) -> None:
+    """A small file can hold days of silence: no more of it is decoded."""
+    client = client_of(stream_application(service_with(face, limits=RequestLimits(stream_seconds=1.0))))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as audio:
+        audio.setparams((1, 2, 8000, 0, "NONE", ""))
+        audio.writeframes(bytes(2 * 8000 * 2))
+    error = error_of(client.post(STREAMS, files={"audio_file": ("a.wav", file.getvalue())}, data={"seed": "1"}), 400)
+    assert error["code"] == "invalid_audio"
+    assert "audio_file (pcm_s16le, 8000 samples/s, 1 channel) is longer than 1 s" in error["message"]
 
 
 def test_a_model_that_is_none_for_streams(app: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from patchpar import ParallelPipeline, PlanError
+from patchpar.serving import service as service_module
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
@@ -133,6 +134,8 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
     assert not first.drain(0.0)
     first.close()
     asks.join(20)
+    view = client.get(f"/v1/jobs/{running}").json()
+    assert (view["status"], view["error"]) == ("in_progress", None), "who polls goes on polling"
     error = error_of(answers[0], 503)
     moved = error["message"].rpartition("/")[2]
     assert (error["code"], moved.startswith("job_")) == ("draining", True)
@@ -154,6 +157,22 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
         until(lambda: not list(tmp_path.iterdir()), "the journal to be empty")
     finally:
         second.close()
+
+
+def test_a_request_in_a_long_denoiser_call_is_written_as_it_was_before_it(
+    pipe: ParallelPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not wait until the call has ended, and what was made before is not lost."""
+    first = server_of(pipe, tmp_path)
+    client = client_of(application(first))
+    name = client.post(f"{PATH}?async=true", json=BODY).json()["id"]
+    until(lambda: client.get(f"/v1/jobs/{name}").json()["step"] >= 3, "three steps")
+    monkeypatch.setattr(service_module, "SUSPEND_SECONDS", 0.0)
+    monkeypatch.setattr(Job, "suspend", lambda job: None)  # it comes to no further denoiser call
+    first.close()
+    (entry,) = RequestJournal(tmp_path).entries("embedded")
+    assert entry.kept.suspended is not None
+    assert 3 <= entry.kept.suspended.num_calls <= STEPS
 
 
 @pytest.fixture
@@ -189,6 +208,7 @@ def test_a_broken_entry_stays_and_the_others_are_taken_up(journaled: Any, text: 
     assert take_up(service) == 1
     client = client_of(application(service))
     until(lambda: client.get(f"/v1/jobs/{name}").json()["status"] == "completed", "the whole one")
+    client.delete(f"/v1/jobs/{name}")
     service.close()
     assert {each.name for each in folder.iterdir()} == {broken.name, "notes.txt"}
 

@@ -55,6 +55,13 @@ def test_files_without_audio(tmp_path: Path) -> None:
         read_audio(tmp_path / "mute.mp4", 16000)
 
 
+def test_no_more_is_decoded_than_may_be_there(tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "long.wav", tone(8000, 1.0), 8000)
+    assert len(read_audio(path, 8000, most=1.0).samples) == 8000
+    with pytest.raises(PlanError, match=r"long.wav .* is longer than 0.5 s: cut it there"):
+        read_audio(path, 8000, most=0.5)
+
+
 def write_flac(path: Path) -> Path:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("flac", rate=16000, layout="mono")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -66,3 +67,6 @@ def test_credit_is_bounded() -> None:
 def test_a_parameter_that_is_none() -> None:
     with pytest.raises(PlanError, match="'loudness' is unknown: use one of audio_scale"):
         Parameter(name="loudness", value=1)
+    for value in (math.nan, math.inf, 1e300, "1"):
+        with pytest.raises(PlanError, match="it must be a number from -10000 to 10000"):
+            Parameter(name="audio_scale", value=value)  # type: ignore[arg-type]

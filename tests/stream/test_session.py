@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied
+from patchpar.stream import driver as stream_driver
 from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
 from patchpar.stream.audio.keep_alive import MARGIN, KeepAlive
@@ -379,18 +380,41 @@ def test_the_clock_paces_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         def monotonic() -> float:
             return now[0]
 
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            slept.append(round(seconds, 6))
-            now[0] += seconds
+    def sleep(_: StreamSession, seconds: float) -> None:
+        slept.append(round(seconds, 6))
+        now[0] += seconds
 
     monkeypatch.setattr(session_module, "time", Clock)
+    monkeypatch.setattr(StreamSession, "_sleep", sleep)
     with session(Ranks(), blocks=5, pace="realtime").begin() as stream:
         next(stream), next(stream)
         now[0] += 1.0
         next(stream), next(stream)
     # A chunk that is a second late is shown at once, and the one after it follows at 1.1 times its speed.
     assert slept == [0.0, 3 / 20, 0.0, round(4 / 20 / 1.1, 6)]
+
+
+def test_a_cancelled_stream_waits_for_no_clock() -> None:
+    ends = []
+    with session(Ranks(), blocks=5, pace="realtime").begin() as stream:
+        stream._format = replace(FORMAT, fps=0.01)  # the next chunk is due in minutes
+        next(stream)
+        taking = threading.Thread(target=lambda: ends.append(next(stream, None)))
+        taking.start()
+        while len(stream._outputs) > 1:
+            time.sleep(0.01)
+        stream.cancel()
+        taking.join(10)
+        assert not taking.is_alive()
+
+
+def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_driver, "MAX_UPDATES", 2)
+    with session(Ranks(), blocks=None).begin() as stream:
+        for at in (1000, 2000):
+            stream.set_param("audio_scale", 0.5, at=at)
+        with pytest.raises(PlanError, match="2 changes wait for blocks that have not begun"):
+            stream.set_param("audio_scale", 0.5, at=3000)
 
 
 # --- sound ---------------------------------------------------------------------------------------------------------
@@ -528,6 +552,19 @@ def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCa
         assert stream.behind > 0.5
         (record,) = caplog.records
     assert "s late; those after it follow at 1.1 times their speed" in record.getMessage()
+
+
+def test_audio_that_is_ahead_is_known_and_an_interruption_drops_it() -> None:
+    track = AudioTrack(AUDIO, FRAMES)
+    with session(Ranks(), blocks=None, credit=1, track=track).begin() as stream:
+        assert stream.audio_ahead == 0.0
+        stream.push_audio(torch.zeros(40_000), 2000)
+        next(stream)
+        assert 18 < stream.audio_ahead < 20, "20 s, but for a block or two"
+        stream.interrupt()
+        assert stream.audio_ahead == 0.0
+    with session(Ranks(), blocks=1).begin() as silent:
+        assert silent.audio_ahead == 0.0
 
 
 def test_audio_does_not_pile_up() -> None:

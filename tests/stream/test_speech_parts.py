@@ -208,3 +208,9 @@ def test_another_wav2vec2_is_refused(tmp_path: Path) -> None:
     assert SpeechFeatures.load(tmp_path, rate=16000, layers=LAYERS, features=FEATURES).normalises
     with pytest.raises(UnsupportedModel, match=r"3 hidden states of width 16, but .* 25 of width 1024"):
         SpeechFeatures.load(tmp_path, rate=16000, layers=25, features=1024)
+    (tmp_path / "preprocessor_config.json").write_text('{"sampling_rate": 8000}')
+    with pytest.raises(UnsupportedModel, match="hears 8000 samples per second, and the model was trained with 16000"):
+        SpeechFeatures.load(tmp_path, rate=16000, layers=LAYERS, features=FEATURES)
+    (tmp_path / "config.json").write_text('{"model_type": "wav2vec2", "conv_dim": 3}')
+    with pytest.raises(PlanError, match="cannot be loaded as a wav2vec2 model"):
+        SpeechFeatures.load(tmp_path, rate=16000, layers=LAYERS, features=FEATURES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from patchpar.errors import PlanError
 from patchpar.models.files import inspect_folder, resolve_model
+from patchpar.models.hub import cached_model
 
 WEIGHTS = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
 
@@ -30,6 +32,44 @@ def folder(path: Path, *, name: str = "diffusion_pytorch_model.safetensors") -> 
     (path / "model_index.json").write_text(json.dumps(entries))
     save_file(WEIGHTS, path / "unet" / name)
     return path
+
+
+def in_cache(path: Path, cache: Path) -> dict[str, str]:
+    """Options for a loader that finds the folder's files in the hub's cache, as org/model."""
+    repository = cache / "models--org--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / ("0" * 40)).symlink_to(path)
+    return {"cache_dir": str(cache)}
+
+
+def test_a_name_of_the_hub_whose_files_are_in_the_cache(tmp_path: Path) -> None:
+    options = in_cache(folder(tmp_path / "model"), tmp_path / "cache")
+    found = cached_model("org/model", options)
+    assert found is not None
+    assert found.weight_bytes == inspect_folder(tmp_path / "model").weight_bytes
+    assert cached_model("org/model", {**options, "revision": "v2"}) is None
+    assert cached_model("org/other", options) is None
+
+
+@pytest.mark.parametrize("missing", ["unet", "scheduler", "1 of 2", "part of a file"])
+def test_a_name_of_the_hub_with_files_to_be_fetched(tmp_path: Path, missing: str) -> None:
+    """As after a fetch that was interrupted, or of the index alone."""
+    whole = folder(tmp_path / "model", name="diffusion_pytorch_model-00001-of-00002.safetensors")
+    options, file = (
+        in_cache(whole, tmp_path / "cache"),
+        whole / "unet" / "diffusion_pytorch_model-00002-of-00002.safetensors",
+    )
+    save_file(WEIGHTS, file)
+    assert cached_model("org/model", options) is not None
+    if missing == "1 of 2":
+        file.unlink()
+    elif missing == "part of a file":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        shutil.rmtree(whole / missing)
+    assert cached_model("org/model", options) is None
 
 
 def test_a_whole_folder(tmp_path: Path) -> None:

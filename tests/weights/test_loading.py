@@ -166,3 +166,19 @@ def test_private_memory_of_a_rank(large: str, dtype: torch.dtype) -> None:
     limits = {phase: plain[phase] - of_whole + more for phase in PHASES}
     assert all(found[phase] <= limits[phase] for phase in PHASES), (found, limits)
     assert not of_whole or all(plain[phase] > limits[phase] for phase in PHASES), "whole weights keep the limit"
+
+
+@pytest.mark.breadth
+def test_private_memory_of_a_rank_beside_weights_of_the_host(large: str) -> None:
+    """Slots and 10 % of W in every call: what the first one takes beyond that is W/n in the memory of the host.
+
+    The system counts it as the process's own until another rank has read it, and nobody's from then on.
+    """
+    files = sum(file.stat().st_size for file in Path(large).rglob("*.safetensors"))
+    plain, found = (memory_of(large, 2, torch.bfloat16, kind) for kind in ("whole", "hosted"))
+    more = files / 10 + HEAP  # whole weights in this dtype are pages of the files
+    assert found["loading"] <= plain["loading"] + more + files / 2
+    assert 0.9 * files / 2 < found["unshared"] <= files / 2 + HEAP
+    assert found["first"] - found["unshared"] <= plain["first"] + found["slots"] + more
+    assert found["generating"] <= plain["generating"] + found["slots"] + more
+    assert found["unshared after"] < HEAP

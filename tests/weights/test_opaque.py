@@ -13,6 +13,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Mesh
+from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.packed import packed_blocks
 from patchpar.shard.weights.sharded import SLOTS
 from tests.unit.threads import on_threads
@@ -76,3 +77,17 @@ def test_blocks_in_the_graph_of_a_compiled_part_stay_whole(caplog: pytest.LogCap
     network[1].compile()
     with pytest.raises(UnsupportedModel, match=r"compiled modules \(0\), whose graphs would contain the gathers"):
         packed_blocks(network, x.device)
+
+
+@torch.no_grad()
+def test_blocks_that_code_outside_reads_stay_whole_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    network, x = networks.build("read outside"), networks.sample()
+    wanted, axis = network(x), Mesh(0, range(1), patch=1)["patch"]
+    weights = joined(network, Communicator(SharedMemoryTransport(0, {}, x.device, 1.0)), axis, "hosted")
+    with caplog.at_level(logging.WARNING):
+        keep_what_is_read_outside(weights, lambda: network(x))
+    (message,) = (each.message for each in caplog.records if "code outside" in each.message)
+    assert message.endswith("code outside blocks.1, blocks.4 reads their weights, so they stay whole")
+    assert weights.in_slots == [0, 2, 3]
+    assert equal(network(x), wanted)
+    weights.restore()

@@ -17,7 +17,7 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, LaunchError
 from patchpar.launch.accelerators import HOST_BACKENDS, group_backend
 from patchpar.launch.executor import RankContext
-from patchpar.launch.links import RETRY_SECONDS, PeerLink
+from patchpar.launch.links import RETRY_SECONDS, RankLink
 
 T = TypeVar("T", bound=Transport)
 HERE = b"h"  # sent by each rank to each other, so that a rank that did not connect is noticed now and not much later
@@ -28,9 +28,9 @@ def connect(endpoint: RankContext, *, through: str = "auto", ranks: Collection[i
     """Connect this rank with the others of `ranks` (default: all). `endpoint.wait_limit` bounds every wait.
 
     `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which must be initialised,
-    and of which all ranks connect). "auto" is shared memory where all ranks are on one host and do not use NCCL. Raises
-    ExchangeError, also where a rank does not connect: it would read the sockets it did not take as those of the next
-    connection.
+    and of which all ranks connect). "auto" is shared memory, between nodes TCP, where ranks have links and do not use
+    NCCL. Raises ExchangeError, also where a rank does not connect: it would read the sockets it did not take as those
+    of the next connection.
     """
     device = torch.device(endpoint.device)
     if through == "torch" or (through == "auto" and (endpoint.links is None or _over_nccl(device))):
@@ -123,7 +123,7 @@ def _over_nccl(device: torch.device) -> bool:
 
 
 def _connect_pairs(
-    endpoint: RankContext, links: Mapping[int, PeerLink], peers: Sequence[int]
+    endpoint: RankContext, links: Mapping[int, RankLink], peers: Sequence[int]
 ) -> dict[int, socket.socket]:
     """Return a line to each of `peers`, which all do the same. Raises ExchangeError, with all lines closed."""
     lines: dict[int, socket.socket] = {}

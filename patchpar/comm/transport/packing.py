@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from patchpar.comm.kernels.pack_tensors import pack_tensors
 from patchpar.comm.transport.message import TensorSpec
 from patchpar.comm.transport.message_memory import MessageMemory, buffer_for
 
@@ -30,6 +31,11 @@ class MessageLayout:
     dtype: torch.dtype
     offsets: tuple[int, ...]
     size: int
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """What `pack_tensors` writes: number and first element of each tensor."""
+        return tuple(number for piece in enumerate(self.offsets) for number in piece)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a buffer [size] without values."""
@@ -57,11 +63,27 @@ def layout_of(specs: tuple[TensorSpec, ...]) -> MessageLayout:
     return MessageLayout(specs, dtype, tuple(offsets), end)
 
 
-def copies_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return contiguous copies of `tensors`, of any shape: by one launch where they are alike."""
-    if len(tensors) > 1 and len({(x.shape, x.dtype) for x in tensors}) == 1:
-        return torch.stack(tuple(tensors)).unbind()
-    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+def packed(
+    tensors: Sequence[Tensor],
+    pieces: tuple[int, ...],
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: MessageMemory | None,
+) -> Tensor:
+    """Return a buffer [size] of `dtype` with `tensors`, of any shape, at `pieces`, see `pack_tensors`.
+
+    What a single contiguous tensor fills is that tensor, unless `memory` has the buffer.
+    """
+    if memory is None and pieces == (0, 0) and tensors[0].numel() == size and tensors[0].dtype == dtype:
+        return tensors[0].detach().reshape(-1).contiguous()  # of one column of a map, one dim is a view with gaps
+    buffer = buffer_for(memory, "sent", size, dtype, device)
+    if tensors:
+        pack_tensors(buffer, tensors, pieces)
+    if memory is not None:
+        placed = zip(pieces[::2], pieces[1::2], strict=True)
+        memory.hold_sent(buffer, {id(tensors[number]): start * dtype.itemsize for number, start in placed})
+    return buffer
 
 
 def pack(tensors: Sequence[Tensor], size: int | None = None, memory: MessageMemory | None = None) -> Tensor:
@@ -70,25 +92,9 @@ def pack(tensors: Sequence[Tensor], size: int | None = None, memory: MessageMemo
     `size` may be larger than the layout's; the rest has no values. A single contiguous tensor is not copied, unless to
     `memory`, which then has the buffer.
     """
-    flat = [x.detach().reshape(-1) for x in tensors]
     layout = layout_of(tuple(map(TensorSpec.of, tensors)))
     size = layout.size if size is None else size
-    if len(flat) == 1 and size == layout.size and memory is None:
-        return flat[0].contiguous()  # of one column of a map, one dim is a view with gaps
-    parts, end = [], 0
-    for x, offset in zip(flat, layout.offsets, strict=True):
-        if offset > end:
-            parts.append(x.new_empty(offset - end, dtype=layout.dtype))
-        parts.append(x if x.dtype == layout.dtype else x.view(layout.dtype))
-        end = offset + parts[-1].numel()
-    if size > end:
-        parts.append(flat[0].new_empty(size - end, dtype=layout.dtype))
-    if memory is None:
-        return torch.cat(parts)
-    packed = torch.cat(parts, out=memory.take("sent", size, layout.dtype, flat[0].device))
-    starts = (offset * layout.dtype.itemsize for offset in layout.offsets)
-    memory.hold_sent(packed, dict(zip(map(id, tensors), starts, strict=True)))
-    return packed
+    return packed(tensors, layout.pieces, size, layout.dtype, tensors[0].device, memory)
 
 
 def offset_of(x: Tensor) -> tuple[int, int]:
@@ -167,26 +173,13 @@ def pack_row(
     `memory`: has the buffer, if given.
     """
     row = row_of(tuple(tuple(map(TensorSpec.of, tensors)) for tensors in messages))
-    given = {id(x): x.detach() for tensors in messages for x in tensors}  # a tensor to several ranks: once
-    strided = [key for key, x in given.items() if not x.is_contiguous()]
-    given |= zip(strided, copies_of([given[key] for key in strided]), strict=True)
-    flat = {key: x.view(-1) for key, x in given.items()}
-    dtypes = {x.dtype for x in flat.values()}
+    given = {id(x): x for tensors in messages for x in tensors}  # a tensor to several ranks: once
+    numbers = {key: number for number, key in enumerate(given)}
+    dtypes = {x.dtype for x in given.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-    parts, offsets, end = [], dict[int, int](), 0
+    pieces = list[int]()
     for tensors, layout, start in zip(messages, row.layouts, row.starts, strict=True):
         for x, offset in zip(tensors, layout.offsets, strict=True):
-            at = offsets[id(x)] = start + offset * layout.dtype.itemsize
-            if at > end:
-                parts.append(torch.empty((at - end) // dtype.itemsize, dtype=dtype, device=device))
-            parts.append(flat[id(x)] if x.dtype == dtype else flat[id(x)].view(torch.uint8))
-            end = at + parts[-1].numel() * dtype.itemsize
-    if row.size > end:
-        parts.append(torch.empty((row.size - end) // dtype.itemsize, dtype=dtype, device=device))
-    if not parts:
-        return torch.empty(0, dtype=torch.uint8, device=device), row
-    if memory is None:
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(torch.uint8), row
-    buffer = torch.cat(parts, out=memory.take("sent", row.size // dtype.itemsize, dtype, device))
-    memory.hold_sent(buffer, offsets)
-    return buffer.view(torch.uint8), row
+            pieces += (numbers[id(x)], (start + offset * layout.dtype.itemsize) // dtype.itemsize)
+    size = row.size // dtype.itemsize
+    return packed(list(given.values()), tuple(pieces), size, dtype, device, memory).view(torch.uint8), row

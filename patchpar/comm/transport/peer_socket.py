@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.transport.arena import Arena, map_segment
+from patchpar.comm.transport.arena import Arena, Segment, map_segment
 
 FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
 MESSAGE, NEW_SEGMENT, DONE, DROPPED = 1, 2, 3, 4
@@ -22,6 +22,13 @@ class ArrivedMessage(NamedTuple):
     memory: Tensor
     offset: int
     num_bytes: int
+
+
+class OutgoingFrame(NamedTuple):
+    """What is sent through the socket for a message: bytes, and a descriptor with the first of them."""
+
+    data: memoryview
+    descriptor: int | None = None
 
 
 class PeerSocket:
@@ -70,6 +77,20 @@ class PeerSocket:
             self.arrived[self.num_arrived] = ArrivedMessage(segment, self.mapped[segment], offset, num_bytes)
             self.num_arrived += 1
         return True
+
+    def frame_of(self, segment: Segment, offset: int, num_bytes: int) -> OutgoingFrame:
+        """Return the frame of a message of `num_bytes` that lies in a segment, to be read there."""
+        segment.unread += 1
+        self.unread[segment.number] += 1
+        if segment.number in self.known:
+            return OutgoingFrame(memoryview(FRAME.pack(MESSAGE, segment.number, offset, num_bytes)))
+        self.known.add(segment.number)
+        frame = FRAME.pack(NEW_SEGMENT, segment.number, offset, num_bytes)
+        return OutgoingFrame(memoryview(frame), segment.descriptor)
+
+    def done_with(self, segment: int) -> OutgoingFrame:
+        """Return the frame that says that a message has been read."""
+        return OutgoingFrame(memoryview(FRAME.pack(DONE, segment, 0, 0)))
 
     def end(self, arena: Arena) -> None:
         """Close it, and free the space of messages that the peer will not read. Those that have come are lost too."""

@@ -1,5 +1,7 @@
 """Messages between ranks of one host: shared memory for the data, a socket per pair of ranks for notifications.
 
+Messages to ranks on other nodes go through the socket itself, see `peer_stream`.
+
     sender                                    receiver
     copy tensors into own arena
     message: (segment, offset, bytes) ---->   copy out of the mapped segment
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from patchpar.comm.transport.arena import Arena, Segment
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
-from patchpar.comm.transport.peer_socket import DONE, DROPPED, FRAME, MESSAGE, NEW_SEGMENT, ArrivedMessage, PeerSocket
+from patchpar.comm.transport.peer_socket import DROPPED, FRAME, ArrivedMessage, OutgoingFrame, PeerSocket
+from patchpar.comm.transport.peer_stream import PeerStream, is_between_nodes
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
@@ -37,7 +40,7 @@ Numbered = tuple[PeerSocket, int]
 
 
 class SharedMemoryTransport(Poisonable):
-    """Messages from one rank to other ranks of its host, over the sockets `links`. `add` takes further ones.
+    """Messages from one rank to others over the sockets `links`, most of them of its host. `add` takes further ones.
 
     `deadline`: seconds of one wait.
     """
@@ -57,7 +60,7 @@ class SharedMemoryTransport(Poisonable):
         for peer, link in links.items():
             if peer in self._lines:
                 self._lines[peer].end(self._arena)
-            self._lines[peer] = PeerSocket(peer, link)
+            self._lines[peer] = PeerStream(peer, link) if is_between_nodes(link) else PeerSocket(peer, link)
         self._spin = SPIN_SECONDS if len(self._lines) < _own_cores() else 0.0
 
     @property
@@ -87,10 +90,11 @@ class SharedMemoryTransport(Poisonable):
         Peers free `memory` [bytes] when they have read what was sent from it.
         """
         number = self._arena.drop(memory)
+        frame = FRAME.pack(DROPPED, number or 0, 0, 0)
         for line in self._lines.values():
             if number is not None and number in line.known:
                 with contextlib.suppress(ExchangeError):  # a peer that has left has freed it
-                    self._send_frame(line, FRAME.pack(DROPPED, number, 0, 0), "unregister memory")
+                    self._send_frame(line, OutgoingFrame(memoryview(frame)), "unregister memory")
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones.
@@ -113,16 +117,8 @@ class SharedMemoryTransport(Poisonable):
             line.read(self._arena)  # messages that have been read free their space
         segment, offset, total = self._registered(message) or self._copied(message)
         for peer in message.peers:
-            segment.unread += 1
             line = self._lines[peer]
-            line.unread[segment.number] += 1
-            if segment.number in line.known:
-                self._send_frame(line, FRAME.pack(MESSAGE, segment.number, offset, total), where)
-            else:
-                line.known.add(segment.number)
-                self._send_frame(
-                    line, FRAME.pack(NEW_SEGMENT, segment.number, offset, total), where, segment.descriptor
-                )
+            self._send_frame(line, line.frame_of(segment, offset, total), where)
 
     def _registered(self, message: Outgoing) -> tuple[Segment, int, int] | None:
         """Return where the message lies, if peers can read it there: its segment, offset and bytes."""
@@ -142,15 +138,14 @@ class SharedMemoryTransport(Poisonable):
             at, total = at + aligned(num_bytes), total + num_bytes
         return segment, offset, total
 
-    def _send_frame(self, line: PeerSocket, frame: bytes, where: str, descriptor: int | None = None) -> None:
-        give_up = time.monotonic() + self.deadline
-        while True:
+    def _send_frame(self, line: PeerSocket, frame: OutgoingFrame, where: str) -> None:
+        give_up, (data, descriptor) = time.monotonic() + self.deadline, frame
+        while data:
             try:
                 if descriptor is None:
-                    line.link.send(frame)  # a frame this small is sent whole or not at all
+                    data = data[line.link.send(data) :]  # a frame without its message is sent whole or not at all
                 else:
-                    socket.send_fds(line.link, [frame], [descriptor])
-                return
+                    data, descriptor = data[socket.send_fds(line.link, [data], [descriptor]) :], None
             except BlockingIOError:  # the peer's buffer is full: read meanwhile, or both ranks would block
                 self._sleep(give_up, where, line, writing=True)
             except OSError as error:
@@ -180,7 +175,7 @@ class SharedMemoryTransport(Poisonable):
             received.append(view.to(self.device, copy=True) if into is None else into.copy_(view))
             offset += aligned(spec.num_bytes)
         with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
-            self._send_frame(line, FRAME.pack(DONE, segment, 0, 0), where)
+            self._send_frame(line, line.done_with(segment), where)
         return received
 
     def has_come(self, numbered: Numbered) -> bool:

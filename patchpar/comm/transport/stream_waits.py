@@ -90,7 +90,9 @@ class StreamWaits:
         for work in works:
             work.wait()
         end.record()
-        self._add((time.monotonic(), begin.query, end.query, what))
+        self._awaited.append((time.monotonic(), begin.query, end.query, what))
+        if not self._has_news:
+            self._tell()
         return StreamStall(begin, end)
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -98,12 +100,12 @@ class StreamWaits:
 
         Its time begins when that which the stream began before is over.
         """
-        self._add((time.monotonic(), lambda: False, is_over, what))  # it computes too
+        self._awaited.append((time.monotonic(), lambda: False, is_over, what))  # it computes too
+        if not self._has_news:
+            self._tell()
 
-    def _add(self, awaited: Awaited) -> None:
-        self._awaited.append(awaited)
-        if self._has_news:  # the thread looks again after it has cleared this, so that nothing is missed without a lock
-            return
+    def _tell(self) -> None:
+        """Let the thread look; it looks again after it has cleared `_has_news`: nothing is missed without a lock."""
         self._has_news = True
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)

@@ -40,7 +40,7 @@ class TorchCollectives:
 
     def __init__(self, groups: ProcessGroups, device: torch.device, start: Start) -> None:
         self._groups, self._device, self._start = groups, device, start
-        self._methods: dict[tuple[tuple[int, ...], bool], _GroupMethods] = {}
+        self._methods = _KnownMethods(groups)
         self._peers: dict[tuple[int, ...], PeerMemory] = {}  # in use
         self._tried: dict[tuple[int, ...], PeerMemory | None] = {}
 
@@ -83,7 +83,7 @@ class TorchCollectives:
         way: PeerMemory | _GroupMethods | None = None
         if self._peers and not bulk and own.numel() * own.element_size() <= SLOT:
             way = self._peers.get(ranks)
-        way = way or self._of(ranks, bulk=bulk)
+        way = way or self._methods[ranks, bulk]
         begin = partial(way.all_gather, own, rows)
         return self._start(FilledBuffer, begin, ((own,), (rows,)), incoming, where)
 
@@ -98,7 +98,7 @@ class TorchCollectives:
         bulk: bool = False,
     ) -> Work[Messages]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
-        begin = partial(self._of(ranks, bulk=bulk).all_gather, own, rows)
+        begin = partial(self._methods[ranks, bulk].all_gather, own, rows)
         received = [rows[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((own,), received), incoming, where)
 
@@ -116,7 +116,7 @@ class TorchCollectives:
         way: PeerMemory | _GroupMethods | None = None
         if self._peers and alike and max(*own.sizes, *into.sizes) * own.buffer.element_size() <= SLOT:
             way = self._peers.get(ranks)
-        way = way or self._of(ranks, bulk=False)
+        way = way or self._methods[ranks, False]
         begin = partial(way.all_to_all, own, into)
         return self._start(FilledBuffer, begin, ((own.buffer,), (into.buffer,)), incoming, where)
 
@@ -137,16 +137,10 @@ class TorchCollectives:
         row = row_of(tuple(pending.get(rank, ()) for rank in ranks))
         received = buffer_for(memory, "received", row.size, torch.uint8, self._device)
         own, into = FlatParts(sent, row_sent.sizes), FlatParts(received, row.sizes)
-        begin = partial(self._of(ranks, bulk=bulk).all_to_all, own, into)
+        begin = partial(self._methods[ranks, bulk].all_to_all, own, into)
         buffers = row.buffers(received)
         by_message = [buffers[ranks.index(message.peer)] for message in incoming]
         return self._start(TorchWork, begin, ((sent,), by_message), incoming, where)
-
-    def _of(self, ranks: tuple[int, ...], *, bulk: bool) -> "_GroupMethods":
-        found = self._methods.get((ranks, bulk))
-        if found is None:
-            found = self._methods[ranks, bulk] = _GroupMethods(self._groups.of(ranks, bulk=bulk))
-        return found
 
 
 class _GroupMethods:
@@ -167,6 +161,19 @@ class _GroupMethods:
     def all_to_all(self, own: FlatParts, into: FlatParts) -> Sequence[dist.Work]:
         """Begin to send each rank its part of `own` [elements], and to receive `into` [elements]."""
         return (self._to_all(into.buffer, own.buffer, into.sizes, own.sizes, self._options[1]),)
+
+
+class _KnownMethods(dict[tuple[tuple[int, ...], bool], _GroupMethods]):
+    """Those of sets of ranks, of bulk or not, found once: what is known costs no call of Python."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def __missing__(self, which: tuple[tuple[int, ...], bool]) -> _GroupMethods:
+        ranks, bulk = which
+        found = self[which] = _GroupMethods(self._groups.of(ranks, bulk=bulk))
+        return found
 
 
 def _in_its_own_stream(options: Any) -> Any:

@@ -51,7 +51,7 @@ class SpeechFeatures:
             model, info = HeadlessModel.from_pretrained(
                 str(folder), use_safetensors=True, local_files_only=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"{folder} cannot be loaded as a wav2vec2 model: {error}") from error
         missing = sorted(set(info["missing_keys"]) - {UNUSED})
         if missing:
@@ -64,6 +64,11 @@ class SpeechFeatures:
             )
         file = folder / "preprocessor_config.json"
         facts = read_object(file) if file.is_file() else {}
+        if facts.get("sampling_rate", rate) != rate:
+            raise UnsupportedModel(
+                f"{file}: this wav2vec2 model hears {facts['sampling_rate']!r:.40} samples per second, and the model "
+                f"was trained with {rate}: use the wav2vec2 model that was published with it"
+            )
         return cls(model.eval().requires_grad_(False), rate=rate, normalises=facts.get("do_normalize", True) is True)
 
     def to(self, device: torch.device) -> "SpeechFeatures":

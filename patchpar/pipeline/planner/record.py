@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
 from patchpar.models.dry_run.live_bytes import LiveBytes
@@ -35,7 +36,6 @@ from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.kernels.fused_op import fused_without_values
 from patchpar.shard.sdpa import SdpaMode
 from patchpar.shard.unet.discover import splits_into_bands
 from patchpar.shard.weights.packed import blocks_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart, Halo, Received, moments_part
-from patchpar.comm.transport import Collectives, FlatParts, Incoming, Messages, Outgoing, Work
+from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.message import T
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.models.dry_run.meta_mode import META
@@ -241,11 +241,13 @@ class RecordingCommunicator(Communicator):
         self._by_kind = _by_kind(parts)
         return super().exchange(where, parts, label, bulk=bulk, memory=memory)
 
-    def _rounds_with_edges(
-        self, collectives: Collectives, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart
+    def gather_with_edges(
+        self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
     ) -> Work[tuple[Received, Halo]]:
-        self._by_kind = _by_kind([*([moments_part(axis, shared)] if shared else []), edges])
-        return super()._rounds_with_edges(collectives, axis, where, shared, edges)
+        """See `Communicator`."""
+        moments = [moments_part(axis, shared)] if shared else []
+        self._by_kind = _by_kind(moments if edges is None else [*moments, edges])
+        return super().gather_with_edges(axis, where, shared, edges)
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         by_kind, self._by_kind = self._by_kind, {}

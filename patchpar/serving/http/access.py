@@ -15,6 +15,7 @@ from patchpar.serving.http.failures import request_error_of
 from patchpar.serving.job import Cancelled
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
+from patchpar.serving.socket_tickets import SocketTickets, offered_ticket
 
 OPEN = ("/health/live", "/health/ready", "/version")
 """Paths that need no key."""
@@ -32,13 +33,20 @@ log = logging.getLogger(__name__)
 class RequestGuard:
     """ASGI middleware. Sets `scope["state"]["request_id"]`, which is also a header of the response, and "owner".
 
-    `pages`: begins of paths that have a log-in of their own instead of a key.
+    `pages`: begins of paths that have a log-in of their own instead of a key. `tickets`: of WebSockets without a key.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys, metrics: ServerMetrics, pages: tuple[str, ...] = ()
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        admin_keys: ApiKeys,
+        metrics: ServerMetrics,
+        pages: tuple[str, ...] = (),
+        tickets: SocketTickets | None = None,
     ) -> None:
         self._app, self._keys, self._admin_keys, self._metrics, self._pages = app, keys, admin_keys, metrics, pages
+        self._tickets = tickets or SocketTickets()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or serve a WebSocket."""
@@ -65,9 +73,9 @@ class RequestGuard:
             self._metrics.observe_response(route, status, time.perf_counter() - start)
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket with the same keys. What is refused is closed before it is accepted, which is 403."""
+        """Serve a WebSocket with a key or a ticket. What is refused is closed before it is accepted, which is 403."""
         try:
-            scope.setdefault("state", {})["owner"] = self._key_of(scope)
+            scope.setdefault("state", {})["owner"] = self._ticket_of(scope) or self._key_of(scope)
             await self._app(scope, receive, send)
         except RequestError as error:
             await send({"type": "websocket.close", "code": REFUSED, "reason": str(error)[:MAX_REASON]})
@@ -89,6 +97,11 @@ class RequestGuard:
             if refusal.status >= 500 and not isinstance(error, (RequestError, Cancelled)):
                 log.exception("request %s failed", request_id)
             await error_response(refusal)(scope, receive, send)
+
+    def _ticket_of(self, scope: Scope) -> str:
+        """Return the owner that a ticket of a WebSocket names, "" without one. Raises RequestError for a wrong one."""
+        ticket = offered_ticket(scope.get("subprotocols", ()))
+        return "" if ticket is None else self._tickets.redeem(ticket, scope["path"])
 
     def _key_of(self, scope: Scope) -> str:
         """Return a name of the request's key, "" on a server without keys. Raises RequestError for a wrong one."""

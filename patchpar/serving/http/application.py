@@ -20,6 +20,7 @@ from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServerSettings
+from patchpar.serving.socket_tickets import SocketTickets
 from patchpar.serving.streams.stream_service import StreamService
 
 
@@ -58,12 +59,12 @@ def application(service: ImageService) -> FastAPI:
 
 def stream_application(service: StreamService) -> FastAPI:
     """Return the ASGI application of a service of streams."""
-    app = _guarded(service)
+    app = _guarded(service, service.tickets)
     add_streams(app, service)
     return app
 
 
-def _guarded(service: Served) -> FastAPI:
+def _guarded(service: Served, tickets: SocketTickets | None = None) -> FastAPI:
     """Return an application with access, models, health, version and metrics."""
     settings = service.settings
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -73,6 +74,7 @@ def _guarded(service: Served) -> FastAPI:
         admin_keys=settings.admin_keys,
         metrics=service.metrics,
         pages=settings.page_paths,
+        tickets=tickets,
     )
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.host_names)
     app.add_exception_handler(HTTPException, _no_route)

@@ -17,10 +17,11 @@ from patchpar.serving.http.jobs import job_view
 from patchpar.serving.http.request_body import FormBody, read_body, read_form
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
 from patchpar.serving.image_response import event_fields, response_of
+from patchpar.serving.job_source import QueuedImages
 from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
-from patchpar.serving.service import ImageService, QueuedImages
+from patchpar.serving.service import ImageService
 from patchpar.serving.uploaded_image import Uploads, read_mask, read_upload
 
 QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'

@@ -11,6 +11,7 @@ from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.event_stream import HEARTBEAT, EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
 from patchpar.serving.http.job_events import changes_of
+from patchpar.serving.job import Journaled
 from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
@@ -79,8 +80,11 @@ def job_view(service: ImageService, kept: KeptJob, request: Request, with_result
 
 
 def error_of(kept: KeptJob, request: Request) -> Any:
-    """Return the body of a job's error; None without one. A cancelled job has the code "cancelled"."""
-    if kept.error is None:
+    """Return the body of a job's error; None without one. A cancelled job has the code "cancelled".
+
+    One that the next server goes on with has none.
+    """
+    if kept.error is None or isinstance(kept.error, Journaled):
         return None
     if kept.status == "cancelled":
         return RequestError("this job was cancelled", code="cancelled").body["error"]

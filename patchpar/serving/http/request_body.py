@@ -3,13 +3,13 @@
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from patchpar.serving.request_error import RequestError
+from patchpar.stream.web.http_page import is_same_origin
 
 JSON, FORM = "application/json", "multipart/form-data"
 MAX_FILES, MAX_FIELDS = 16, 64
@@ -97,8 +97,7 @@ async def read_form(request: Request, most: int) -> FormBody:
 
 def check_origin(request: Request) -> None:
     """Raise RequestError, 403, if a browser says that a page of another site sends this."""
-    origin, host = request.headers.get("origin"), request.headers.get("host", "")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if not is_same_origin(request.headers.get("origin"), request.headers.get("host", "")):
         raise RequestError("a page of another site may not send forms here", status=403, code="foreign_origin")
 
 

@@ -6,13 +6,15 @@ server -> client    {"type": "media_init"}, then fragments of MP4 as binary; {"t
 """
 
 import asyncio
+import logging
 from typing import Any
 
 from fastapi import WebSocket
-from starlette.websockets import WebSocketState
+from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from patchpar.serving.http.failures import request_error_of
 from patchpar.serving.request_error import RequestError
+from patchpar.serving.socket_tickets import accepted_protocol
 from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import parse_control
 from patchpar.stream.web.http_page import send_video
@@ -20,6 +22,7 @@ from patchpar.stream.web.http_page import send_video
 MAX_MESSAGE = 1 << 20
 """Bytes of audio in one message."""
 STATUS_SECONDS = 0.5
+log = logging.getLogger(__name__)
 
 
 class StreamSocket:
@@ -27,17 +30,18 @@ class StreamSocket:
 
     def __init__(self, socket: WebSocket, stream: LiveStream) -> None:
         self._socket, self._stream = socket, stream
-        self._sending = asyncio.Lock()  # a message is sent whole before the next one
 
     async def run(self) -> None:
         """Serve the client until it leaves or the stream ends."""
-        await self._socket.accept()
+        await self._socket.accept(subprotocol=accepted_protocol(self._socket.scope.get("subprotocols", ())))
         parts = (send_video(self._socket, self._stream.video), self._receive(), self._send_states())
         tasks = [asyncio.create_task(part) for part in parts]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect):
+                log.error("a WebSocket of %s failed", self._stream.id, exc_info=error)
         if self._socket.application_state is WebSocketState.CONNECTED and tasks[0].done():
             await self._socket.close()
 
@@ -48,7 +52,7 @@ class StreamSocket:
                 return
             answer = await self._answer(message)
             if answer is not None:
-                await self._send(answer)
+                await self._socket.send_json(answer)
 
     async def _answer(self, message: Any) -> dict[str, Any] | None:
         """Apply a message; return what the client is told: effects of controls, and errors."""
@@ -65,8 +69,11 @@ class StreamSocket:
                 return None
             control = parse_control(message.get("text") or "")
             effect = await asyncio.to_thread(self._stream.control, control)
-        except Exception as error:  # noqa: BLE001  the client is told, and the stream goes on
-            return {"type": "error", **request_error_of(error, self._stream.id).body}
+        except Exception as error:  # the client is told, and the stream goes on
+            refusal = request_error_of(error, self._stream.id)
+            if refusal.status >= 500:
+                log.exception("a message to %s failed", self._stream.id)
+            return {"type": "error", **refusal.body}
         return {"type": "effect", "of": control.type, **effect}
 
     async def _send_states(self) -> None:
@@ -76,9 +83,6 @@ class StreamSocket:
             now = (self._stream.status, session.dropped)
             if now != last:
                 last = now
-                await self._send({"type": "status", "status": now[0], "dropped": now[1], "behind": session.behind})
+                state = {"type": "status", "status": now[0], "dropped": now[1], "behind": session.behind}
+                await self._socket.send_json(state)
             await asyncio.sleep(STATUS_SECONDS)
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        async with self._sending:
-            await self._socket.send_json(message)

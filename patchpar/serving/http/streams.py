@@ -13,9 +13,10 @@ from patchpar.errors import PlanError
 from patchpar.serving.http.access import error_response, owner_of
 from patchpar.serving.http.event_stream import HEARTBEAT, HEARTBEAT_SECONDS, EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
-from patchpar.serving.http.request_body import FORM, check_origin, kind_of, read_body, read_form
+from patchpar.serving.http.request_body import FORM, kind_of, read_body, read_form
 from patchpar.serving.http.stream_socket import StreamSocket
 from patchpar.serving.request_error import RequestError
+from patchpar.serving.socket_tickets import TICKET_SECONDS, protocols_of
 from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, parse_stream, parse_stream_form
 from patchpar.serving.streams.stream_service import StreamService
@@ -75,6 +76,14 @@ def _add_kept(app: FastAPI, service: StreamService) -> None:
         stream = found(request, name)
         wanted = parse_control(await read_body(request, service.settings.limits.form_bytes))
         return {"type": "effect", "of": wanted.type, **await asyncio.to_thread(stream.control, wanted)}
+
+    @app.post("/v1/streams/{name}/tickets")
+    async def ticket(request: Request, name: str) -> JSONResponse:
+        """Return a ticket for the WebSocket of a stream, for browsers, which send no API key with it."""
+        found(request, name)
+        made = service.tickets.issue(f"/v1/streams/{name}", owner_of(request))
+        view = {"object": "stream.ticket", "protocols": protocols_of(made), "expires_in": TICKET_SECONDS}
+        return JSONResponse(view, headers=FRESH)
 
     @app.get("/v1/streams/{name}/events")
     async def events(request: Request, name: str) -> EventStream:
@@ -151,27 +160,27 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
     limits = service.settings.limits
     if kind_of(request) != FORM:
         return parse_stream(await read_body(request, limits.body_bytes)), None, None
-    check_origin(request)
     form = await read_form(request, limits.form_bytes)
     form.check_files(REFERENCE, AUDIO)
     for name, files in form.files.items():
         if len(files) > 1:
             raise RequestError(f"{len(files)} files: send one", param=name)
     reference = [await asyncio.to_thread(read_upload, data, REFERENCE) for data in form.files.get(REFERENCE, ())]
-    audio = [await asyncio.to_thread(_read_audio, data) for data in form.files.get(AUDIO, ())]
+    most = limits.stream_seconds
+    audio = [await asyncio.to_thread(_read_audio, data, most) for data in form.files.get(AUDIO, ())]
     wanted = parse_stream_form(dict(form.values))
     return wanted, reference[0] if reference else None, audio[0] if audio else None
 
 
-def _read_audio(data: bytes) -> Any:
-    """Return samples [N] and their rate, of the bytes of a file. Raises RequestError."""
+def _read_audio(data: bytes, most: float) -> Any:
+    """Return samples [N] and their rate, of the bytes of a file of at most `most` seconds. Raises RequestError."""
     from patchpar.stream.audio.audio_file import read_audio
 
     with tempfile.TemporaryDirectory(prefix="patchpar-audio-") as folder:
         path = Path(folder) / "audio"
         path.write_bytes(data)
         try:
-            found = read_audio(path, RATE)
+            found = read_audio(path, RATE, most=most)
         except PlanError as error:
             reason = str(error).replace(str(path), AUDIO)
             raise RequestError(reason, param=AUDIO, code="invalid_audio") from None

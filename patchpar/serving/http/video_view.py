@@ -46,9 +46,9 @@ def _figures(stored: StoredVideo) -> dict[str, Any]:
     return {
         "frames": stored.frames,
         "fps": stored.fps,
-        "plan": str(stored.run.plan),
+        "plan": stored.figures.plan,
         "reason": stored.reason,
-        "ranks": len(stored.run.ranks),
-        "computing_seconds": round(stored.run.seconds, 4),
-        "steps": stored.run.steps,
+        "ranks": stored.figures.ranks,
+        "computing_seconds": round(stored.figures.seconds, 4),
+        "steps": stored.figures.steps,
     }

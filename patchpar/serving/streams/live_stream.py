@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from patchpar.errors import PatchparError, PlanError
+from patchpar.errors import PatchparError
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.streams.stream_request import StreamControl, reference_of
 from patchpar.stream.session import StreamSession
@@ -22,8 +22,10 @@ from patchpar.stream.web.viewer import KEPT, VideoFeedWriter
 
 IDLE_SECONDS = 60.0
 """A stream that nobody has watched for so long ends, so that it does not keep devices from others."""
+STILL_SECONDS = 600.0
+"""So does one that has made nothing for so long, watched or not: it is paused, or waits for audio."""
 AHEAD_SECONDS = 60.0
-"""Most audio that may have been sent beyond what has been played."""
+"""Most audio that is held for blocks that have not begun."""
 LOOK_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ log = logging.getLogger(__name__)
 class LiveStream:
     """A stream that runs. `rate`: audio samples per second of its video, None without audio. `owner`: who may see it.
 
-    `audio_rate`: of the audio that is sent to it while it runs, None if it takes none. `ended` is called once its
-    devices are free. The thread begins at `start`.
+    `audio_rate`: of the audio that is sent to it while it runs, None if it takes none. `ended` is called at its end,
+    with whether its devices are free. The thread begins at `start`.
     """
 
     def __init__(
@@ -43,14 +45,15 @@ class LiveStream:
         fps: float,
         rate: int | None,
         audio_rate: int | None,
-        ended: Callable[["LiveStream"], object],
+        ended: Callable[[bool], object],
     ) -> None:
         self.id, self.owner, self.created_at = f"stream_{secrets.token_hex(16)}", owner, int(time.time())
         self.session, self.fps, self.rate, self.audio_rate = session, fps, rate, audio_rate
         self.video, self.images = VideoFeed(KEPT), ImageFeed()
         self.error: Exception | None = None
-        self.seconds = self._pushed = 0.0
+        self.seconds = 0.0
         self._ended = ended
+        self._pushing = threading.Lock()  # of several clients, each sees what the others have pushed
         self.over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="patchpar-live-stream", daemon=True)
 
@@ -81,21 +84,20 @@ class LiveStream:
             raise RequestError("this stream takes no audio: create it with audio=live", param="audio")
         if len(pcm) % 2:
             raise RequestError(f"{len(pcm)} bytes of audio: samples have 2 bytes each", param="audio")
-        length = len(pcm) / 2 / rate
-        if self._pushed + length > self.seconds + AHEAD_SECONDS:
-            raise RequestError(
-                f"audio is {self._pushed - self.seconds:.0f} s ahead of the video, and at most {AHEAD_SECONDS:g} s are "
-                "held: send it as it is spoken",
-                status=429,
-                param="audio",
-                code="above_limit",
-            )
         if not pcm:
             return {}
         samples = torch.frombuffer(bytearray(pcm), dtype=torch.int16).float() / 32768
-        effect = self.session.push_audio(samples, rate)
-        self._pushed += length
-        return asdict(effect)
+        with self._pushing:
+            ahead = self.session.audio_ahead
+            if ahead + len(samples) / rate > AHEAD_SECONDS:
+                raise RequestError(
+                    f"audio is {ahead:.0f} s ahead of the video, and at most {AHEAD_SECONDS:g} s are held: send it as "
+                    "it is spoken",
+                    status=429,
+                    param="audio",
+                    code="above_limit",
+                )
+            return asdict(self.session.push_audio(samples, rate))
 
     def control(self, control: StreamControl) -> dict[str, Any]:
         """Apply a control and return when it takes effect. Raises PlanError and RequestError."""
@@ -124,41 +126,55 @@ class LiveStream:
 
     def _run(self) -> None:
         writer, player = VideoFeedWriter(self.video, self.fps, self.rate), FramePlayer(self._put, self.fps)
+        self._attempt(lambda: self._play(writer, player))
+        for close in (
+            writer.close,
+            lambda: player.close(drops=self.session.status == "cancelled"),
+            self.video.close,
+            self.images.close,
+        ):
+            self._attempt(close)
+        is_free = self._attempt(self.session.close)
+        self.over.set()
+        self._ended(is_free)
+
+    def _play(self, writer: VideoFeedWriter, player: FramePlayer) -> None:
         player.start()
         threading.Thread(target=self._end_when_idle, name="patchpar-idle-stream", daemon=True).start()
+        for chunk in self.session:
+            writer.add(chunk.frames, chunk.pts, chunk.audio)
+            self.seconds = chunk.pts + len(chunk.frames) / self.fps
+            if self.images.watchers:
+                player.add(chunk.frames)
+
+    def _attempt(self, part: Callable[[], object]) -> bool:
+        """Do a part of the stream's work, and return whether it was done; those after it are done all the same."""
         try:
-            for chunk in self.session:
-                writer.add(chunk.frames, chunk.pts, chunk.audio)
-                self.seconds = chunk.pts + len(chunk.frames) / self.fps
-                if self.images.watchers:
-                    player.add(chunk.frames)
+            part()
         except Exception as error:
             if not isinstance(error, PatchparError):
                 log.exception("%s failed", self.id)
-            self.error = error.with_traceback(None)
-        finally:
-            writer.close()
-            player.close()
-            self.video.close()
-            self.images.close()
-            self._free()
-
-    def _free(self) -> None:
-        try:
-            self.session.close()
-        except PlanError:
-            log.exception("%s does not end", self.id)
-        self.over.set()
-        self._ended(self)
+            self.error = self.error or error.with_traceback(None)
+            return False
+        return True
 
     def _end_when_idle(self) -> None:
-        """Cancel the stream once nobody has watched it for IDLE_SECONDS, also where it waits for audio."""
-        watched_at = time.monotonic()
+        """Cancel the stream once nobody watches it, or it stands still, for too long."""
+        watched_at = moved_at = time.monotonic()
+        seconds = self.seconds
         while not self.over.wait(LOOK_SECONDS):
+            now = time.monotonic()
             if self.watchers:
-                watched_at = time.monotonic()
-            elif time.monotonic() > watched_at + IDLE_SECONDS:
-                log.warning("%s ends: nobody has watched it for %g s", self.id, IDLE_SECONDS)
+                watched_at = now
+            if self.seconds != seconds:
+                moved_at, seconds = now, self.seconds
+            reason = ""
+            if now > watched_at + IDLE_SECONDS:
+                reason = f"nobody has watched it for {IDLE_SECONDS:g} s"
+            elif now > moved_at + STILL_SECONDS:
+                reason = f"it is paused or waits for audio, and has made nothing for {STILL_SECONDS:g} s"
+            if reason:
+                log.warning("%s ends: %s", self.id, reason)
                 self.session.cancel()
                 return
 

@@ -23,7 +23,7 @@ class LiveStreamRequest(BaseModel):
     prompt: Text = ""
     model: Text | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    fps: Annotated[float, Field(gt=0, le=120)] | None = None
+    fps: Annotated[float, Field(ge=1, le=120)] | None = None
     seconds: Annotated[float, Field(gt=0)] | None = None
     audio: Literal["live"] | None = None
     audio_rate: Annotated[int, Field(ge=8000, le=192_000)] | None = None
@@ -42,7 +42,7 @@ class StreamControl(BaseModel):
     transition: Literal["switch", "cut", "blend", "recache"] | None = None
     over: Annotated[int, Field(ge=0, le=1000)] | None = None
     name: Text | None = None
-    value: float | None = None
+    value: Annotated[float, Field(allow_inf_nan=False)] | None = None
     image: Annotated[str, Field(max_length=16 << 20)] | None = None
 
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.socket_tickets import SocketTickets
 from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import LiveStreamRequest
 from patchpar.stream.causal.pipeline import StreamingPipeline
@@ -44,18 +46,19 @@ class StreamSlots:
 
 
 class StreamService:
-    """Streams of one model. `metrics` counts requests."""
+    """Streams of one model. `metrics` counts requests. `tickets`: of browsers, for WebSockets."""
 
     route = "/v1/streams"
 
     def __init__(self, served: ServedModel, settings: ServerSettings, slots: int = 1) -> None:
         self.served, self.settings = served, settings
-        self.metrics, self.loras = ServerMetrics(), LoraRegistry()
+        self.metrics, self.loras, self.tickets = ServerMetrics(), LoraRegistry(), SocketTickets()
         self._slots = StreamSlots(count=slots, devices=served.devices)
         self._lock = threading.Lock()
         self._free: list[StreamingPipeline] = []
         self._pipes: list[StreamingPipeline] = []
         self._streams: dict[str, LiveStream] = {}
+        self._lost = 0  # slots whose devices do not end their stream
         self._is_draining = False
         self.metrics.watch(queue_length=lambda: 0, state=lambda: self.state)
 
@@ -66,10 +69,12 @@ class StreamService:
 
     @property
     def state(self) -> str:
-        """One of loading, ready and draining."""
+        """One of loading, ready, lost and draining."""
         if self._is_draining:
             return "draining"
-        return "ready" if self._pipes else "loading"
+        if not self._pipes:
+            return "loading"
+        return "ready" if self._lost < len(self._pipes) else "lost"
 
     @property
     def is_computing(self) -> bool:
@@ -115,10 +120,10 @@ class StreamService:
         try:
             return self._begun(pipe, request, owner, reference, audio)
         except PlanError as error:
-            self._give_back(pipe)
+            self._give_back(pipe, is_free=True)
             raise RequestError(str(error)) from None
         except BaseException:
-            self._give_back(pipe)
+            self._give_back(pipe, is_free=True)
             raise
 
     def _begun(self, pipe: Any, request: LiveStreamRequest, owner: str, reference: Any, audio: Any) -> LiveStream:
@@ -144,20 +149,29 @@ class StreamService:
                 keep_alive=request.keep_alive,
             ),
         )
-        stream = LiveStream(
-            session,
-            owner=owner,
-            fps=request.fps or pipe.config.fps,
-            rate=pipe.rate,
-            audio_rate=(request.audio_rate or pipe.rate) if is_live else None,
-            ended=lambda _: self._give_back(pipe),
-        )
+        try:
+            stream = LiveStream(
+                session,
+                owner=owner,
+                fps=request.fps or pipe.config.fps,
+                rate=pipe.rate,
+                audio_rate=(request.audio_rate or pipe.rate) if is_live else None,
+                ended=partial(self._give_back, pipe),
+            )
+            return self._started(stream)
+        except BaseException:
+            session.close()
+            raise
+
+    def _started(self, stream: LiveStream) -> LiveStream:
+        """Start a stream and keep it. Raises RequestError, 503, if the server has begun to end meanwhile."""
         with self._lock:
-            self._streams[stream.id] = stream
+            self._check_open()
+            self._streams[stream.id] = stream.start()
             ended = [each.id for each in self._streams.values() if each.over.is_set()]
             for name in ended[: max(0, len(ended) - KEPT)]:
                 del self._streams[name]
-        return stream.start()
+        return stream
 
     def get(self, name: str, owner: str) -> LiveStream:
         """Return a stream by its ID. Raises RequestError, 404, also for that of another owner."""
@@ -174,13 +188,7 @@ class StreamService:
 
     def _taken(self) -> StreamingPipeline:
         with self._lock:
-            if self._is_draining:
-                raise RequestError(
-                    "the server is ending and begins no more streams",
-                    status=503,
-                    code="draining",
-                    retry_after=RETRY_SECONDS,
-                )
+            self._check_open()
             if not self._pipes:
                 raise RequestError("the model is being loaded", status=503, code="loading", retry_after=RETRY_SECONDS)
             if not self._free:
@@ -188,23 +196,37 @@ class StreamService:
                 raise RequestError(reason, status=503, code="queue_full", retry_after=RETRY_SECONDS)
             return self._free.pop()
 
-    def _give_back(self, pipe: StreamingPipeline) -> None:
+    def _check_open(self) -> None:
+        if self._is_draining:
+            reason = "the server is ending and begins no more streams"
+            raise RequestError(reason, status=503, code="draining", retry_after=RETRY_SECONDS)
+
+    def _give_back(self, pipe: StreamingPipeline, is_free: bool) -> None:
+        """Let others have a slot, unless its devices do not end what they do."""
         with self._lock:
-            self._free.append(pipe)
+            if is_free:
+                self._free.append(pipe)
+                return
+            self._lost += 1
+        log.error("a slot is lost: its devices do not end their stream. Start the server again")
+
+    def _stop_taking(self) -> list[LiveStream]:
+        """Begin no more streams; return those that are there."""
+        with self._lock:
+            self._is_draining = True
+            return list(self._streams.values())
 
     def drain(self, seconds: float) -> bool:
         """Begin no more streams, and let those that run end after what has begun; return whether all have."""
-        self._is_draining = True
         give_up = time.monotonic() + seconds
-        streams = list(self._streams.values())
+        streams = self._stop_taking()
         for stream in streams:
             stream.stop()
         return all([stream.over.wait(max(0.0, give_up - time.monotonic())) for stream in streams])
 
     def close(self) -> None:
         """End all streams and the workers. Idempotent."""
-        self._is_draining = True
-        for stream in list(self._streams.values()):
+        for stream in self._stop_taking():
             stream.cancel()
         for pipe in self._pipes:
             pipe.close(wait=False)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.shard.attention.lse_kernels import attend_with_lse
-from patchpar.shard.kernels.fused_op import is_fused
 from patchpar.shard.kernels.merge_partials import merge_attention, merge_in_turn
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
+from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
 from patchpar.shard.kernels.group_norm import scaled
 from patchpar.shard.kernels.map_layout import empty_with_rows, is_channels_last, power_of_2
 

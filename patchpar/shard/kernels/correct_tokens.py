@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
+from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 

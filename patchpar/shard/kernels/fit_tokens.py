@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.comm.kernels.fused_op import fused_op
 from patchpar.shard.kernels.map_layout import power_of_2
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens

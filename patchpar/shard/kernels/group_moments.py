@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
+from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
 from patchpar.shard.kernels.map_layout import dense, is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import merge_moments
 from patchpar.shard.precision import wide

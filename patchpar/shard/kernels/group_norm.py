@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import SHAPES_KEPT, fused_op
+from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op
 from patchpar.shard.kernels.map_layout import is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import (
     Moments,

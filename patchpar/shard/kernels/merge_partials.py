@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op
+from patchpar.comm.kernels.fused_op import fused_op
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 

@@ -10,7 +10,7 @@ Tokens are [..., D], with D numbers of one head in a row, of which each has a sc
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 
 SCALE = torch.float16

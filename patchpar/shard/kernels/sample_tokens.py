@@ -6,7 +6,7 @@ Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), 
 import torch
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 2048  # numbers that a program reads at once

@@ -6,7 +6,7 @@ D head width. Buffers are [tokens, 2, B, N, D], keys before values.
 
 from torch import Tensor
 
-from patchpar.shard.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.fused_op import fused_op, nothing
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 4096  # numbers that a program copies

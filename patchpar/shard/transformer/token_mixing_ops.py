@@ -70,8 +70,8 @@ def _edges(split: TokenSplit, x_BChW: Tensor, rows: int) -> ExchangePart:
     spec = TensorSpec((*x_BChW.shape[:2], rows, x_BChW.shape[3]), x_BChW.dtype)
     return edges_part(
         split.axis,
-        first=None if first else x_BChW[:, :, :rows].contiguous(),
-        last=None if last else x_BChW[:, :, -rows:].contiguous(),
+        first=None if first else x_BChW[:, :, :rows],
+        last=None if last else x_BChW[:, :, -rows:],
         before=None if first else spec,
         after=None if last else spec,
     )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchpar.comm.exchange_part import Halo
+from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.plan.bands import Stencil
 from patchpar.shard.kernels.concat_halo import concat_halo, ready_rows
-from patchpar.shard.kernels.fused_op import is_fused
 from patchpar.shard.kernels.group_norm import normalise_groups
 from patchpar.shard.kernels.map_layout import dense
 

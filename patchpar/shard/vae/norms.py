@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.shard.kernels.fused_op import is_fused
+from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.shard.kernels.group_moments import moments_of_band
 from patchpar.shard.kernels.group_norm import scaled, terms_of
 from patchpar.shard.kernels.moments import merge_moments, unpack_moments

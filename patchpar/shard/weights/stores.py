@@ -101,7 +101,9 @@ class DeviceShards(BlockStore):
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         if axis.size == 1:
-            raise PlanError("weights=sharded takes at least 2 ranks, but the plan has 1: use weights=whole")
+            raise PlanError(
+                "weights=sharded takes at least 2 ranks, but the plan has 1: use weights=hosted or weights=whole"
+            )
         super().__init__(axis, device)
         self._blocks: Sequence[PackedBlock] = ()
         self._shards: list[Tensor] = []

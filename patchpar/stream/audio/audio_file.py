@@ -1,5 +1,6 @@
 """Reading audio files, and the audio of videos, with PyAV: one channel, at the sampling rate of the model."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ class AudioFile:
     facts: str
 
 
-def read_audio(path: Path, rate: int) -> AudioFile:
+def read_audio(path: Path, rate: int, *, most: float = math.inf) -> AudioFile:
     """Read the whole first audio track, at `rate` samples per second.
 
-    Raises PlanError, which names the file's format, if unreadable or empty.
+    Raises PlanError, which names the file's format, if unreadable, empty, or longer than `most` seconds: no more than
+    these are decoded, since a small file can hold days of silence.
     """
     if not path.is_file():
         raise PlanError(f"{path}: there is no such audio file")
@@ -41,7 +43,7 @@ def read_audio(path: Path, rate: int) -> AudioFile:
                 raise PlanError(f"{path} has no audio: {container.format.name}, {len(container.streams)} other tracks")
             facts = _facts(container.streams.audio[0])
             declared = _declared(container)
-            samples = _decoded(container, rate, f"{path} ({facts})")
+            samples = _decoded(container, rate, f"{path} ({facts})", most)
     except av.FFmpegError as error:
         raise PlanError(f"{path} cannot be read as audio: {error}") from error
     if not len(samples):
@@ -53,8 +55,10 @@ def read_audio(path: Path, rate: int) -> AudioFile:
     return AudioFile(samples=samples, rate=rate, facts=f"{facts}, {len(samples) / rate:.1f} s")
 
 
-def _decoded(container: Any, rate: int, name: str) -> Tensor:
+def _decoded(container: Any, rate: int, name: str, most: float) -> Tensor:
     import av
+
+    length = 0
 
     container.streams.audio[0].codec_context.options = {"err_detect": "crccheck+explode"}
     resampler = av.AudioResampler(format="fltp", rate=rate)
@@ -66,6 +70,9 @@ def _decoded(container: Any, rate: int, name: str) -> Tensor:
                 raise PlanError(f"{name} is broken after {due:.1f} s: samples are missing. Repair it, or cut it there")
             due = None if frame.time is None else frame.time + frame.samples / frame.sample_rate
             pieces += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
+            length += frame.samples
+            if length > most * frame.sample_rate:
+                raise PlanError(f"{name} is longer than {most:g} s: cut it there")
         pieces += [made.to_ndarray().mean(0) for made in resampler.resample(None)]
     except av.FFmpegError as error:
         seconds = sum(map(len, pieces)) / rate

@@ -54,13 +54,13 @@ class AudioTrack:
         self._samples.drop_from(self._sample(self._images(block)[0]))
         self._resampler = Resampler(self._config.rate, self._config.rate)
 
-    def seconds_ahead(self, block: int) -> float:
-        """Return how many seconds of audio have been pushed for `block` and later ones."""
-        return max(0, self._samples.end - self._sample(self._images(block)[0])) / self._config.rate
-
     def be_silent(self) -> None:
         """Use silence without end."""
         self._is_silent = True
+
+    def seconds_from(self, block: int) -> float:
+        """Return the seconds of audio that have been pushed for `block` and later ones."""
+        return max(0, self._samples.end - self._sample(self._images(block)[0])) / self._config.rate
 
     def is_over(self, block: int) -> bool:
         """Whether the audio ends before this block begins."""

@@ -40,10 +40,12 @@ class FramePlayer:
                 self._waiting.popleft()
             self._changed.notify()
 
-    def close(self) -> None:
-        """Wait until all frames have been played, and end the thread. Idempotent."""
+    def close(self, *, drops: bool = False) -> None:
+        """Wait until all frames have been played, unless it `drops` those that wait, and end the thread. Idempotent."""
         with self._changed:
             self._is_over = True
+            if drops:
+                self._waiting.clear()
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()

@@ -207,5 +207,14 @@ def _control_of(text: str) -> dict[str, Any]:
 
 def is_own_origin(socket: HTTPConnection) -> bool:
     """Whether the origin is this page or none: browsers let any page open a WebSocket to any server, and post to it."""
-    origin: Any = socket.headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == socket.headers.get("host")
+    return is_same_origin(socket.headers.get("origin"), socket.headers.get("host"))
+
+
+def is_same_origin(origin: str | None, host: str | None) -> bool:
+    """Whether a request with these headers comes from a page of its own server, or from no page."""
+    if origin is None:
+        return True
+    try:
+        return urlsplit(origin).netloc == host
+    except ValueError:  # brackets that are none of an address
+        return False

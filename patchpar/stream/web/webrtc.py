@@ -163,7 +163,7 @@ class RtcPeers:
 
     def close(self) -> None:
         """Disconnect all. Idempotent."""
-        self._player.close()
+        self._player.close(drops=True)
         loop, self._loop = self._loop, None
         if loop is not None and loop.is_running():
             done = asyncio.run_coroutine_threadsafe(self._leave_all(), loop)

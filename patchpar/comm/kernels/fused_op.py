@@ -46,13 +46,6 @@ def is_fused(x: Tensor) -> bool:
     return kind == "meta" and _ON_META.get() and x.dtype != torch.float64
 
 
-def _is_recorded(x: Tensor) -> bool:
-    """Whether what `x`, of any shape, goes through is seen by autograd, a compiler, a mode or a tensor subclass."""
-    if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 def nothing(*_: object) -> None:
     """The fake of operators that only write to their arguments."""
 
@@ -61,7 +54,7 @@ class FusedOp(Generic[P, R]):
     """Runs an operator on GPUs, and its eager twin elsewhere. The first argument decides, a tensor of any shape.
 
     An operator's dispatch to Python costs 10 us, so that its kernel is launched without it where nothing watches or
-    records operators.
+    records operators: autograd, a compiler, a mode or a tensor subclass.
     """
 
     def __init__(self, operator: Any, eager: Callable[P, R], launch: Callable[P, R]) -> None:
@@ -74,7 +67,10 @@ class FusedOp(Generic[P, R]):
 
     def fused(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """As a call, with a first argument that `is_fused`."""
-        return (self._operator if _is_recorded(args[0]) else self._launch)(*args, **kwargs)  # type: ignore[arg-type]
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(args[0]) is not Tensor:
+            return self._operator(*args, **kwargs)
+        launched = torch._C._len_torch_dispatch_stack() == 0
+        return (self._launch if launched else self._operator)(*args, **kwargs)
 
 
 def fused_op(schema: str, *, eager: Callable[P, R], launch: Callable[P, R], fake: Callable[P, R]) -> FusedOp[P, R]:

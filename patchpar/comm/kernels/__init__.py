@@ -1,0 +1,1 @@
+"""Fused kernels of messages, and what registers those of all packages: each is a torch operator `patchpar::...`."""

@@ -1,0 +1,107 @@
+"""Tensors of several dtypes and strides in one flat buffer: what a rank sends in one exchange, written at once.
+
+`pieces` names in turns a tensor, by its number, and the element of the buffer where it begins, in ascending order. A
+tensor may be there several times. Elements of the buffer between pieces have no values.
+"""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib import import_module
+from math import prod
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused, nothing
+
+MOST_TENSORS = 4  # that the kernel has pointers for
+BLOCK = 1024  # elements that a program copies
+Layout = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides of a tensor."""
+Numbers = tuple[tuple[int, ...], ...]
+
+
+def pack_tensors(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
+    """Write `tensors`, of any shape, to `buffer` [elements]: on a GPU by one launch, if a few are strided.
+
+    Contiguous ones are a single launch of torch's, whatever their number. `pieces`: see above.
+    """
+    if is_fused(buffer) and len(tensors) <= MOST_TENSORS:
+        for x in tensors:
+            if not x.is_contiguous():
+                write_pieces.fused(buffer, tensors, pieces)
+                return
+    write_pieces_eager(buffer, tensors, pieces)
+
+
+def copies_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return contiguous copies of `tensors`, of any shape: by one launch where they are alike."""
+    if len(tensors) > 1 and len({(x.shape, x.dtype) for x in tensors}) == 1:
+        return torch.stack(tuple(tensors)).unbind()
+    return [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
+def write_pieces_eager(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
+    """Write `tensors`, of any shape, to `buffer` [elements]."""
+    flat = _flat(tensors, buffer.dtype)
+    parts, end = list[Tensor](), 0
+    for number, start in zip(pieces[::2], pieces[1::2], strict=True):
+        if start > end:
+            parts.append(buffer.new_empty(start - end))
+        parts.append(flat[number])
+        end = start + flat[number].shape[0]
+    if end < buffer.shape[0]:
+        parts.append(buffer.new_empty(buffer.shape[0] - end))
+    torch.cat(parts, out=buffer)
+
+
+def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the elements of each tensor, of any shape, as [elements] of `dtype`."""
+    found = [x.detach() if x.requires_grad else x for x in tensors]
+    strided = [number for number, x in enumerate(found) if not x.is_contiguous()]
+    for number, copy in zip(strided, copies_of([found[number] for number in strided]), strict=True):
+        found[number] = copy
+    flat = [x if x.ndim == 1 else x.view(-1) for x in found]
+    return [x if x.dtype == dtype else x.view(dtype) for x in flat]
+
+
+def launch_write_pieces(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
+    """Launch the kernel for at most MOST_TENSORS, of any shape: programs for each piece of `buffer` [elements]."""
+    layouts = list[Layout]()
+    for x in tensors:
+        layouts.append((x.shape, x.stride()))  # a comprehension were a call more
+    grid, numbers, dims = _numbers_of(tuple(pieces), tuple(layouts))
+    _programs().write_pieces_program[grid](
+        buffer, tuple(tensors), *numbers, PIECES=grid[0], COUNT=len(layouts), DIMS=dims, BLOCK=BLOCK, num_warps=8
+    )
+
+
+@cache  # an import is looked up in every launch, for as long as a call of Python
+def _programs() -> ModuleType:
+    return import_module("patchpar.comm.kernels.programs.write_pieces")
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _numbers_of(pieces: tuple[int, ...], layouts: tuple[Layout, ...]) -> tuple[tuple[int, int], Numbers, int]:
+    """Return the grid, what the program reads of pieces and tensors, and the number of dims.
+
+    No table in the device's memory has these numbers: a captured graph would have to keep it.
+    """
+    dims = max(1, *(len(shape) for shape, _ in layouts))
+    counts = tuple([prod(shape) for shape, _ in layouts])
+    sizes, strides = list[int](), list[int]()
+    for shape, steps in layouts:
+        missing = dims - len(shape)
+        sizes += (*(max(1, size) for size in reversed(shape)), *[1] * missing)
+        strides += (*reversed(steps), *[0] * missing)
+    grid = len(pieces) // 2, max(1, -(-max(counts) // BLOCK))
+    return grid, (pieces[::2], pieces[1::2], counts, tuple(sizes), tuple(strides)), dims
+
+
+write_pieces = fused_op(
+    "write_pieces(Tensor(a!) buffer, Tensor[] tensors, int[] pieces) -> ()",
+    eager=write_pieces_eager,
+    launch=launch_write_pieces,
+    fake=nothing,
+)

@@ -1,0 +1,94 @@
+"""Where a rank is reached by its caller and by other ranks: connections of those that have the key of the session."""
+
+import contextlib
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from patchpar.errors import AuthenticationError
+from patchpar.launch.network.handshake import READY, admit
+from patchpar.launch.network.tagged_socket import RankAddress, TaggedSocket
+
+HANDSHAKE_SECONDS = 10.0  # for a process that has connected to prove that it may
+MOST_HANDSHAKES = 64  # at a time: strangers may connect, too
+
+
+class RankListener:
+    """Accepts connections until `close`. `host`: the address of this node, where a port is opened.
+
+    `key`: of the session. Raises OSError.
+    """
+
+    def __init__(self, node: str, host: str, key: bytes) -> None:
+        self._key, self._changed = key, threading.Condition()
+        self._arrived: dict[bytes, deque[TaggedSocket]] = defaultdict(deque)  # by token, in order
+        self._handshakes = threading.BoundedSemaphore(MOST_HANDSHAKES)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sockets = [socket.create_server((host, 0), family=family, backlog=MOST_HANDSHAKES)]
+        name = f"patchpar-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
+        if name:
+            local = socket.socket(socket.AF_UNIX)
+            local.bind("\0" + name)
+            local.listen(MOST_HANDSHAKES)
+            self._sockets.append(local)
+        self.address = RankAddress(node, host, self._sockets[0].getsockname()[1], name)
+        for each in self._sockets:
+            threading.Thread(target=self._accept, args=(each,), name="patchpar-listener", daemon=True).start()
+
+    def take(self, token: bytes, give_up: float, is_over: Callable[[], bool] = bool) -> TaggedSocket:
+        """Return the next connection to what `token` names.
+
+        Raises TimeoutError at `give_up` (time.monotonic()), and ConnectionResetError if `is_over`, after `forget`.
+        """
+        with self._changed:
+            while not self._arrived.get(token):
+                if is_over():
+                    raise ConnectionResetError("the link has ended")
+                if (left := give_up - time.monotonic()) <= 0:
+                    raise TimeoutError("it has not connected")
+                self._changed.wait(left)
+            return self._arrived[token].popleft()
+
+    def forget(self, token: bytes) -> None:
+        """Close the connections to what `token` names that nobody has taken."""
+        with self._changed:
+            for link in self._arrived.pop(token, ()):
+                link.close()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Accept no further connections. Idempotent."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # else `accept` would go on to wait
+            each.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            try:
+                link, _ = server.accept()
+            except OSError:
+                return
+            self._handshakes.acquire()
+            threading.Thread(target=self._admit, args=(link,), name="patchpar-handshake", daemon=True).start()
+
+    def _admit(self, link: socket.socket) -> None:
+        """Queue a connection whose client has the key; close any other."""
+        try:
+            with contextlib.suppress(OSError, AuthenticationError):
+                token, keys = admit(link, self._key, time.monotonic() + HANDSHAKE_SECONDS)
+                if link.family != getattr(socket, "AF_UNIX", None):
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                link.settimeout(None)
+                tagged = TaggedSocket(link, keys)
+                with self._changed:
+                    self._arrived[token].append(tagged)
+                    self._changed.notify_all()
+                tagged.sendall(READY)  # now: what the client connects next comes behind it
+        finally:
+            link.close()
+            self._handshakes.release()

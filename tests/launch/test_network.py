@@ -1,0 +1,236 @@
+"""Connections between nodes: who may connect, what arrives, and what is refused because somebody has changed it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport.peer_stream import HEAD_BYTES, PeerStream
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
+from patchpar.errors import AuthenticationError, ExchangeError
+from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.messages import decode, encode
+from patchpar.launch.network.handshake import ConnectionKeys, admit, introduce, session_key
+from patchpar.launch.network.listener import RankListener
+from patchpar.launch.network.network_link import NetworkLink
+from patchpar.launch.network.stream_channel import StreamChannel
+from patchpar.launch.network.tagged_socket import TaggedSocket, connect_to
+
+HERE, SECONDS = "127.0.0.1", 10.0
+KEY, OTHER = session_key(b"the secret", bytes(32)), session_key(b"the secret", bytes(31) + b"1")
+TOKEN = secrets.token_bytes(32)
+
+
+def soon() -> float:
+    return time.monotonic() + SECONDS
+
+
+@pytest.fixture
+def listener() -> Iterator[RankListener]:
+    found = RankListener("one", HERE, KEY)
+    yield found
+    found.close()
+
+
+def connected(listener: RankListener, node: str) -> tuple[TaggedSocket, TaggedSocket]:
+    ours = connect_to(listener.address, node, KEY, TOKEN, soon())
+    return ours, listener.take(TOKEN, soon())
+
+
+@pytest.fixture
+def lines(listener: RankListener) -> Iterator[tuple[TaggedSocket, TaggedSocket]]:
+    """Both ends of a connection between nodes."""
+    pair = connected(listener, "two")
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def test_a_node_reaches_itself_without_its_network(listener: RankListener) -> None:
+    assert [end.is_of_one_node for end in connected(listener, "one")] == [True, True]
+    assert [end.is_of_one_node for end in connected(listener, "two")] == [False, False]
+
+
+def test_connections_to_one_token_come_in_order(listener: RankListener) -> None:
+    for number in range(20):
+        with connect_to(listener.address, "two", KEY, TOKEN, soon()) as link:
+            link.sendall(bytes([number]))
+            with listener.take(TOKEN, soon()) as other:
+                assert other.recv(1) == bytes([number])
+
+
+def test_who_lacks_the_key_is_refused_on_both_sides(listener: RankListener) -> None:
+    with pytest.raises(AuthenticationError, match="did not prove to have the key"):
+        connect_to(listener.address, "two", OTHER, TOKEN, soon())
+    client, server = socket.socketpair()
+    with client, server, ThreadPoolExecutor() as threads:
+        asked = threads.submit(admit, server, KEY, soon())
+        client.sendall(bytes(64))  # a token and a nonce
+        client.recv(64, socket.MSG_WAITALL)
+        client.sendall(bytes(32))
+        with pytest.raises(AuthenticationError, match="without the key"):
+            asked.result()
+
+
+def test_a_recorded_connection_is_not_accepted_again() -> None:
+    client, server = socket.socketpair()
+    recorded = []
+
+    class Recording(socket.socket):
+        def sendall(self, data, *flags):
+            recorded.append(bytes(data))
+            super().sendall(data, *flags)
+
+    with Recording(fileno=client.detach()) as client, server, ThreadPoolExecutor() as threads:
+        asked = threads.submit(lambda: (admit(server, KEY, soon()), server.sendall(b"r")))
+        introduce(client, KEY, TOKEN, soon())
+        asked.result()
+    client, server = socket.socketpair()
+    with client, server, ThreadPoolExecutor() as threads:
+        asked = threads.submit(admit, server, KEY, soon())
+        client.sendall(recorded[0])
+        client.recv(64, socket.MSG_WAITALL)
+        client.sendall(recorded[1])
+        with pytest.raises(AuthenticationError):
+            asked.result()
+
+
+def test_a_stranger_that_says_nothing_holds_up_nobody(listener: RankListener) -> None:
+    with socket.create_connection((HERE, listener.address.port)):
+        assert all(connected(listener, "two"))
+
+
+def test_a_wait_for_a_connection_ends(listener: RankListener) -> None:
+    with pytest.raises(TimeoutError):
+        listener.take(TOKEN, time.monotonic() + 0.05)
+    link = NetworkLink(1, 0, listener, listener.address, KEY, TOKEN)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(link.accept, soon())
+        time.sleep(0.05)
+        link.shut()
+        with pytest.raises(ConnectionResetError):
+            waits.result()
+    with pytest.raises(ConnectionResetError):
+        link.offer(soon())
+
+
+# --- channels -------------------------------------------------------------------------------------------------------
+
+
+def test_frames_come_with_their_blocks_and_notes(lines: tuple[TaggedSocket, TaggedSocket]) -> None:
+    notes: list[bytes] = []
+    ours = StreamChannel(lines[0], note=lambda: b"here", send_timeout=SECONDS)
+    theirs = StreamChannel(lines[1], on_note=notes.append)
+    value = {"array": np.arange(200_000), "text": "a" * 50}
+    with ThreadPoolExecutor() as threads:
+        got = threads.submit(lambda: [theirs.receive() for _ in range(3)])
+        for number in range(3):
+            ours.send(ChannelFrame(FrameKind.CALL, number, encode(value if number else None)))
+    frames = got.result()
+    assert [(frame.kind, frame.request) for frame in frames] == [(FrameKind.CALL, number) for number in range(3)]
+    assert decode(frames[0].message) is None
+    for frame in frames[1:]:
+        found = decode(frame.message)
+        assert np.array_equal(found["array"], value["array"])
+        found["array"][0] = 5  # private and writable
+        assert found["text"] == value["text"]
+    assert notes == [b"here"] * 3
+    ours.close()
+    with pytest.raises(ChannelClosed):
+        theirs.receive()
+
+
+@pytest.mark.parametrize("change", ["bit", "repeated", "left out"])
+def test_a_frame_that_was_changed_on_the_way_is_not_read(lines: tuple[TaggedSocket, TaggedSocket], change: str) -> None:
+    """A man in the middle: what `ours` sends is taken from `lines` and put into a pair, changed."""
+    ours = StreamChannel(lines[0])
+    for text in ("first", "second"):
+        ours.send(ChannelFrame(FrameKind.CALL, 1, encode(text)))
+    data = bytearray(lines[1].recv(1 << 16))
+    half = len(data) - len(data) // 2 - 1  # the second message has one letter more
+    if change == "bit":
+        data[half // 2] ^= 1
+    forged = {"bit": data, "repeated": data[:half] * 2, "left out": data[half:]}[change]
+    there, here = socket.socketpair()
+    with there:
+        there.sendall(forged)
+        end = TaggedSocket(here, _same(lines[1]))
+        theirs = StreamChannel(end)
+        if change == "repeated":
+            theirs.receive()
+        with pytest.raises(AuthenticationError, match="changed on the way"):
+            theirs.receive()
+        theirs.close()
+
+
+def _same(link: TaggedSocket) -> ConnectionKeys:
+    """The keys of a connection."""
+    return ConnectionKeys(link.sent._key, link.received._key)
+
+
+# --- messages of ranks ----------------------------------------------------------------------------------------------
+
+
+def transports(lines: tuple[TaggedSocket, TaggedSocket]) -> tuple[SharedMemoryTransport, SharedMemoryTransport]:
+    device = torch.device("cpu")
+    return (
+        SharedMemoryTransport(0, {1: lines[0]}, device, SECONDS),
+        SharedMemoryTransport(1, {0: lines[1]}, device, SECONDS),
+    )
+
+
+def swapped(transport: SharedMemoryTransport, values: list[torch.Tensor], number: int) -> list[list[torch.Tensor]]:
+    peer = 1 - transport.rank
+    incoming = [Incoming(peer, tuple(TensorSpec.of(x) for x in values))]
+    works = [transport.send_recv([Outgoing((peer,), tuple(values))], incoming, "there") for _ in range(number)]
+    return [work.wait()[0] for work in works]
+
+
+@pytest.mark.parametrize("elements", [0, 1, 3_000_000])
+def test_messages_both_ways_at_once(lines: tuple[TaggedSocket, TaggedSocket], elements: int) -> None:
+    """Larger than what the system buffers: both sides send, and each has to read meanwhile."""
+    values = [torch.arange(float(elements)), torch.tensor([1, 2, 3], dtype=torch.int8), torch.ones(2, 3).bool()]
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(swapped, transport, values, 3) for transport in transports(lines)]
+        for found in both:
+            for received in found.result():
+                assert all(torch.equal(x, y) for x, y in zip(received, values, strict=True))
+
+
+def test_a_message_that_was_changed_is_not_used(lines: tuple[TaggedSocket, TaggedSocket]) -> None:
+    first, _ = transports(lines)
+    first.send_recv([Outgoing((1,), (torch.arange(9.0),))], [], "there")
+    lines[1].setblocking(True)
+    data = bytearray(lines[1].recv(1 << 16))
+    for at, is_refused in ((None, False), (HEAD_BYTES + 3, True), (20, True)):
+        changed = bytearray(data)
+        if at is not None:
+            changed[at] ^= 1 if at > HEAD_BYTES else 4
+        there, here = socket.socketpair()
+        with there:
+            there.sendall(changed)
+            other = SharedMemoryTransport(1, {}, torch.device("cpu"), 0.5)
+            other._lines[0] = PeerStream(0, TaggedSocket(here, _same(lines[1])))
+            work = other.send_recv([], [Incoming(0, (TensorSpec((9,), torch.float32),))], "there")
+            if not is_refused:
+                assert torch.equal(work.wait()[0][0], torch.arange(9.0))
+                continue
+            with pytest.raises((AuthenticationError, ExchangeError)):
+                work.wait()
+
+
+def test_a_peer_that_is_gone_is_named(lines: tuple[TaggedSocket, TaggedSocket]) -> None:
+    first, second = transports(lines)
+    threading.Timer(0.05, second.close).start()
+    with pytest.raises(ExchangeError, match="rank 1 is gone"):
+        swapped(first, [torch.ones(1)], 1)
+    assert first.state_of(1) == "ended"
