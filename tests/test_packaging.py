@@ -22,6 +22,7 @@ OF_EXTRAS = {
     "serving/lora_body.py": {"pydantic"},
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
+    "stream/web/webrtc.py": {"aiortc"},
     "serving/image_request.py": {"pydantic"},
     "serving/pipeline_fields.py": {"pydantic"},
     "serving/video_request.py": {"pydantic"},

@@ -31,7 +31,7 @@ from patchpar.stream.messages import (
 )
 from patchpar.stream.rank_driver import RankDriver, Restarts
 from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import VideoSource
+from patchpar.stream.video_source import LiveVideo, VideoSource
 
 Run = Callable[..., list[Any]]
 MAX_UPDATES = 1000
@@ -117,7 +117,7 @@ class StreamDriver(RankDriver):
         limits: StreamLimits,
         track: AudioSource | None,
         deliver: Callable[[OutputBlock], object],
-        video: VideoSource | None = None,
+        video: VideoSource | LiveVideo | None = None,
     ) -> None:
         self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
         super().__init__(self._current.ranks, limits.credit)
@@ -217,7 +217,7 @@ class StreamDriver(RankDriver):
                 self._ready = None
                 self._send(0, EndStream())
                 return
-            if not self._has_audio(block) or not self._take_credit():
+            if not self._has_frames(block) or not self._has_audio(block) or not self._take_credit():
                 return
             self._sent[block] = self._next_order(block)
         self._ready = None
@@ -229,6 +229,10 @@ class StreamDriver(RankDriver):
         updates = tuple(self._updates.pop(block, ()))
         frames = None if self._video is None else self._video.take(block)
         return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates, frames=frames), samples
+
+    def _has_frames(self, block: int) -> bool:
+        """Whether a block can begin as far as the frames of its video go."""
+        return self._video is None or self._video.is_here(block)
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""

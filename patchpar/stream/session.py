@@ -27,7 +27,7 @@ from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, U
 from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import VideoSource
+from patchpar.stream.video_source import LiveVideo, VideoSource
 
 NOTED_SECONDS = 0.5
 """A chunk that is so late is worth a line in the log, once for each outage."""
@@ -45,10 +45,10 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         form: StreamFormat,
         delivery: StreamDelivery,
         source: AudioSource | None,
-        video: VideoSource | None = None,
+        video: VideoSource | LiveVideo | None = None,
     ) -> None:
         super().__init__(StreamDriver(run, runs, limits, source, self._deliver, video), delivery.output, delivery.lead)
-        self._format, self._delivery, self._source = form, delivery, source
+        self._format, self._delivery, self._source, self._video = form, delivery, source, video
         self._patience = delivery.hold
         self._journal: StreamJournal | None = None
         self._last: Chunk | None = None
@@ -138,6 +138,19 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
             return 0.0
         with self._changed:
             return self._source.seconds_from(self._driver.upcoming())
+
+    def push_frame(self, image: Any) -> Effect:
+        """Append the next frame of the video: PIL, or [height, width, 3] in uint8, in pixels. Raises PlanError.
+
+        Where the ranks are slower than the frames come, the oldest that wait are dropped.
+        """
+        self._check_running()
+        if not isinstance(self._video, LiveVideo):
+            raise PlanError("this stream takes no frames: use video='live'")
+        frame = load_reference_image(image, self._format.height, self._format.width)
+        with self._changed:
+            self._video.push(frame)
+            return self._effect(self._driver.look())
 
     def interrupt(self) -> Effect:
         """Drop the audio of blocks that have not begun; what is pushed next is heard from there on. Raises PlanError.

@@ -1,5 +1,6 @@
 """Frames of a video that a stream starts from, block by block: cropped, scaled, and at the model's rate."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ class VideoSource:
         if self._next is None:
             raise PlanError("video=: it has no frames")
 
+    def is_here(self, block: int) -> bool:
+        """Whether a block can begin: always, since a video is read when its frames are needed."""
+        return True
+
     def is_over(self, block: int) -> bool:
         """Whether the video ends before this block, which has to be the next one."""
         return self._next is None
@@ -40,6 +45,35 @@ class VideoSource:
             taken.append(self._next)
             self._next = next(self._frames, None)
         return torch.stack(taken)
+
+
+class LiveVideo:
+    """The frames of a camera, pushed one by one, [height, width, 3] in uint8 each; see VideoSource.
+
+    A block begins when its frames are here. At most one more waits, and older ones are dropped: as frames come as fast
+    as they are used, what waits would be latency for good.
+    """
+
+    def __init__(self, frames_of: Callable[[int], int]) -> None:
+        self._frames_of, self._waiting = frames_of, deque[Tensor]()
+
+    def push(self, frame: Tensor) -> None:
+        """Append the next frame [height, width, 3] in uint8."""
+        self._waiting.append(frame)
+        while len(self._waiting) > self._frames_of(1) + 1:  # the first block is no larger than the others
+            self._waiting.popleft()
+
+    def is_here(self, block: int) -> bool:
+        """Whether all frames of this block have been pushed."""
+        return len(self._waiting) >= self._frames_of(block)
+
+    def is_over(self, block: int) -> bool:
+        """Whether the video ends before this block: never by itself."""
+        return False
+
+    def take(self, block: int) -> Tensor:
+        """Return the frames [F, height, width, 3] of a block, in uint8."""
+        return torch.stack([self._waiting.popleft() for _ in range(self._frames_of(block))])
 
 
 def frames_from(video: Video, fps: float, height: int, width: int) -> Iterator[Tensor]:

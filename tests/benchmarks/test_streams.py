@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.stream.budget import onset
 from benchmarks.stream.drift import rows
+from benchmarks.stream.flicker import NOISE, flicker, noisy
 from benchmarks.stream.image_ranks import WARM, Streamed
 from benchmarks.stream.long import Record, table
 from benchmarks.stream.onset import Found, half_open, lag_of
@@ -57,3 +58,14 @@ def test_the_first_images_of_a_stream_do_not_count() -> None:
     times = [0.0, 100.0, *(100.0 + number for number in range(1, 6))]
     assert WARM == 2
     assert Streamed(times=tuple(times), images=()).gap == 1.0
+
+
+def test_flicker_is_what_neighbouring_frames_differ_by() -> None:
+    """A still scene has none, a camera's noise has its own, and a slow change of the whole range has little."""
+    scene = np.full((32, 32, 3), 128, np.uint8)
+    assert flicker([scene] * 5) == 0
+    assert flicker([scene, scene + 10, scene]) == 10
+    assert flicker(noisy(scene, 9)) == pytest.approx(NOISE * 2 / np.pi**0.5, rel=0.03)
+    fade = [np.full((32, 32, 3), level, np.uint8) for level in range(100, 156)]
+    assert flicker(fade) == 1
+    assert flicker([*fade[::2], *fade[1::2]]) > 2, "the control: the same frames in another order"

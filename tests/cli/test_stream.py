@@ -201,6 +201,12 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "-o", "a.mp4", "--input", "."), "--input .: this folder has no images"),
         (("--model", "m", "-o", "a.mp4", "--input", "text.mp4"), "--input text.mp4 cannot be read as a video"),
         (("--model", "none", "-o", "a.mp4"), "'none' is no model"),
+        (("--audio", "page", "-o", "a.mp4"), "--audio page: the page that sends it is that of --ws: add --ws 8000"),
+        (("--input", "page", "-o", "a.mp4"), "--input page: the page that sends it is that of --ws: add --ws 8000"),
+        (("--webrtc", "-o", "a.mp4"), "--webrtc: it is the page of --ws that plays so: add --ws 8000"),
+        (("--audio", "a.wav", "--audio-rate", "8000", "-o", "a.mp4"), "are of raw samples: add --audio -"),
+        (("--audio", "mic:none", "-o", "a.mp4"), "alsa none: "),
+        (("--input", "camera:none", "-o", "a.mp4"), "v4l2 none: "),
         (("--model", "m", "-o", "a.mp4", "--costs", "step=1"), "--costs goes with --dry-run"),
         (("--model", "m", "--dry-run", "--input", "."), "leave out --input"),
     ],
@@ -211,6 +217,43 @@ def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypat
     result = run(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_audio_comes_from_a_pipe_of_three_channels(folder: Path, tmp_path: Path) -> None:
+    """The stream ends with it, and has its audio: at 7 kHz, silent and loud in turn."""
+    loud_at = np.where(np.arange(7000) // 1750 % 2 == 1, tone(7000, 1.0), 0)
+    speech = write_wav(tmp_path / "speech.wav", loud_at, 7000, 3)
+    for words, data in (
+        ((), speech.read_bytes()),
+        (("--audio-rate", 7000), (loud_at * 32767).astype("<i2").tobytes()),
+    ):
+        flags = ("--model", folder, "--audio", "-", *words, "--devices", "cpu", "-o", tmp_path / "talk.mp4")
+        result = CliRunner().invoke(app, ["stream", *map(str, flags)], input=data)
+        assert result.exit_code == 0, result.stderr
+        channels = "1 channel" if words else "3 channels"
+        assert f"standard input: s16le, 7000 samples/s, {channels}" in result.stderr
+        pixels, _, heard = decoded(tmp_path / "talk.mp4")
+        assert len(pixels) == 23
+        quarters = [np.abs(part).mean() for part in np.split(heard[:48000], 4)]
+        assert min(quarters[1], quarters[3]) > 5 * max(quarters[0], quarters[2])
+
+
+def test_audio_and_video_come_from_devices(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FFmpeg's generators are opened as devices are. They end before the stream, which goes on and says so."""
+    monkeypatch.setattr(
+        "patchpar.stream.capture_device.MICROPHONES", {sys.platform: (("lavfi", "sine=sample_rate=7000:d=0.2"),)}
+    )
+    monkeypatch.setattr(
+        "patchpar.stream.capture_device.CAMERAS", {sys.platform: (("lavfi", "color=red:size=32x24:duration=0.2"),)}
+    )
+    words = ("--audio", "mic", "--input", "camera", "--strength", 0.7, "--seconds", 1)
+    result = run("--model", folder, *words, "--devices", "cpu", "-o", tmp_path / "talk.mp4")
+    assert result.exit_code == 0, result.stderr
+    assert "the microphone has stopped; the stream goes on with silence" in result.stderr
+    assert "the camera has stopped; its last image stays" in result.stderr
+    pixels, _, heard = decoded(tmp_path / "talk.mp4")
+    assert len(pixels) == 23
+    assert np.abs(heard[:9000]).mean() > 10 * np.abs(heard[14400:48000]).mean()
 
 
 def test_audio_and_face_are_looked_at_before_anything_is_started(folder: Path, tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
+from tests.live.test_pages import until
 from tests.live.test_video import RATE, speech
 
 CHROMIUM = installed()
@@ -91,3 +94,35 @@ def test_an_image_is_shown_though_none_follows(page: Any) -> None:
         page.wait_for_function(f"document.querySelector('img')?.naturalWidth > 0 && ({LEVEL})('img') > 150")
     finally:
         screen.close()
+
+
+def test_the_page_sends_its_microphone_and_its_camera(page: Any) -> None:
+    """Chromium's own: a beep each second, and a green image. A button switches each on and off."""
+    microphone, camera = PageMicrophone(), PageCamera()
+    screen = VideoScreen(HOME, 0, 20, RATE, PageInputs(microphone=microphone, camera=camera))
+    screen.open()
+    try:
+        page.goto(screen.page.url)
+        page.get_by_role("button", name="Use the microphone").click()
+        heard, audio = list[Tensor](), microphone.audio()
+        while sum(piece.shape[1] for piece in heard) < 1.5 * 44_100:
+            piece, rate = next(audio)
+            heard.append(piece)
+        assert rate in (44_100, 48_000)
+        assert {piece.shape[0] for piece in heard} == {1}
+        assert max(piece.shape[1] for piece in heard) < 0.03 * rate
+        assert float(torch.cat(heard, 1).abs().max()) > 0.05
+        page.get_by_role("button", name="Use the camera").click()
+        red, green, _ = np.asarray(next(camera.images())).reshape(-1, 3).mean(0)
+        assert green > red + 50
+        for name in ("microphone", "camera"):
+            page.get_by_role("button", name=f"Stop the {name}").click()
+        until(lambda: microphone._sender is None and camera._sender is None, "that both are free")
+        microphone.begin(other := object())
+        page.get_by_role("button", name="Use the microphone").click()
+        page.wait_for_function("document.getElementById('status').textContent.includes('in use by another page')")
+        page.get_by_role("button", name="Use the microphone").wait_for()
+        microphone.end(other)
+    finally:
+        screen.close()
+    page.wait_for_function("document.querySelectorAll('button').length === 0")

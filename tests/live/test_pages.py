@@ -24,9 +24,10 @@ from websockets.sync.client import ClientConnection, connect
 from patchpar.errors import PlanError
 from patchpar.stream.web import viewer as screen_module
 from patchpar.stream.web.feed import BOUNDARY, VideoFeed
+from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import HOME, WebServer, names_of
-from patchpar.stream.web.viewer import KEPT, FramePlayer, ImageScreen, VideoScreen
+from patchpar.stream.web.viewer import KEPT, ImageScreen, VideoScreen
 from tests.live.test_video import RATE, frames, speech
 
 
@@ -219,6 +220,10 @@ def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None
     for block in range(5):
         slow.add(torch.arange(4 * block, 4 * block + 4))
     assert [int(frame) for frame in slow._waiting] == list(range(10, 20))
+    live = FramePlayer(played.append, fps=10, slack=1)
+    for block in range(5):
+        live.add(torch.arange(4 * block, 4 * block + 4))
+    assert [int(frame) for frame in live._waiting] == [15, 16, 17, 18, 19]
 
 
 def test_frames_are_played_by_the_clock() -> None:

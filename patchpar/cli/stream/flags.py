@@ -1,5 +1,6 @@
 """Flags of `patchpar stream`, and which of them go together."""
 
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,9 @@ from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.stream.web.server import check_port
 
-OF_VIDEO = ("audio", "reference", "seconds", "record", "restarts", "lora")
+PAGE = "page"
+"""Audio or images of the browser that watches."""
+OF_VIDEO = ("audio", "audio_rate", "audio_channels", "reference", "seconds", "record", "restarts", "lora")
 OF_IMAGES = ("steps", "guidance_scale", "negative_prompt", "height", "width")
 
 
@@ -24,16 +27,19 @@ class StreamFlags:
     prompt: Annotated[str, typer.Argument(help="What to generate, for models with a text encoder.")] = ""
     model: Annotated[str | None, typer.Option(help="Default: embedded-face; with --input, embedded.")] = None
     devices: Devices = "auto"
-    audio: Annotated[Path | None, typer.Option(help="Audio that the video follows; it sets the length.")] = None
+    audio: Annotated[str | None, typer.Option(help="A file; mic, page, - or a pipe for live audio.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
-    input: Annotated[Path | None, typer.Option(help="Video, or image folder, to generate anew.")] = None
+    input: Annotated[str | None, typer.Option(help="Video, folder, camera or page, to generate anew.")] = None
     seed: Annotated[int, more("The same seed gives the same video.")] = 0
     fps: Annotated[float | None, typer.Option(help="Frames per second; default: the input's.")] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
+    webrtc: Annotated[bool, more("Let the page of --ws play by WebRTC.", "--webrtc")] = False
     host: Annotated[str | None, more("Address of these pages; default: this machine's.")] = None
+    audio_rate: Annotated[int | None, more("Of raw 16-bit audio in a pipe; default: the model's.")] = None
+    audio_channels: Annotated[int | None, more("Of raw 16-bit audio in a pipe; default: 1.")] = None
     record: Annotated[Path | None, more("Record the stream for `patchpar replay`.")] = None
     steps: Annotated[int | None, more("With --input and an image model: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None
@@ -54,7 +60,7 @@ class StreamFlags:
     def check(self) -> None:
         """Raise PlanError for invalid flags, before anything is started."""
         self._check_kind()
-        for name in ("seconds", "fps", "steps", "height", "width"):
+        for name in ("seconds", "fps", "steps", "height", "width", "audio_rate", "audio_channels"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise PlanError(f"--{name} {value}: it must be above 0")
@@ -64,6 +70,7 @@ class StreamFlags:
         if (self.height is None) != (self.width is None):
             raise PlanError("--height and --width: give both or none")
         if not self.dry_run:
+            self._check_inputs()
             self._check_outputs()
 
     def _check_kind(self) -> None:
@@ -74,7 +81,7 @@ class StreamFlags:
                 kind = "not for" if takes_frames and not self.is_video else "for"
                 of = " of images" if takes_frames and self.is_video else ""
                 raise PlanError(f"--{name.replace('_', '-')} is {kind} streams{of} with --input")
-        if self.input is not None and self.is_video and not self.input.is_file():
+        if self.input is not None and self.is_video and not self.has_camera and not Path(self.input).is_file():
             raise PlanError(f"--input {self.input}: {self.model} generates video, and there is no such file")
         if self.input is not None and self.is_video and self.record is not None:
             raise PlanError("--record does not hold the frames of --input: leave one of them out")
@@ -82,6 +89,15 @@ class StreamFlags:
             raise PlanError("--dry-run forecasts streams of a video model: leave out --input")
         if self.costs is not None and not self.dry_run:
             raise PlanError("--costs goes with --dry-run only: add --dry-run, or leave out --costs")
+
+    def _check_inputs(self) -> None:
+        for flag, value in (("--audio", self.audio), ("--input", self.input)):
+            if value == PAGE and self.ws is None:
+                raise PlanError(f"{flag} {PAGE}: the page that sends it is that of --ws: add --ws 8000")
+        if self.webrtc and self.ws is None:
+            raise PlanError("--webrtc: it is the page of --ws that plays so: add --ws 8000")
+        if (self.audio_rate or self.audio_channels) and not self.has_pipe:
+            raise PlanError("--audio-rate and --audio-channels are of raw samples: add --audio -, or a named pipe")
 
     def _check_outputs(self) -> None:
         if self.output is None and not self.is_live:
@@ -106,9 +122,25 @@ class StreamFlags:
         return self.input is None or (self.model is not None and is_block_causal(self.model))
 
     @property
+    def has_camera(self) -> bool:
+        """Whether --input is a camera."""
+        return self.input is not None and (self.input == PAGE or kind_of(self.input) == "camera")
+
+    @property
+    def has_pipe(self) -> bool:
+        """Whether --audio is standard input or another pipe."""
+        return self.audio is not None and (self.audio == "-" or is_pipe(Path(self.audio)))
+
+    @property
+    def has_live_audio(self) -> bool:
+        """Whether --audio comes while the stream runs."""
+        return self.audio is not None and (self.audio == PAGE or kind_of(self.audio) == "mic" or self.has_pipe)
+
+    @property
     def is_endless(self) -> bool:
-        """Whether only a signal ends the stream."""
-        return self.input is None and self.audio is None and self.seconds is None
+        """Whether only a signal ends the stream, or what is live."""
+        has_file = self.audio is not None and not self.has_live_audio
+        return self.seconds is None and not has_file and (self.input is None or self.has_camera)
 
     @property
     def is_live(self) -> bool:
@@ -118,6 +150,25 @@ class StreamFlags:
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained`."""
         return given(devices=self.devices, torch_dtype=self.dtype, variant=self.variant, deadline=self.deadline)
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether `path` is a named pipe, a descriptor such as /dev/fd/63, or a device: nothing with a length."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+
+
+def kind_of(text: str) -> str:
+    """Return the kind of a device: "mic" of "mic" and of "mic:hw:1"."""
+    return text.partition(":")[0]
+
+
+def device_of(text: str) -> str | None:
+    """Return the name of a device, None for the default one."""
+    return text.partition(":")[2] or None
 
 
 def is_block_causal(model: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.flags import given
 from patchpar.cli.output_files import SUFFIXES
+from patchpar.cli.stream.live_inputs import LiveInputs, notes_of
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, paced, show_all
 from patchpar.errors import PlanError
@@ -66,20 +67,24 @@ class ImageFrames:
 def stream_images(request: StreamFlags) -> None:
     """Run the stream and report. Raises PlanError and the errors of the ranks."""
     assert request.input is not None
-    frames = ImageFrames.of(request.input, request.fps)
+    frames = None if request.has_camera else ImageFrames.of(Path(request.input), request.fps)
+    live = LiveInputs.of(request, None)
     RequestedTask(verb="stream", has_image=None).check_model(request.weights, request.for_loading())
     with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # videos close before ranks
-        report = _run(request, frames, stack, ranks)
+        report = _run(request, frames, live, stack, ranks)
     report.write(request.json)
-    report.finish(is_endless=False)
+    report.finish(is_endless=request.is_endless)
 
 
-def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: StreamRanks) -> StreamReport:
+def _run(
+    request: StreamFlags, frames: ImageFrames | None, live: LiveInputs, stack: ExitStack, ranks: StreamRanks
+) -> StreamReport:
     from patchpar import ImageStreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    screens = FrameOutputs.pages(request, frames.fps, None, stack)
+    fps = request.fps or FPS if frames is None else frames.fps
+    screens = FrameOutputs.pages(request, fps, None, stack, live.page)
     print_line = screens.status_line(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
     pipe = ranks.load(lambda: ImageStreamingPipeline.from_pretrained(request.weights, **opened))
@@ -93,9 +98,16 @@ def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: Str
     )
     meter = ProgressMeter()
     session = pipe.stream(seed=request.seed, **arguments)
-    results = session.map({"image": _sized(frame, request)} for frame in frames)
-    parts = _parts(results, frames.fps)
-    ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, print_line, frames.fps)
+    note: Callable[[], str] = str
+    inputs: Iterable[Image]
+    if frames is None:
+        camera, inputs = live.camera(stack)
+        note = notes_of(camera)
+    else:
+        inputs = frames
+    results = session.map({"image": _sized(frame, request)} for frame in inputs)
+    parts = _parts(results, fps, note)
+    ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, print_line, fps)
     ranks.has_signal = bool(ending.code)
     written = [] if request.output is None else [request.output]
     return StreamReport(
@@ -111,13 +123,13 @@ def _sized(frame: Image, request: StreamFlags) -> Image:
     return ImageOps.fit(frame, (request.width, request.height))
 
 
-def _parts(results: Iterator[Any], fps: float) -> Iterator[TimedFrames]:
+def _parts(results: Iterator[Any], fps: float, note: Callable[[], str]) -> Iterator[TimedFrames]:
     import numpy as np
     import torch
 
     for result in results:
         image = torch.from_numpy(np.array(result.image.convert("RGB")))
-        yield TimedFrames(frames=image[None], pts=result.number / fps, audio=None, status="running")
+        yield TimedFrames(frames=image[None], pts=result.number / fps, audio=None, status=note() or "running")
 
 
 def _images_in(folder: Path) -> list[Path]:

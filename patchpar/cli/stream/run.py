@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.cli.stream.ranks import StreamRanks
     from patchpar.stream.base_session import BaseSession
+    from patchpar.stream.web.page_input import PageInputs
     from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 
 WINDOW = 3.0
@@ -227,9 +228,14 @@ class FrameOutputs:
     videos: tuple[StreamVideoFile, ...] = ()
 
     @classmethod
-    def pages(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
-        """Serve the requested pages until `stack` is closed. Raises PlanError for a port that is not free."""
-        live = _live(request, fps, rate, stack) if request.is_live else ()
+    def pages(
+        cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack, inputs: PageInputs
+    ) -> FrameOutputs:
+        """Serve the requested pages until `stack` is closed. `inputs`: what that of --ws may send.
+
+        Raises PlanError for a port that is not free.
+        """
+        live = _live(request, fps, rate, stack, inputs) if request.is_live else ()
         return cls(request=request, fps=fps, rate=rate, live=live)
 
     def with_file(self, stack: ExitStack) -> FrameOutputs:
@@ -259,7 +265,7 @@ class FrameOutputs:
 
 
 def _live(
-    request: StreamFlags, fps: float, rate: int | None, stack: ExitStack
+    request: StreamFlags, fps: float, rate: int | None, stack: ExitStack, inputs: PageInputs
 ) -> tuple[ImageScreen | VideoScreen, ...]:
     from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 
@@ -268,10 +274,13 @@ def _live(
     if request.mjpeg is not None:
         screens.append(stack.enter_context(closing(ImageScreen(host, request.mjpeg, fps))))
     if request.ws is not None:
-        screens.append(stack.enter_context(closing(VideoScreen(host, request.ws, fps, rate))))
+        screens.append(
+            stack.enter_context(closing(VideoScreen(host, request.ws, fps, rate, inputs, webrtc=request.webrtc)))
+        )
     for screen in screens:
         screen.open()
         typer.echo(f"watch at {screen.page.url}", err=True)
     if not is_local(host):
-        typer.echo(f"{host}: everyone who can reach this machine can watch", err=True)
+        what = "watch, and send audio or images" if inputs.names else "watch"
+        typer.echo(f"{host}: everyone who can reach this machine can {what}", err=True)
     return tuple(screens)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.output_files import removed_after_error
+from patchpar.cli.stream.live_inputs import LiveInputs
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, show_all
 from patchpar.errors import PlanError
@@ -31,11 +33,12 @@ def stream_video(request: StreamFlags) -> None:
 
     folder = StreamFolder.read(request.weights)
     config, reference = folder.config, None
+    live = LiveInputs.of(request, folder.rate)
     if request.reference is not None:
         reference = load_reference_image(request.reference, config.height, config.width)
     given = {"reference": reference, "audio": _audio(request, folder)}
     with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # videos close before ranks
-        report = _run(request, folder, given, stack, ranks)
+        report = _run(request, folder, given | {"live": live}, stack, ranks)
     report.write(request.json)
     report.finish(is_endless=request.is_endless)
 
@@ -44,11 +47,13 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
     """Read the audio before the ranks are started, so that a broken file is refused at once."""
     if request.audio is None:
         return None
+    if request.has_live_audio:
+        return "live"
     if folder.rate is None:
         raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
     from patchpar.stream.audio.audio_file import read_audio
 
-    audio = read_audio(request.audio, folder.rate)
+    audio = read_audio(Path(request.audio).expanduser(), folder.rate)
     typer.echo(f"{request.audio}: {audio.facts}", err=True)
     return audio.samples, audio.rate
 
@@ -60,31 +65,33 @@ def _run(
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    fps = request.fps or folder.config.fps
-    screens = FrameOutputs.pages(request, fps, folder.rate, stack)
+    fps, live = request.fps or folder.config.fps, given.pop("live")
+    screens = FrameOutputs.pages(request, fps, folder.rate, stack, live.page)
     print_line = screens.status_line(stack.enter_context(living_line("starting")))
     pipe = ranks.load(
         lambda: StreamingPipeline.from_pretrained(request.weights, lora=request.lora, **request.for_loading())
     )
     screens = screens.with_file(stack)
     pace: Pacing = "realtime" if request.is_live else "fast"
-    delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
+    keep_alive = live.audio is not None and (request.is_live or not live.audio.ends)
+    delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace, keep_alive=keep_alive)
     if request.restarts is not None:
         delivery = replace(delivery, restarts=request.restarts)
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     if request.input is not None:
-        arguments |= {"video": request.input, "strength": request.strength}
+        arguments |= {"video": "live" if request.has_camera else Path(request.input), "strength": request.strength}
     session = pipe.stream(request.prompt, **arguments)
+    note = live.begin(session, folder.config, fps)
     with removed_after_error(request.record):  # without a block there is nothing to replay
-        ending = show_all(parts_of(session, session), session, screens.all, meter, print_line, fps)
+        ending = show_all(parts_of(session, session, note), session, screens.all, meter, print_line, fps)
     ranks.has_signal = bool(ending.code)
     written = [path for path in (request.output, request.record) if path is not None]
     return StreamReport(plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 
 
-def parts_of(chunks: Iterable[Any], session: Any) -> Iterator[TimedFrames]:
-    """Convert the chunks of a session to TimedFrames."""
+def parts_of(chunks: Iterable[Any], session: Any, note: Callable[[], str] = str) -> Iterator[TimedFrames]:
+    """Convert the chunks of a session to TimedFrames. `note`: what is wrong with its live inputs, if anything is."""
     for chunk in chunks:
         frames = None if chunk.is_held else chunk.frames
-        yield TimedFrames(frames=frames, pts=chunk.pts, audio=chunk.audio, status=session.status)
+        yield TimedFrames(frames=frames, pts=chunk.pts, audio=chunk.audio, status=note() or session.status)

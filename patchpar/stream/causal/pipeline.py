@@ -29,7 +29,7 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import Video, VideoSource, frames_from
+from patchpar.stream.video_source import LiveVideo, Video, VideoSource, frames_from
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 BF16 = "bfloat16"
@@ -104,9 +104,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
         `reference`: an image whose appearance the stream keeps: a file, PIL, or [height, width, 3] in uint8. `audio`: a
         file, or (samples [N] or [channels, N], rate), for a stream of its length; "live" for `push_audio`; None for
-        silence. `seconds`: length; None for no end, except that of audio and video. `video`: a file, or images, whose
-        latents the stream starts from, at noise level `strength`, 0 to 1; by default that of the model. Raises
-        PlanError.
+        silence. `seconds`: length; None for no end, except that of audio and video. `video`: a file, images, or
+        "live" for `push_frame`, whose latents the stream starts from, at noise level `strength`, 0 to 1; by default
+        that of the model. Raises PlanError.
         """
         workers = self._free_ranks()
         delivery = delivery or StreamDelivery()
@@ -131,9 +131,13 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         if has_video and delivery.record is not None:
             raise PlanError("record=: a recording does not hold the frames of a video; leave it out")
 
-    def _video(self, video: Video, form: StreamFormat) -> VideoSource:
-        frames = frames_from(video, form.fps, form.height, form.width)
-        return VideoSource(frames, lambda block: form.first_frame(block + 1) - form.first_frame(block))
+    def _video(self, video: Video, form: StreamFormat) -> VideoSource | LiveVideo:
+        def frames_of(block: int) -> int:
+            return form.first_frame(block + 1) - form.first_frame(block)
+
+        if isinstance(video, str) and video == "live":
+            return LiveVideo(frames_of)
+        return VideoSource(frames_from(video, form.fps, form.height, form.width), frames_of)
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Generate a recorded stream again, bit-equal, also on another number of ranks.

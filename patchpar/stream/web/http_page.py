@@ -1,24 +1,47 @@
-"""Routes of the live page of a stream: the page, images, fragments over a WebSocket, and a status line."""
+"""Routes of the live page of a stream: the page, images, fragments over a WebSocket, and a status line.
+
+What a page sends, see PageInputs: to /video {"type": "audio_begin", "rate", "channels"}, then 16-bit little-endian
+samples as binary, then {"type": "audio_end"}; to /camera images in JPEG, PNG or WebP as binary. What cannot be used is
+answered with {"type": "error", "message"}.
+"""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, WebSocket
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import HTTPConnection
 
+from patchpar.errors import PlanError
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
+from patchpar.stream.web.page_input import (
+    PageCamera,
+    PageInputs,
+    PageMicrophone,
+    checked_audio,
+    image_of,
+    samples_of,
+)
 
+if TYPE_CHECKING:
+    from patchpar.stream.web.webrtc import RtcPeers
+
+MAX_OFFER = 1 << 16
+"""Bytes of a session description."""
 NOT_OURS = 1008
 """Close code of a refused WebSocket (RFC 6455: policy violation)."""
 FRESH = {"Cache-Control": "no-store"}
+NO_INPUTS = PageInputs()
 
 
 def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
     """Return an app with a page of MJPEG. `names`: allowed host names."""
-    app = _page("images", status, names)
+    app = _page("images", status, names, PageInputs())
 
     async def images() -> StreamingResponse:
         return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
@@ -27,29 +50,78 @@ def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> 
     return app
 
 
-def video_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
-    """Return an app with a page that plays a video from a WebSocket. `names`: allowed host names."""
-    app = _page("video", status, names)
+def video_page(
+    feed: VideoFeed,
+    status: Callable[[], str],
+    names: list[str],
+    inputs: PageInputs = NO_INPUTS,
+    peers: "RtcPeers | None" = None,
+) -> FastAPI:
+    """Return an app with a page that plays a video from a WebSocket, or by WebRTC from `peers`, and may send `inputs`.
+
+    `names`: allowed host names.
+    """
+    app = _page("video" if peers is None else "webrtc", status, names, inputs)
 
     async def video(socket: WebSocket) -> None:
         if not is_own_origin(socket):
             await socket.close(NOT_OURS)
             return
         await socket.accept()
-        tasks = [asyncio.create_task(_sent_whole(socket, feed)), asyncio.create_task(_until_gone(socket))]
+        receiver = PageReceiver(socket, inputs.microphone)
+        tasks = [asyncio.create_task(_sent_whole(socket, feed)), asyncio.create_task(receiver.run())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     app.add_api_websocket_route("/video", video)
+    if inputs.camera is not None:
+        _add_camera(app, inputs.camera)
+    if peers is not None:
+        _add_webrtc(app, peers)
     return app
 
 
-def _page(kind: str, status: Callable[[], str], names: list[str]) -> FastAPI:
+def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
+    async def offer(request: Request) -> JSONResponse:
+        if not is_own_origin(request):
+            return JSONResponse({"message": "this offer was made by another page: open this one itself"}, 403)
+        if int(request.headers.get("content-length", MAX_OFFER + 1)) > MAX_OFFER:
+            return JSONResponse({"message": f"an offer has at most {MAX_OFFER} bytes"}, 413)
+        try:
+            return JSONResponse(await peers.answer(await request.body()))
+        except PlanError as error:
+            return JSONResponse({"message": str(error)}, 400)
+
+    app.add_api_route("/webrtc", offer, methods=["POST"], response_model=None)
+
+
+def _add_camera(app: FastAPI, camera: PageCamera) -> None:
+    async def images(socket: WebSocket) -> None:
+        if not is_own_origin(socket):
+            await socket.close(NOT_OURS)
+            return
+        await socket.accept()
+        try:
+            camera.begin(socket)
+            while (message := await socket.receive())["type"] != "websocket.disconnect":
+                if message.get("bytes"):
+                    camera.put(socket, await asyncio.to_thread(image_of, message["bytes"]))
+        except PlanError as error:
+            await socket.send_json({"type": "error", "message": str(error)})
+            await socket.close(NOT_OURS)
+        finally:
+            camera.end(socket)
+
+    app.add_api_websocket_route("/camera", images)
+
+
+def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageInputs) -> FastAPI:
     app = FastAPI(title="patchpar stream", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
-    text = Path(__file__).with_name("watch.html").read_text(encoding="utf-8").replace("{{kind}}", kind)
+    text = Path(__file__).with_name("watch.html").read_text(encoding="utf-8")
+    text = text.replace("{{kind}}", kind).replace("{{inputs}}", inputs.names)
 
     async def page() -> HTMLResponse:
         return HTMLResponse(text, headers=FRESH)
@@ -79,14 +151,62 @@ async def send_video(socket: WebSocket, feed: VideoFeed) -> None:
     await socket.send_json({"type": "media_end"})
 
 
-async def _until_gone(socket: WebSocket) -> None:
-    """Wait until the browser disconnects; its messages are ignored."""
-    while (await socket.receive())["type"] != "websocket.disconnect":
-        pass
+class PageReceiver:
+    """Messages of one browser: audio for `microphone`, if there is one."""
+
+    def __init__(self, socket: WebSocket, microphone: PageMicrophone | None) -> None:
+        self._socket, self._microphone = socket, microphone
+        self._rate = self._channels = 0
+        self._has_refused = False  # samples; the browser is told once
+
+    async def run(self) -> None:
+        """Take messages until the browser disconnects. What cannot be used is answered with an error."""
+        try:
+            while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+                try:
+                    self._take(message)
+                except PlanError as error:
+                    await self._socket.send_json({"type": "error", "message": str(error)})
+        finally:
+            if self._microphone is not None:
+                self._microphone.end(self)
+
+    def _take(self, message: Any) -> None:
+        """Use one message. Raises PlanError."""
+        microphone, data = self._microphone, message.get("bytes")
+        if microphone is None:
+            raise PlanError("this stream takes no audio from the page: start it with --audio page")
+        if data is not None:
+            if not self._has_refused:
+                self._has_refused = True
+                microphone.put(self, (samples_of(data, max(1, self._channels)), self._rate))
+                self._has_refused = False
+            return
+        self._has_refused = False
+        control = _control_of(message.get("text") or "")
+        if control.get("type") == "audio_begin":
+            rate, channels = checked_audio(control.get("rate"), control.get("channels", 1))
+            microphone.begin(self)
+            self._rate, self._channels = rate, channels
+        elif control.get("type") == "audio_end":
+            microphone.end(self)
+        else:
+            raise PlanError(f"a message of type {control.get('type')!r}: send audio_begin, samples, audio_end")
 
 
-def is_own_origin(socket: WebSocket) -> bool:
-    """Whether the origin is this page or none: browsers let any page open a WebSocket to any server."""
+def _control_of(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises PlanError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise PlanError("that is no JSON") from error
+    if not isinstance(found, dict):
+        raise PlanError("that is no JSON object")
+    return found
+
+
+def is_own_origin(socket: HTTPConnection) -> bool:
+    """Whether the origin is this page or none: browsers let any page open a WebSocket to any server, and post to it."""
     return is_same_origin(socket.headers.get("origin"), socket.headers.get("host"))
 
 

@@ -1,25 +1,27 @@
 """Live web page of a stream: frames as images, or a video with audio."""
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
+from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.mp4_fragments import FragmentEncoder
+from patchpar.stream.web.page_input import PageInputs
 from patchpar.stream.web.server import WebServer, names_of
+
+if TYPE_CHECKING:
+    from patchpar.stream.web.webrtc import RtcPeers
 
 KEPT = 4
 """Key frames of a video that are stored: some seconds by which a browser may lag without missing frames."""
 LINGER_SECONDS = 2.0
 """Seconds that browsers have to fetch the rest at the end."""
-WAITING_SECONDS = 1.0
-"""Seconds of frames that may wait until they are due; at least two blocks."""
 
 
 class WebPage:
@@ -101,76 +103,50 @@ class VideoFeedWriter:
 
 
 class VideoScreen:
-    """Fragmented MP4 over a WebSocket, with audio of `rate` samples per second. Raises PlanError."""
+    """Fragmented MP4 over a WebSocket, with audio of `rate` samples per second. Raises PlanError.
 
-    def __init__(self, host: str, port: int, fps: float, rate: int | None) -> None:
-        self._feed = VideoFeed(KEPT)
+    `inputs`: what its page may send. `webrtc`: whether the page plays it by WebRTC, which needs another extra.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        fps: float,
+        rate: int | None,
+        inputs: PageInputs | None = None,
+        *,
+        webrtc: bool = False,
+    ) -> None:
+        if webrtc and find_spec("aiortc") is None:
+            raise PlanError("--webrtc needs aiortc: pip install 'patchpar[rtc]'")
+        self._feed, self._inputs = VideoFeed(KEPT), inputs or PageInputs()
         self.page = WebPage(self._feed, host, port, "--ws")
         self._writer = VideoFeedWriter(self._feed, fps, rate)
+        self._peers = _peers(fps, rate, self._inputs) if webrtc else None
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
         from patchpar.stream.web.http_page import video_page
 
-        self.page.open(video_page)
+        self.page.open(partial(video_page, inputs=self._inputs, peers=self._peers))
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Queue frames and audio for all browsers, without waiting for them. Raises PlanError for odd sizes."""
+        if self._peers is not None:
+            self._peers.add(frames_FHWC, audio_N)
         self._writer.add(frames_FHWC, pts, audio_N)
 
     def close(self) -> None:
         """Encode the rest and stop serving. Idempotent."""
+        self._inputs.close()
+        if self._peers is not None:
+            self._peers.close()
         self._writer.close()
         self.page.close()
 
 
-class FramePlayer:
-    """Calls `put` with each frame [H, W, 3] when it is due, at `fps`, in a thread.
+def _peers(fps: float, rate: int | None, inputs: PageInputs) -> "RtcPeers":
+    from patchpar.stream.web.webrtc import RtcPeers  # needs the extra that VideoScreen checks
 
-    Drops the oldest frames if too many wait.
-    """
-
-    def __init__(self, put: Callable[[Tensor], object], fps: float) -> None:
-        self._put, self._period = put, 1 / fps
-        self._waiting = deque[Tensor]()
-        self._changed = threading.Condition()
-        self._is_over = False
-        self._thread = threading.Thread(target=self._play, name="patchpar-player", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def add(self, frames_FHWC: Tensor) -> None:
-        """Append frames."""
-        with self._changed:
-            self._waiting.extend(frames_FHWC)
-            room = max(2 * len(frames_FHWC), round(WAITING_SECONDS / self._period))
-            while len(self._waiting) > room:
-                self._waiting.popleft()
-            self._changed.notify()
-
-    def close(self, *, drops: bool = False) -> None:
-        """Wait until all frames have been played, unless it `drops` those that wait, and end the thread. Idempotent."""
-        with self._changed:
-            self._is_over = True
-            if drops:
-                self._waiting.clear()
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _play(self) -> None:
-        due = time.monotonic()
-        while (frame := self._next()) is not None:
-            now = time.monotonic()
-            if now > due + self._period:
-                due = now  # a late frame delays all later ones
-            time.sleep(max(0.0, due - now))
-            self._put(frame)
-            due += self._period
-
-    def _next(self) -> Tensor | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_over)
-            return self._waiting.popleft() if self._waiting else None
+    return RtcPeers(fps, rate, inputs)

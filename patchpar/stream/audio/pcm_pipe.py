@@ -1,0 +1,167 @@
+"""`PcmPipe`: live audio from a pipe, as WAV (RIFF; Microsoft's multimedia specification of 1991) or as raw samples."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+
+SampleFormat = Literal["u8", "s16le", "s24le", "s32le", "f32le"]
+BITS = {"u8": 8, "s16le": 16, "s24le": 24, "s32le": 32, "f32le": 32}
+OTHERS = {
+    b"OggS": "Ogg",
+    b"fLaC": "FLAC",
+    b"ID3\x03": "MP3",
+    b"ID3\x04": "MP3",
+    b"\x1aE\xdf\xa3": "Matroska",
+    b"RIFX": "RIFX",
+}
+"""Formats that are no samples, by their first bytes."""
+INTEGERS, FLOATS, EXTENSIBLE = 1, 3, 0xFFFE
+"""Format tags of WAV."""
+FIELDS = ((0, 2), (2, 2), (4, 4), (14, 2))
+"""Offsets and sizes of tag, channels, rate and bits in the format of WAV."""
+PIECE_SECONDS = 0.1
+"""At most so much is read at once; less if less has come."""
+MAX_CHANNELS, RATES = 8, (1000, 384_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcmFormat:
+    """Raw audio: `rate` samples per second of each of `channels`, one after another. Raises PlanError."""
+
+    rate: int
+    channels: int = 1
+    form: SampleFormat = "s16le"
+
+    def __post_init__(self) -> None:
+        if not RATES[0] <= self.rate <= RATES[1]:
+            raise PlanError(f"audio at {self.rate} samples per second: {RATES[0]} to {RATES[1]} are understood")
+        if not 1 <= self.channels <= MAX_CHANNELS:
+            raise PlanError(f"audio of {self.channels} channels: 1 to {MAX_CHANNELS} are understood")
+        if self.form not in get_args(SampleFormat):
+            raise PlanError(f"samples as {self.form!r}: use one of {', '.join(get_args(SampleFormat))}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of one sample of all channels."""
+        return BITS[self.form] // 8 * self.channels
+
+    def samples(self, data: bytes) -> Tensor:
+        """Convert whole samples to [channels, N] between -1 and 1."""
+        values: Any
+        if self.form == "f32le":
+            values = np.frombuffer(data, "<f4").astype(np.float32)
+        elif self.form == "u8":
+            values = np.frombuffer(data, "u1").astype(np.float32) / 128 - 1
+        elif self.form == "s24le":  # as the upper bytes of 32 bits, which keep the sign
+            wide = np.zeros((len(data) // 3, 4), np.uint8)
+            wide[:, 1:] = np.frombuffer(data, "u1").reshape(-1, 3)
+            values = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
+        else:
+            bits = BITS[self.form]
+            values = np.frombuffer(data, f"<i{bits // 8}").astype(np.float32) / 2 ** (bits - 1)
+        return torch.from_numpy(np.ascontiguousarray(values.reshape(-1, self.channels).T))
+
+    def __str__(self) -> str:
+        return f"{self.form}, {self.rate} samples/s, {self.channels} channel{'s' if self.channels != 1 else ''}"
+
+
+class PcmPipe:
+    """Audio of an open file without an end. `name`: for messages. The stream ends with it, see LiveAudioInput."""
+
+    ends = True
+
+    def __init__(self, file: IO[bytes], name: str, form: PcmFormat, begun: bytes = b"") -> None:
+        self._file, self.name, self.format, self._begun = file, name, form, begun
+
+    @classmethod
+    def open(cls, file: IO[bytes], name: str, raw: PcmFormat) -> "PcmPipe":
+        """Read the header, if it is WAV; otherwise samples are as in `raw`. Waits for the first bytes.
+
+        Raises PlanError for another format, for WAV that is not of plain samples, and where nothing comes.
+        """
+        begun = _read(file, 4)
+        if not begun:
+            raise PlanError(f"{name} has ended without any audio")
+        if begun in OTHERS:
+            raise PlanError(
+                f"{name} is {OTHERS[begun]}: it has to be WAV or raw samples, such as by ffmpeg -i FILE -f wav -"
+            )
+        if begun == b"RIFF":
+            return cls(file, name, _read_header(file, name))
+        return cls(file, name, raw, begun)
+
+    def audio(self) -> Iterator[tuple[Tensor, int]]:
+        """See LiveAudioInput. Bytes at the end that are no whole sample are left out."""
+        form, rest = self.format, self._begun
+        most = max(1, round(form.rate * PIECE_SECONDS)) * form.size
+        while data := _read_some(self._file, most):
+            rest += data
+            whole = len(rest) - len(rest) % form.size
+            if whole:
+                yield form.samples(rest[:whole]), form.rate
+            rest = rest[whole:]
+
+
+def _read_header(file: IO[bytes], name: str) -> PcmFormat:
+    """Read until the first sample. The sizes of RIFF and data are not used: a writer to a pipe does not know them."""
+    if _exactly(file, 8, name)[4:] != b"WAVE":
+        raise PlanError(f"{name} is RIFF, but no WAV: send WAV or raw samples")
+    form: PcmFormat | None = None
+    while True:
+        head = _exactly(file, 8, name)
+        kind, size = head[:4], int.from_bytes(head[4:], "little")
+        if kind == b"data":
+            if form is None:
+                raise PlanError(f"{name} is WAV without a format: its chunk 'fmt ' is missing")
+            return form
+        if size > 1 << 20:
+            raise PlanError(f"{name} is broken WAV: the chunk {kind!r} has {size} bytes")
+        body = _exactly(file, size + size % 2, name)
+        if kind == b"fmt ":
+            form = _format_of(body, name)
+
+
+def _format_of(body: bytes, name: str) -> PcmFormat:
+    if len(body) < 16:
+        raise PlanError(f"{name} is broken WAV: its format has {len(body)} bytes")
+    tag, channels, rate, bits = (int.from_bytes(body[at : at + size], "little") for at, size in FIELDS)
+    if tag == EXTENSIBLE and len(body) >= 26:
+        tag = int.from_bytes(body[24:26], "little")
+    known: dict[tuple[int, int], Any] = {(INTEGERS, 8): "u8", (FLOATS, 32): "f32le"}
+    known |= {(INTEGERS, each): f"s{each}le" for each in (16, 24, 32)}
+    if (tag, bits) not in known:
+        raise PlanError(
+            f"{name} is WAV with format tag {tag} and {bits} bits: integers of 8, 16, 24 or 32 bits and floats of 32 "
+            "bits are understood"
+        )
+    try:
+        return PcmFormat(rate=rate, channels=channels, form=known[tag, bits])
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
+def _exactly(file: IO[bytes], count: int, name: str) -> bytes:
+    data = _read(file, count)
+    if len(data) < count:
+        raise PlanError(f"{name} has ended within the header of its WAV")
+    return data
+
+
+def _read(file: IO[bytes], count: int) -> bytes:
+    """Read `count` bytes, or those until the end."""
+    data = b""
+    while len(data) < count and (more := _read_some(file, count - len(data))):
+        data += more
+    return data
+
+
+def _read_some(file: IO[bytes], most: int) -> bytes:
+    """Read what has come, at most so much; empty at the end. A buffered file would wait for all of it."""
+    read = getattr(file, "read1", file.read)
+    return bytes(read(most) or b"")

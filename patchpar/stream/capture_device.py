@@ -1,0 +1,124 @@
+"""`CaptureDevice`: a microphone or a camera of this machine, through the input devices of FFmpeg in PyAV."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.models.image_file import check_pixels
+
+MICROPHONES = {
+    "linux": (("pulse", "default"), ("alsa", "default")),
+    "darwin": (("avfoundation", ":default"),),
+    "win32": (("dshow", "audio={}"),),
+}
+CAMERAS = {
+    "linux": (("v4l2", "/dev/video0"),),
+    "darwin": (("avfoundation", "default"),),
+    "win32": (("dshow", "video={}"),),
+}
+"""FFmpeg's names of the kind of device and of the device, by platform; {}: a device has no name by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureDevice:
+    """A device. `form`, `device`: FFmpeg's names of its kind and of itself. `name`: what people call it."""
+
+    form: str
+    device: str
+    name: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ends(self) -> bool:
+        """See LiveAudioInput: the stream goes on without it."""
+        return False
+
+    def check(self) -> None:
+        """Open it and close it. Raises PlanError."""
+        with self._opened():
+            pass
+
+    def audio(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield samples [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""
+        import av
+
+        with self._opened() as container:
+            if not container.streams.audio:
+                raise PlanError(f"{self.name} ({self}) has no audio")
+            resampler = av.AudioResampler(format="fltp")
+            for frame in self._decoded(container, audio=0):
+                for part in resampler.resample(frame):
+                    yield torch.from_numpy(part.to_ndarray()), part.sample_rate
+        raise PlanError(f"{self.name} has stopped")
+
+    def images(self) -> Iterator[Any]:
+        """Yield its frames as PIL images as they come. Raises PlanError."""
+        with self._opened() as container:
+            if not container.streams.video:
+                raise PlanError(f"{self.name} ({self}) has no images")
+            for frame in self._decoded(container, video=0):
+                check_pixels(frame.width, frame.height, f"a frame of {self.name}")
+                yield frame.to_image()
+        raise PlanError(f"{self.name} has stopped")
+
+    def _decoded(self, container: Any, **streams: int) -> Iterator[Any]:
+        import av
+
+        try:
+            yield from container.decode(**streams)
+        except av.FFmpegError as error:
+            raise PlanError(f"{self.name} has stopped: {error.strerror}") from error
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        import av
+
+        if not any(self.form in names.split(",") for names in av.formats_available):
+            raise PlanError(f"this PyAV has no devices of the kind {self.form}")
+        try:
+            container: Any = av.open(self.device, format=self.form, options=dict(self.options))
+        except (av.FFmpegError, OSError) as error:
+            raise PlanError(f"{self}: {error.strerror}") from error
+        try:
+            yield container
+        finally:
+            container.close()
+
+    def __str__(self) -> str:
+        return f"{self.form} {self.device}"
+
+
+def microphone(device: str | None, platform: str = sys.platform) -> CaptureDevice:
+    """Return the microphone of this name, by default the first that can be opened. Raises PlanError."""
+    instead = "pipe the audio in: arecord -t wav -f S16_LE -r 16000 | patchpar stream --audio -"
+    return _first("the microphone", "--audio mic", MICROPHONES.get(platform, ()), device, instead)
+
+
+def camera(device: str | None, platform: str = sys.platform) -> CaptureDevice:
+    """Return the camera of this name, by default the first that can be opened. Raises PlanError."""
+    instead = "use the camera of a browser, with --input page"
+    return _first("the camera", "--input camera", CAMERAS.get(platform, ()), device, instead)
+
+
+def _first(name: str, flag: str, known: Sequence[tuple[str, str]], device: str | None, instead: str) -> CaptureDevice:
+    reasons = []
+    for form, default in known:
+        if device is None and "{}" in default:
+            reasons.append(f"{form} devices have no default")
+            continue
+        named = default if device is None else default.format(device) if "{}" in default else device
+        found = CaptureDevice(form=form, device=named, name=name)
+        try:
+            found.check()
+        except PlanError as error:
+            reasons.append(str(error))
+            continue
+        return found
+    tried = "; ".join(reasons) or "not known on this platform"
+    raise PlanError(f"{flag}: {name} cannot be opened ({tried}): name another with {flag}:DEVICE, or {instead}")

@@ -1,0 +1,76 @@
+"""`LiveAudio`: the audio of a microphone or a pipe, pushed to a stream as it comes, in a thread."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from patchpar.errors import PatchparError
+from patchpar.stream.session import StreamSession
+
+AHEAD_SECONDS = 2.0
+"""Seconds of audio that may wait for their blocks; a pipe that is faster is read no further until then."""
+QUIET_SECONDS = 1.0
+"""Seconds without audio that are worth a note."""
+LOOK_SECONDS = 0.02
+
+
+class LiveAudioInput(Protocol):
+    """Where live audio comes from. `name`: as in "the microphone". `ends`: whether the stream ends with it."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether the stream ends with it; otherwise silence follows."""
+
+    def audio(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield samples [N] or [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""
+
+
+class LiveAudio:
+    """Pushes the audio of `source` to `session`. A source that fails or is silent does not end the stream."""
+
+    def __init__(self, source: LiveAudioInput, session: StreamSession) -> None:
+        self._source, self._session = source, session
+        self._error: PatchparError | None = None
+        self._received_at: float | None = None
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="patchpar-live-audio", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. It ends with the source, or with the first piece of audio after the stream."""
+        self._thread.start()
+
+    @property
+    def note(self) -> str:
+        """What is wrong with the source, as a sentence; empty if nothing is."""
+        if self._error is not None:
+            return f"{self._error}; the stream goes on with silence"
+        if self._has_ended:
+            return "" if self._source.ends else f"{self._source.name} has stopped; the stream goes on with silence"
+        if self._received_at is None:
+            return f"no audio from {self._source.name} yet; there is silence until then"
+        if time.monotonic() > self._received_at + QUIET_SECONDS:
+            return f"no audio from {self._source.name} any more; there is silence until it goes on"
+        return ""
+
+    def _run(self) -> None:
+        session = self._session
+        try:
+            for samples, rate in self._source.audio():
+                self._received_at = time.monotonic()
+                while session.audio_ahead > AHEAD_SECONDS and not session.is_over:
+                    time.sleep(LOOK_SECONDS)
+                    self._received_at = time.monotonic()
+                session.push_audio(samples, rate)
+            self._has_ended = True
+            if self._source.ends:
+                session.end_audio()
+        except PatchparError as error:
+            if not session.is_over:
+                self._error = error

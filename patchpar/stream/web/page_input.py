@@ -1,0 +1,153 @@
+"""What the page of a stream sends: audio of its microphone, images of its camera. One page at a time sends each."""
+
+import io
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+
+T = TypeVar("T")
+MAX_BYTES = 1 << 20
+"""Bytes of one message."""
+MAX_SIDE = 4096
+"""Pixels of a side of an image."""
+RATES, MAX_CHANNELS = (1000, 384_000), 8
+WAITING_PIECES = 100
+"""Pieces of audio that may wait to be taken: 2 s of 20 ms each. Older ones are dropped."""
+
+
+class PageInput(Generic[T]):
+    """Pieces of one kind. `name`: what people call it. Thread-safe. The stream goes on without it."""
+
+    ends = False
+
+    def __init__(self, name: str, waiting: int) -> None:
+        self.name = name
+        self._changed = threading.Condition()
+        self._pieces = deque[T](maxlen=waiting)
+        self._sender: object = None
+        self._is_over = False
+
+    def begin(self, sender: object) -> None:
+        """Take the pieces of this sender. Raises PlanError while another one sends."""
+        with self._changed:
+            if self._sender is not None and self._sender is not sender:
+                raise PlanError(f"{self.name} is in use by another page: stop it there first")
+            self._sender = sender
+
+    def end(self, sender: object) -> None:
+        """This sender has stopped, or has gone."""
+        with self._changed:
+            if self._sender is sender:
+                self._sender = None
+
+    def put(self, sender: object, piece: T) -> None:
+        """Append a piece. Raises PlanError for a sender that has not begun."""
+        with self._changed:
+            if self._sender is not sender:
+                raise PlanError(f"{self.name} has not begun: send its beginning first")
+            self._pieces.append(piece)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the pieces."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def pieces(self) -> Iterator[T]:
+        """Yield pieces as they come, until `close`."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces or self._is_over)
+                if not self._pieces:
+                    return
+                piece = self._pieces.popleft()
+            yield piece
+
+
+class PageMicrophone(PageInput[tuple[Tensor, int]]):
+    """Audio of the page."""
+
+    def __init__(self) -> None:
+        super().__init__("the microphone of the page", WAITING_PIECES)
+
+    def audio(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield samples [channels, N] between -1 and 1, and their rate, as they come."""
+        return self.pieces()
+
+
+class PageCamera(PageInput[Any]):
+    """Images of the page."""
+
+    def __init__(self) -> None:
+        super().__init__("the camera of the page", 1)
+
+    def images(self) -> Iterator[Any]:
+        """Yield PIL images as they come; of those that have not been taken, the newest."""
+        return self.pieces()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageInputs:
+    """What the page may send; None for what the stream does not take."""
+
+    microphone: PageMicrophone | None = None
+    camera: PageCamera | None = None
+
+    @property
+    def names(self) -> str:
+        """Names of those that the stream takes, separated by spaces."""
+        found = {"microphone": self.microphone, "camera": self.camera}
+        return " ".join(name for name, each in found.items() if each is not None)
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        for each in (self.microphone, self.camera):
+            if each is not None:
+                each.close()
+
+
+def checked_audio(rate: Any, channels: Any) -> tuple[int, int]:
+    """Return the sampling rate and the number of channels of audio. Raises PlanError if they cannot be used."""
+    if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
+        raise PlanError(f"audio at {rate} samples per second: {RATES[0]} to {RATES[1]} are understood")
+    if not isinstance(channels, int) or not 1 <= channels <= MAX_CHANNELS:
+        raise PlanError(f"audio of {channels} channels: 1 to {MAX_CHANNELS} are understood")
+    return rate, channels
+
+
+def samples_of(data: bytes, channels: int) -> Tensor:
+    """Return samples [channels, N] of 16-bit little-endian integers. Raises PlanError."""
+    _check_size(data)
+    if len(data) % (2 * channels):
+        raise PlanError(f"{len(data)} bytes of audio: samples of {channels} channels have {2 * channels} bytes")
+    values = np.frombuffer(data, "<i2").reshape(-1, channels).T.astype(np.float32) / 32768
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def image_of(data: bytes) -> Any:
+    """Return the PIL image of a file in JPEG, PNG or WebP. Raises PlanError."""
+    from PIL import Image
+
+    _check_size(data)
+    try:
+        image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+        decoded = image.convert("RGB") if max(image.size) <= MAX_SIDE else None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise PlanError("that is no image in JPEG, PNG or WebP") from error
+    if decoded is None:
+        raise PlanError(f"an image of {image.width} x {image.height} pixels: a side has at most {MAX_SIDE}")
+    return decoded
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_BYTES:
+        raise PlanError(f"a message of {len(data)} bytes: at most {MAX_BYTES} are taken")

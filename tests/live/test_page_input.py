@@ -1,0 +1,150 @@
+"""What the page of a stream sends: audio and images of one page at a time; what cannot be used is answered in words."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from patchpar.errors import PlanError
+from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
+from patchpar.stream.web.server import HOME
+from patchpar.stream.web.viewer import VideoScreen
+from tests.live.test_pages import fetch, until
+from tests.live.test_video import RATE
+
+Inputs = tuple[VideoScreen, PageMicrophone, PageCamera]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Inputs]:
+    microphone, camera = PageMicrophone(), PageCamera()
+    screen = VideoScreen(HOME, 0, 20, RATE, PageInputs(microphone=microphone, camera=camera))
+    screen.open()
+    yield screen, microphone, camera
+    screen.close()
+
+
+def opened(screen: VideoScreen, path: str = "/video", **options: Any) -> ClientConnection:
+    return connect(screen.page.url.replace("http", "ws") + path, open_timeout=20, close_timeout=0.5, **options)
+
+
+def send(socket: ClientConnection, kind: str, **values: Any) -> None:
+    socket.send(json.dumps({"type": kind, **values}))
+
+
+def refusal(socket: ClientConnection) -> str:
+    answer = json.loads(socket.recv(20))
+    assert answer["type"] == "error"
+    return str(answer["message"])
+
+
+def jpeg(colour: str, size: tuple[int, int] = (32, 24)) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", size, colour).save(data, "JPEG")
+    return data.getvalue()
+
+
+def test_audio_of_one_page_at_a_time(served: Inputs) -> None:
+    """Of 3 channels at 7 kHz too. Another page may speak once the first has stopped, or has gone."""
+    screen, microphone, _ = served
+    pieces = microphone.audio()
+    with opened(screen) as one, opened(screen) as other:
+        send(one, "audio_begin", rate=7000, channels=3)
+        one.send(np.array([[8192, 0, -16384]] * 140, "<i2").tobytes())
+        samples, rate = next(pieces)
+        assert rate == 7000
+        assert torch.equal(samples, torch.tensor([[0.25], [0.0], [-0.5]]).expand(3, 140))
+        send(other, "audio_begin", rate=48000)
+        assert refusal(other) == "the microphone of the page is in use by another page: stop it there first"
+        other.send(bytes(960))
+        assert refusal(other) == "the microphone of the page has not begun: send its beginning first"
+        one.close()
+        until(lambda: microphone._sender is None, "that it is free")
+        send(other, "audio_begin", rate=48000)
+        other.send(np.full(480, -32768, "<i2").tobytes())
+        samples, rate = next(pieces)
+        assert (rate, samples.shape, float(samples.max())) == (48000, (1, 480), -1.0)
+        send(other, "audio_end")
+        until(lambda: microphone._sender is None, "that it is free")
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"type": "audio_begin", "rate": 500}, "audio at 500 samples per second: 1000 to 384000 are understood"),
+        ({"type": "audio_begin", "rate": "fast"}, "audio at fast samples per second"),
+        ({"type": "audio_begin", "rate": 7000, "channels": 9}, "audio of 9 channels: 1 to 8 are understood"),
+        ({"type": "shout"}, "a message of type 'shout': send audio_begin, samples, audio_end"),
+        ("[1]", "that is no JSON object"),
+        ("{", "that is no JSON"),
+        (bytes(961), "961 bytes of audio: samples of 1 channels have 2 bytes"),
+        (bytes(2**20 + 2), "a message of 1048578 bytes: at most 1048576 are taken"),
+    ],
+)
+def test_messages_that_cannot_be_used(message: Any, reason: str, served: Inputs) -> None:
+    screen, _, _ = served
+    with opened(screen) as socket:
+        socket.send(json.dumps(message) if isinstance(message, dict) else message)
+        assert reason in refusal(socket)
+
+
+def test_of_audio_that_waits_the_oldest_is_dropped() -> None:
+    microphone, sender = PageMicrophone(), object()
+    microphone.begin(sender)
+    for number in range(150):
+        microphone.put(sender, (torch.full((1, 1), float(number)), 1000))
+    microphone.close()
+    assert [int(samples) for samples, _ in microphone.audio()] == list(range(50, 150))
+
+
+def test_images_of_one_page_at_a_time(served: Inputs) -> None:
+    screen, _, camera = served
+    images = camera.images()
+    with opened(screen, "/camera") as one:
+        one.send(jpeg("red"))
+        first = next(images)
+        assert first.size == (32, 24)
+        assert np.abs(np.asarray(first).mean((0, 1)) - (254, 0, 0)).max() < 4
+        with opened(screen, "/camera") as other:
+            assert "the camera of the page is in use by another page" in refusal(other)
+        one.send(b"no image")
+        assert refusal(one) == "that is no image in JPEG, PNG or WebP"
+    until(lambda: camera._sender is None, "that it is free")
+    with pytest.raises(PlanError, match="an image of 5000 x 1 pixels: a side has at most 4096"):
+        image_of(jpeg("red", (5000, 1)))
+
+
+def test_another_site_may_send_nothing(served: Inputs) -> None:
+    screen, _, _ = served
+    for path in ("/video", "/camera"):
+        with opened(screen, path, origin=screen.page.url):
+            pass
+        with pytest.raises(InvalidStatus, match="403"), opened(screen, path, origin="http://evil.example"):
+            pass
+
+
+def test_a_page_that_may_send_nothing(served: Inputs) -> None:
+    """Its buttons are those of what the stream takes."""
+    with fetch(served[0].page.url) as answer:
+        assert 'data-inputs="microphone camera"' in answer.read().decode()
+    screen = VideoScreen(HOME, 0, 20, RATE)
+    screen.open()
+    try:
+        with fetch(screen.page.url) as answer:
+            assert 'data-inputs=""' in answer.read().decode()
+        with opened(screen) as socket:
+            send(socket, "audio_begin", rate=48000)
+            assert refusal(socket) == "this stream takes no audio from the page: start it with --audio page"
+        with pytest.raises(InvalidStatus, match=r"403|404"), opened(screen, "/camera"):
+            pass
+    finally:
+        screen.close()

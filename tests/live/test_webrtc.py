@@ -1,0 +1,200 @@
+"""A stream by WebRTC, with a client of aiortc in the same process: frames and audio out, audio and images in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from aiortc import MediaStreamTrack, RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+
+from patchpar.errors import PlanError
+from patchpar.stream.web import viewer, webrtc
+from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
+from patchpar.stream.web.server import HOME
+from patchpar.stream.web.viewer import VideoScreen
+from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, AudioTrack
+from tests.app.browser import installed, started
+from tests.live.test_browser import LEVEL
+from tests.live.test_pages import fetch, until
+from tests.live.test_video import RATE
+
+FPS, SIDE = 20, 64
+CHROMIUM = installed()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[VideoScreen, PageMicrophone, PageCamera]]:
+    microphone, camera = PageMicrophone(), PageCamera()
+    inputs = PageInputs(microphone=microphone, camera=camera)
+    screen = VideoScreen(HOME, 0, FPS, RATE, inputs, webrtc=True)
+    screen.open()
+    yield screen, microphone, camera
+    screen.close()
+
+
+class Generated(MediaStreamTrack):
+    """A loud tone, or red images."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self._count = kind, 0
+
+    async def recv(self) -> Any:
+        await asyncio.sleep(0.02)
+        self._count += 1
+        if self.kind == "video":
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), (220, 0, 0), np.uint8), format="rgb24")
+            frame.pts, frame.time_base = self._count * 1800, Fraction(1, 90_000)
+            return frame
+        tone = np.sin(np.arange(AUDIO_SAMPLES) * 0.1 + self._count * 96) * 16000
+        sample = av.AudioFrame.from_ndarray(tone.astype(np.int16)[None], format="s16", layout="mono")
+        sample.sample_rate, sample.pts = AUDIO_RATE, self._count * AUDIO_SAMPLES
+        sample.time_base = Fraction(1, AUDIO_RATE)
+        return sample
+
+
+def post(url: str, data: bytes, **headers: str) -> Any:
+    request = urllib.request.Request(f"{url}/webrtc", data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+def refusal(url: str, data: bytes, **headers: str) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        post(url, data, **headers)
+    return raised.value.code, json.load(raised.value)["message"]
+
+
+async def connected(url: str, *, sends: bool) -> tuple[RTCPeerConnection, dict[str, Any], list[str]]:
+    """A client that watches, and sends what it can if `sends`: it, its tracks, and the notes that it gets."""
+    peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    tracks: dict[str, Any] = {}
+    notes: list[str] = []
+    peer.on("track", lambda track: tracks.update({track.kind: track}))
+    peer.createDataChannel("notes").on("message", notes.append)
+    for kind in ("audio", "video"):
+        peer.addTransceiver(Generated(kind) if sends else kind, direction="sendrecv" if sends else "recvonly")
+    await peer.setLocalDescription(await peer.createOffer())
+    offer = {"type": peer.localDescription.type, "sdp": peer.localDescription.sdp}
+    answer = await asyncio.to_thread(post, url, json.dumps(offer).encode())
+    await peer.setRemoteDescription(RTCSessionDescription(**answer))
+    return peer, tracks, notes
+
+
+def streaming(screen: VideoScreen, stop: threading.Event) -> None:
+    """Blocks of 0.2 s, grey, with a tone."""
+    number = 0
+    while not stop.wait(0.2):
+        samples = torch.sin(torch.arange(RATE // 5) * 0.3) * 0.5
+        screen.show(torch.full((4, SIDE, SIDE, 3), 120, dtype=torch.uint8), number * 0.2, samples)
+        number += 1
+
+
+def test_frames_and_audio_go_both_ways(served: tuple[VideoScreen, PageMicrophone, PageCamera]) -> None:
+    """And while one page sends, another gets a note that it cannot."""
+    screen, microphone, camera = served
+    stop = threading.Event()
+    thread = threading.Thread(target=streaming, args=(screen, stop))
+    thread.start()
+
+    async def watch() -> None:
+        peer, tracks, _ = await connected(screen.page.url, sends=True)
+        levels = [float((await tracks["video"].recv()).to_ndarray(format="rgb24").mean()) for _ in range(5)]
+        assert levels[-1] == pytest.approx(120, abs=12)
+        heard = [np.abs((await tracks["audio"].recv()).to_ndarray()).max() for _ in range(30)]
+        assert max(heard) > 8000
+        image = await asyncio.to_thread(next, camera.images())
+        red, green, blue = np.asarray(image).reshape(-1, 3).mean(0)
+        assert red > 150 > 60 > max(green, blue)
+        pieces = microphone.audio()
+        loud = [float((await asyncio.to_thread(next, pieces))[0].abs().max()) for _ in range(10)]
+        assert max(loud) > 0.3
+        other, _, notes = await connected(screen.page.url, sends=True)
+        while len(notes) < 2:
+            await asyncio.sleep(0.05)
+        assert {json.loads(word)["message"].split(" of")[0] for word in notes} == {"the microphone", "the camera"}
+        await other.close()
+        await peer.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(watch(), 60))
+    finally:
+        stop.set()
+        thread.join()
+    until(lambda: microphone._sender is None and camera._sender is None, "that both are free")
+
+
+@pytest.mark.breadth  # the same as the client above, in Chromium
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
+def test_the_page_in_a_browser(served: tuple[VideoScreen, PageMicrophone, PageCamera]) -> None:
+    """It plays, and sends the microphone and the camera of Chromium; both can be stopped."""
+    screen, microphone, camera = served
+    stop = threading.Event()
+    thread = threading.Thread(target=streaming, args=(screen, stop))
+    thread.start()
+    assert CHROMIUM is not None
+    try:
+        with started(CHROMIUM) as browser:
+            page = browser.new_page()
+            page.set_default_timeout(60_000)
+            page.goto(screen.page.url)
+            page.wait_for_function("document.querySelector('video')?.currentTime > 0.5")
+            page.wait_for_function(f"Math.abs(({LEVEL})('video') - 120) < 12")
+            for name in ("microphone", "camera"):
+                page.get_by_role("button", name=f"Use the {name}").click()
+            red, green, _ = np.asarray(next(camera.images())).reshape(-1, 3).mean(0)
+            assert green > red + 50
+            pieces = microphone.audio()
+            assert max(float(next(pieces)[0].abs().max()) for _ in range(80)) > 0.05
+            for name in ("microphone", "camera"):
+                page.get_by_role("button", name=f"Stop the {name}").click()
+            until(lambda: microphone._sender is None and camera._sender is None, "that both are free")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_offers_that_are_refused(
+    served: tuple[VideoScreen, PageMicrophone, PageCamera], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = served[0].page.url
+    assert refusal(url, b"{}", Origin="http://evil.example")[0] == 403
+    assert refusal(url, b"{}") == (400, "that is no offer: send {'type': 'offer', 'sdp': ...} in JSON")
+    assert refusal(url, b'{"type": "offer", "sdp": "v=0"}')[0] == 400
+    assert refusal(url, b" " * 70_000) == (413, "an offer has at most 65536 bytes")
+    monkeypatch.setattr(webrtc, "MAX_PEERS", 0)
+    assert refusal(url, b"{}") == (400, "0 browsers watch by WebRTC, and that is the limit: watch at ?mse")
+    with fetch(url) as answer:
+        assert 'data-kind="webrtc"' in answer.read().decode()
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewer, "find_spec", lambda name: None if name == "aiortc" else name)
+    with pytest.raises(PlanError, match=r"--webrtc needs aiortc: pip install 'patchpar\[rtc\]'"):
+        VideoScreen(HOME, 0, FPS, RATE, webrtc=True)
+
+
+def test_audio_comes_by_the_clock_and_what_is_late_is_dropped() -> None:
+    """Silence where there is none; of more than a block and a quarter of a second the oldest go."""
+
+    async def heard() -> list[int]:
+        track = AudioTrack()
+        found = [int((await track.recv()).to_ndarray().max())]
+        for value in range(1, 11):
+            track.put(np.full(AUDIO_RATE // 5, value, np.int16))
+        found += [int((await track.recv()).to_ndarray().max()) for _ in range(24)]
+        return found
+
+    found = asyncio.run(heard())
+    assert found[:21] == [0, *[9] * 10, *[10] * 10]
+    assert found[21:] == [0] * 4
