@@ -23,17 +23,18 @@ from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.batch import Batch, count_branches, sample_of
 from patchpar.shard.guidance_branches import at_own_index
+from patchpar.shard.precision import full_precision
 from patchpar.shard.step_caches import caches_set_aside, gives_back, without_given, written
 from patchpar.shard.transformer.probe.row_trace import disturbed, moved_indices
 from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
 from patchpar.shard.verification import (
-    TOLERANCE,
     Call,
     arguments_of,
     call_signature,
     fingerprint_of,
     known_to_all,
     relative_error,
+    rounding_limit,
     with_noise_for_zeros,
 )
 from patchpar.shard.verification_cache import VerificationCache
@@ -83,7 +84,7 @@ class BatchArguments:
         key = self.verifications.key(facts)
         found = self.verifications.find(key, "carriers", _read)
         if not self.known_to_all(key, found is not None) or found is None:
-            with caches_set_aside(self.network), torch.no_grad():
+            with caches_set_aside(self.network), torch.no_grad(), full_precision():
                 found = self._found(plain, call)
             self.verifications.remember(key, facts, carriers=found)
         return found
@@ -130,7 +131,7 @@ class BatchArguments:
             parts = [self._part(plain, each, batch, rank) for rank in range(self.ranks)]
             want, got = floats_in(batch.as_joined(whole, parts)), floats_in(batch.join(parts))
             error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
-            if not error <= max(TOLERANCE[x.dtype] for x in want):
+            if not error <= rounding_limit(want):
                 return error
         return None
 

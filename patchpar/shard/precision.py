@@ -1,9 +1,51 @@
-"""Floating-point format of sums."""
+"""Floating-point format of sums, and of products of fp32 numbers on GPUs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+EXACT = "ieee"
+"""torch's name for products of fp32 numbers as they are."""
 
 
 def wide(x: Tensor) -> Tensor:
     """Return `x`, of any shape, in fp32, or in fp64 if it is: the format of sums and moments."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def has_rounded_products(x: Tensor) -> bool:
+    """Return whether products of `x`, of any shape, and of its like are rounded to TF32, which has ten bits of fp16.
+
+    GPUs do so for convolutions in fp32 unless a program switches it off (torch.backends.cudnn.allow_tf32).
+    """
+    return x.is_cuda and x.dtype == torch.float32 and any(getattr(*each) not in (False, EXACT) for each in _switches())
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Context in which products of fp32 numbers are not rounded to TF32 on GPUs."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in _switches()]
+    try:
+        for owner, name, value in before:
+            if value not in (False, EXACT):
+                setattr(owner, name, EXACT if isinstance(value, str) else False)
+        yield
+    finally:
+        for owner, name, value in before:
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+
+
+def _switches() -> Iterator[tuple[Any, str]]:
+    """Yield the switches of convolutions and of matrices, the old ones where torch has not been given the new ones."""
+    for old, new in ((torch.backends.cudnn, "cudnn.conv"), (torch.backends.cuda.matmul, "cuda.matmul")):
+        try:
+            _ = old.allow_tf32
+        except RuntimeError:
+            folder, _, name = new.partition(".")
+            yield getattr(getattr(torch.backends, folder), name), "fp32_precision"
+        else:
+            yield old, "allow_tf32"

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -21,10 +21,11 @@ from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.precision import wide
+from patchpar.shard.precision import full_precision, has_rounded_products, wide
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification_cache import VerificationCache
 
+T = TypeVar("T")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a network."""
 Forward = Callable[..., Any]
@@ -34,6 +35,8 @@ SHAKEN = 4.0
 ROUNDINGS = 16
 """Random roundings tried at most: with quantised activations only some of them change an integer."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
+ROUNDED_PRODUCTS = 5e-3
+"""Instead, where products of fp32 numbers are rounded to TF32, and so was one side of the comparison already."""
 TIME = "timestep"  # a plain number that differs in every step, or a tensor, with a timestep for each token
 
 
@@ -218,6 +221,21 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     got, want = wide(got), wide(want)
     error = (got - want).norm() / want.norm().clamp_min(1e-12)
     return error.item() if math.isfinite(error.item()) else math.inf
+
+
+def in_full_precision(compare: Callable[[], Iterable[T]]) -> Callable[[], Iterator[T]]:
+    """Return a comparison that computes both of its sides, so that neither has products rounded to TF32."""
+
+    def compared() -> Iterator[T]:
+        with full_precision():
+            yield from compare()
+
+    return compared
+
+
+def rounding_limit(outputs: Iterable[Tensor]) -> float:
+    """Return the relative error that rounding explains, of outputs of any shape as they are computed now."""
+    return max(ROUNDED_PRODUCTS if has_rounded_products(x) else TOLERANCE[x.dtype] for x in outputs)
 
 
 def fails_or_has_nan(run: Callable[[], Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.graphs.step_graphs import StepGraphs
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched
@@ -42,6 +44,17 @@ def parity(this: PoolRank, name: str, dtype: torch.dtype, strategy: str = "exact
     for bands.exchange in ("on", "off"):
         errors.append(relative(first(bands.denoise(denoiser.forward, **call)).cpu().double(), exact))
     return GpuErrors(*errors)
+
+
+@torch.no_grad()
+def verified(this: PoolRank, name: str, folder: Path) -> tuple[float, bool]:
+    """The error that the verification at the first use finds in fp32, and whether it left the switch of TF32 alone."""
+    device, dtype = torch.device(this.context.device), torch.float32
+    denoiser, call = denoisers.build(name).to(device, dtype), on(device, dtype, denoisers.call(name, 24, 16))
+    torch.backends.cudnn.allow_tf32 = True  # torch's default
+    bands = patched(this, denoiser, verifications=VerificationCache(folder / str(this.rank)))
+    bands.denoise(denoiser.forward, **call)
+    return bands.error, torch.backends.cudnn.allow_tf32
 
 
 def parity_in_symmetric_memory(this: PoolRank, name: str, dtype: torch.dtype) -> tuple[GpuErrors, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,14 @@ def check(found: Sequence[GpuErrors], dtype: torch.dtype) -> None:
 def test_two_ranks_on_one_card(kind: str, dtype: torch.dtype) -> None:
     """They share it, and exchange through memory of the host."""
     check(on_ranks([f"{kind}:0" if kind != "cpu" else "cpu"] * 2, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+
+
+def test_products_are_not_rounded_while_bands_are_verified(kind: str, tmp_path: Path) -> None:
+    """GPUs round convolutions in fp32 to TF32: wide networks then differ by more than the limit of fp32."""
+    devices = [f"{kind}:0" if kind != "cpu" else "cpu"] * 2
+    for error, allowed in on_ranks(devices, "tests.gpu.on_ranks:verified", "sdxl", tmp_path):
+        assert 0 < error < 1e-5
+        assert allowed
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)

@@ -29,12 +29,12 @@ from patchpar.shard.sdpa import TORCHS
 from patchpar.shard.verification import (
     ROUNDINGS,
     SHAKEN,
-    TOLERANCE,
     Comparison,
     Forward,
     every_rank_has,
     largest_error,
     relative_error,
+    rounding_limit,
     uncounted,
 )
 from patchpar.shard.verification_cache import VerificationCache
@@ -292,4 +292,4 @@ def _without_attention(whole: list[FunctionCall], own: list[FunctionCall]) -> li
 
 def _comparison(got: Any, want: Any) -> Comparison:
     pairs = list(zip(floats_in(got), floats_in(want), strict=True))
-    return Comparison(max(relative_error(x, y) for x, y in pairs), max(TOLERANCE[y.dtype] for _, y in pairs))
+    return Comparison(max(relative_error(x, y) for x, y in pairs), rounding_limit(y for _, y in pairs))

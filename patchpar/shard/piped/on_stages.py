@@ -37,7 +37,6 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.transformer.token_plan import NotWatched
 from patchpar.shard.verification import (
-    TOLERANCE,
     Call,
     Comparison,
     Forward,
@@ -45,6 +44,7 @@ from patchpar.shard.verification import (
     every_rank_has,
     is_alike,
     relative_error,
+    rounding_limit,
     verify_once,
 )
 
@@ -181,7 +181,7 @@ class PipedOnStages(PipedDenoiser):
             output = map_leaves(_whole, self._in_pieces(forward, *own.args, **own.kwargs))
         self._hold([], calls=0)
         pairs = [(x, y) for x, y in zip(tensors_in(output), wanted, strict=True) if y.is_floating_point()]
-        limit = LOOSE * max(TOLERANCE[y.dtype] for _, y in pairs)
+        limit = LOOSE * rounding_limit(y for _, y in pairs)
         yield [Comparison(max(relative_error(x, y) for x, y in pairs), limit)]
 
     def _bands(self, call: CallArguments, wanted: list[Tensor]) -> LatentBands | None:
@@ -263,5 +263,5 @@ def _buffer(x: Any) -> Any:
 
 def _is_joined_from(parts: Sequence[Tensor], dim: int, joined: Tensor, whole: Tensor) -> bool:
     """Whether a prediction is made of these bands, and they are those of a whole call but for rounding."""
-    tolerance = LOOSE * TOLERANCE[whole.dtype]
+    tolerance = LOOSE * rounding_limit([whole])
     return torch.equal(torch.cat(list(parts), dim), joined) and relative_error(joined, whole) <= tolerance

@@ -28,7 +28,6 @@ from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
-    TOLERANCE,
     Call,
     Comparison,
     Forward,
@@ -36,6 +35,7 @@ from patchpar.shard.verification import (
     facts_of,
     is_alike,
     relative_error,
+    rounding_limit,
     verify_once,
 )
 
@@ -146,7 +146,7 @@ class StagedPatches:
         with torch.no_grad(), self.stages.as_released(layout):
             found = self._in_stages(layout, output, self.patched.exactly, forward, (own.args, own.kwargs))
         pairs = list(zip(floats_in(found), floats_in(wanted), strict=True))
-        limit = max(TOLERANCE[y.dtype] for _, y in pairs)  # keys of others may be added as they arrive
+        limit = rounding_limit(y for _, y in pairs)  # keys of others may be added as they arrive
         yield [Comparison(max(relative_error(x, y) for x, y in pairs), limit)]
 
     # --- begin and end ------------------------------------------------------------------------------------------

@@ -17,7 +17,15 @@ from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
 from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks
 from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.verification import TOLERANCE, Call, Comparison, Forward, relative_error, verify_once
+from patchpar.shard.verification import (
+    Call,
+    Comparison,
+    Forward,
+    in_full_precision,
+    relative_error,
+    rounding_limit,
+    verify_once,
+)
 from patchpar.shard.verification_cache import VerificationCache
 
 
@@ -95,7 +103,7 @@ class TensorDenoiser:
             size = self.mesh[1].size
             facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json(), **_dtype_of(self.denoiser)}
             what = f"{plan.denoiser} with its features divided between {size} ranks"
-            compare = partial(self._compared, plan, forward, call)
+            compare = in_full_precision(partial(self._compared, plan, forward, call))
             self.error = verify_once(
                 self.verifications, facts, self.mesh, compare, what, f": {WAY_OUT}. What was found:\n{plan}"
             )
@@ -107,7 +115,7 @@ class TensorDenoiser:
         self._cut(plan)
         found = floats_in(arguments.passed_to(forward))
         pairs = list(zip(found, wanted, strict=True))
-        yield [Comparison(relative_error(x, y), TOLERANCE[y.dtype]) for x, y in pairs]
+        yield [Comparison(relative_error(x, y), rounding_limit([y])) for x, y in pairs]
 
 
 def _dtype_of(denoiser: Any) -> dict[str, str]:

@@ -18,11 +18,11 @@ from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.verification import (
     ROUNDINGS,
     SHAKEN,
-    TOLERANCE,
     Call,
     Comparison,
     every_rank_has,
     relative_error,
+    rounding_limit,
 )
 
 
@@ -45,7 +45,7 @@ def compared(
             whole = CallArguments.of(shard.denoiser, args, kwargs)
             arguments, want = _plain_within_memory(shard, forward, whole, mesh)
             got = floats_in(arguments.passed_to(split or partial(shard.denoise, forward)))
-            error, limit = _largest(got, want), max(TOLERANCE[x.dtype] for x in want)
+            error, limit = _largest(got, want), rounding_limit(want)
             for seed in range(ROUNDINGS):
                 if error <= limit:
                     break

@@ -24,7 +24,7 @@ from patchpar.shard.unet.layer_hooks import ConvFed, ConvHook, NormHook
 from patchpar.shard.unet.layers import stencil_of
 from patchpar.shard.unet.pooling import PoolingHook
 from patchpar.shard.unet.spatial_arguments import with_sample_size
-from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
+from patchpar.shard.verification import Call, Comparison, relative_error, rounding_limit
 
 HOOK = "patchpar_seam"
 
@@ -126,7 +126,7 @@ def compared_at_two_sizes(
             size, want = _plain_at(turned, plain, call, sites, seed)
             args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
             got = first_tensor(split(*args, **kwargs))
-        found.append(Comparison(relative_error(got, want), TOLERANCE[want.dtype]))
+        found.append(Comparison(relative_error(got, want), rounding_limit([want])))
     yield found
 
 

@@ -22,13 +22,13 @@ from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.verification import (
-    TOLERANCE,
     Call,
     Comparison,
     arguments_of,
     call_signature,
     facts_of,
     relative_error,
+    rounding_limit,
     verify_once,
 )
 from patchpar.shard.verification_cache import VerificationCache
@@ -147,4 +147,4 @@ class GuidanceCheck:
         with torch.no_grad():
             want = floats_in(plain(*args, **kwargs))
         error = max(relative_error(x, y) for x, y in zip(floats_in(joined), want, strict=True))
-        yield [Comparison(error, max(TOLERANCE[x.dtype] for x in want))]
+        yield [Comparison(error, rounding_limit(want))]

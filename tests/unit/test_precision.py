@@ -1,0 +1,68 @@
+"""Comparisons of a split network with the plain one are made without TF32, which GPUs use for convolutions in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from patchpar.shard.precision import full_precision, has_rounded_products
+from patchpar.shard.verification import ROUNDED_PRODUCTS, TOLERANCE, in_full_precision, rounding_limit
+
+CONVOLUTIONS, MATRICES = torch.backends.cudnn, torch.backends.cuda.matmul
+ON_GPU = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_they_were() -> Iterator[None]:
+    before = CONVOLUTIONS.allow_tf32, MATRICES.allow_tf32
+    yield
+    CONVOLUTIONS.allow_tf32, MATRICES.allow_tf32 = before
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_it_is_off_within_and_as_before_afterwards(matrices: bool) -> None:
+    CONVOLUTIONS.allow_tf32, MATRICES.allow_tf32 = True, matrices
+
+    def breaks() -> None:
+        with full_precision():
+            raise RuntimeError(f"{CONVOLUTIONS.allow_tf32} {MATRICES.allow_tf32}")
+
+    with pytest.raises(RuntimeError, match="False False"):
+        breaks()
+    assert (CONVOLUTIONS.allow_tf32, MATRICES.allow_tf32) == (True, matrices)
+
+
+def test_a_comparison_is_made_within() -> None:
+    CONVOLUTIONS.allow_tf32 = True
+    assert list(in_full_precision(lambda: iter([CONVOLUTIONS.allow_tf32]))()) == [False]
+    assert CONVOLUTIONS.allow_tf32
+
+
+@pytest.mark.skipif(not hasattr(MATRICES, "fp32_precision"), reason="torch before 2.9 has the old switches only")
+def test_switches_of_newer_programs() -> None:
+    """torch refuses to read the old switch of matrices then."""
+    MATRICES.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError):
+            _ = MATRICES.allow_tf32
+        with full_precision():
+            assert MATRICES.fp32_precision == "ieee"
+        assert MATRICES.fp32_precision == "tf32"
+    finally:
+        MATRICES.fp32_precision = "none"
+
+
+def test_the_limit_is_wider_only_where_products_are_rounded() -> None:
+    """Of outputs on a GPU in fp32, outside `full_precision`. The control: on a CPU nothing changes."""
+    CONVOLUTIONS.allow_tf32 = True
+    assert has_rounded_products(ON_GPU)
+    assert rounding_limit([ON_GPU]) == ROUNDED_PRODUCTS
+    with full_precision():
+        assert rounding_limit([ON_GPU]) == TOLERANCE[torch.float32]
+    assert rounding_limit([torch.zeros(2)]) == TOLERANCE[torch.float32]
+    with mock.patch.object(ON_GPU, "dtype", torch.float16):
+        assert rounding_limit([ON_GPU]) == TOLERANCE[torch.float16]
