@@ -125,7 +125,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.quality --table --plot
 	$(BIN)/python -m benchmarks.quality --model assets/scenes-dit --scheduler flow --steps 20 --table docs/figures/quality-dit.md
 	$(BIN)/python -m benchmarks.error_maps --write docs/figures/error-maps.md --images assets/figures/error-maps
-	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks
+	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks --write docs/figures/emulation.md
 	$(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
 

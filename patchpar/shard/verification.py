@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -21,11 +21,10 @@ from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.precision import full_precision, has_rounded_products, wide
+from patchpar.shard.precision import has_rounded_products, wide
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification_cache import VerificationCache
 
-T = TypeVar("T")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a network."""
 Forward = Callable[..., Any]
@@ -221,16 +220,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     got, want = wide(got), wide(want)
     error = (got - want).norm() / want.norm().clamp_min(1e-12)
     return error.item() if math.isfinite(error.item()) else math.inf
-
-
-def in_full_precision(compare: Callable[[], Iterable[T]]) -> Callable[[], Iterator[T]]:
-    """Return a comparison that computes both of its sides, so that neither has products rounded to TF32."""
-
-    def compared() -> Iterator[T]:
-        with full_precision():
-            yield from compare()
-
-    return compared
 
 
 def rounding_limit(outputs: Iterable[Tensor]) -> float:

@@ -22,7 +22,7 @@ from patchpar.stream.web import viewer, webrtc
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
-from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, AudioTrack
+from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, OutgoingAudio
 from tests.app.browser import installed, started
 from tests.live.test_browser import LEVEL
 from tests.live.test_pages import fetch, until
@@ -188,7 +188,7 @@ def test_audio_comes_by_the_clock_and_what_is_late_is_dropped() -> None:
     """Silence where there is none; of more than a block and a quarter of a second the oldest go."""
 
     async def heard() -> list[int]:
-        track = AudioTrack()
+        track = OutgoingAudio()
         found = [int((await track.recv()).to_ndarray().max())]
         for value in range(1, 11):
             track.put(np.full(AUDIO_RATE // 5, value, np.int16))

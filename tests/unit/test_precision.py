@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchpar.shard.precision import full_precision, has_rounded_products
-from patchpar.shard.verification import ROUNDED_PRODUCTS, TOLERANCE, in_full_precision, rounding_limit
+from patchpar.shard.verification import ROUNDED_PRODUCTS, TOLERANCE, rounding_limit
 
 CONVOLUTIONS, MATRICES = torch.backends.cudnn, torch.backends.cuda.matmul
 ON_GPU = SimpleNamespace(is_cuda=True, dtype=torch.float32)
@@ -34,12 +34,6 @@ def test_it_is_off_within_and_as_before_afterwards(matrices: bool) -> None:
     with pytest.raises(RuntimeError, match="False False"):
         breaks()
     assert (CONVOLUTIONS.allow_tf32, MATRICES.allow_tf32) == (True, matrices)
-
-
-def test_a_comparison_is_made_within() -> None:
-    CONVOLUTIONS.allow_tf32 = True
-    assert list(in_full_precision(lambda: iter([CONVOLUTIONS.allow_tf32]))()) == [False]
-    assert CONVOLUTIONS.allow_tf32
 
 
 @pytest.mark.skipif(not hasattr(MATRICES, "fp32_precision"), reason="torch before 2.9 has the old switches only")

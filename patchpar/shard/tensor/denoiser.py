@@ -12,20 +12,13 @@ from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.foreign.refusals import refuse_untrusted
+from patchpar.shard.precision import full_precision
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
 from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks
 from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.verification import (
-    Call,
-    Comparison,
-    Forward,
-    in_full_precision,
-    relative_error,
-    rounding_limit,
-    verify_once,
-)
+from patchpar.shard.verification import Call, Comparison, Forward, relative_error, rounding_limit, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 
 
@@ -103,7 +96,7 @@ class TensorDenoiser:
             size = self.mesh[1].size
             facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json(), **_dtype_of(self.denoiser)}
             what = f"{plan.denoiser} with its features divided between {size} ranks"
-            compare = in_full_precision(partial(self._compared, plan, forward, call))
+            compare = partial(self._compared, plan, forward, call)
             self.error = verify_once(
                 self.verifications, facts, self.mesh, compare, what, f": {WAY_OUT}. What was found:\n{plan}"
             )
@@ -111,11 +104,13 @@ class TensorDenoiser:
 
     def _compared(self, plan: FeaturePlan, forward: Forward, call: Call) -> Iterator[list[Comparison]]:
         arguments = CallArguments.of(self.denoiser, *call)
-        wanted = floats_in(arguments.passed_to(forward))
-        self._cut(plan)
-        found = floats_in(arguments.passed_to(forward))
-        pairs = list(zip(found, wanted, strict=True))
-        yield [Comparison(relative_error(x, y), rounding_limit([y])) for x, y in pairs]
+        with full_precision():
+            wanted = floats_in(arguments.passed_to(forward))
+            self._cut(plan)
+            found = floats_in(arguments.passed_to(forward))
+            pairs = list(zip(found, wanted, strict=True))
+            compared = [Comparison(relative_error(x, y), rounding_limit([y])) for x, y in pairs]
+        yield compared
 
 
 def _dtype_of(denoiser: Any) -> dict[str, str]:

@@ -26,15 +26,7 @@ from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.verify import compared, refusal, why_no_old_values
 from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import (
-    Call,
-    Forward,
-    call_signature,
-    facts_of,
-    in_full_precision,
-    verify_once,
-    with_noise_for_zeros,
-)
+from patchpar.shard.verification import Call, Forward, call_signature, facts_of, verify_once, with_noise_for_zeros
 
 log = logging.getLogger(__name__)
 
@@ -235,8 +227,7 @@ class TokenDenoiser(SharedDenoiser):
         try:
             if self.verifications is not None:
                 calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
-                split_call = partial(self._split_call, forward)
-                compare = in_full_precision(partial(compared, shard, forward, calls, self.mesh, split_call))
+                compare = partial(compared, shard, forward, calls, self.mesh, partial(self._split_call, forward))
                 self.error = verify_once(self.verifications, self._facts(call), self.mesh, compare, *refusal(shard))
             elif known:
                 self._split_call(forward, *call[0], **call[1])

@@ -10,6 +10,7 @@ from torch import Tensor
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import PlanError
+from patchpar.shard.precision import full_precision
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
@@ -41,7 +42,7 @@ def compared(
     """
     found = []
     for args, kwargs in calls:
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             whole = CallArguments.of(shard.denoiser, args, kwargs)
             arguments, want = _plain_within_memory(shard, forward, whole, mesh)
             got = floats_in(arguments.passed_to(split or partial(shard.denoise, forward)))

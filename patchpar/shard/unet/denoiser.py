@@ -27,13 +27,7 @@ from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, first_tensor
 from patchpar.shard.unet.spatial_arguments import level_of, map_of
-from patchpar.shard.verification import (
-    Comparison,
-    call_signature,
-    fingerprint_of,
-    in_full_precision,
-    verify_once,
-)
+from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, verify_once
 
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the image"
 
@@ -146,7 +140,7 @@ class PatchedDenoiser(SharedDenoiser):
         what = f"the denoiser split into {self.patch.axis.size} bands"
         way_out = f". {self.foreign.suspected} mixes positions in a way patchpar does not know: {WAY_OUT}"
         try:
-            return verify_once(self.verifications, facts, self.mesh, in_full_precision(compare), what, way_out)
+            return verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         except BaseException:
             self.restore()  # or the next call would find exchange points, and go ahead
             raise

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.precision import full_precision
 from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
 from patchpar.shard.unet.compiled_blocks import CompiledBlocks
 from patchpar.shard.unet.discover import ExchangeSites, NormSite
@@ -122,11 +123,11 @@ def compared_at_two_sizes(
     found = []
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, patch.axis.size)):
         turned = sizes if patch.dim == -2 else tuple((short, long) for long, short in sizes)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             size, want = _plain_at(turned, plain, call, sites, seed)
             args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
             got = first_tensor(split(*args, **kwargs))
-        found.append(Comparison(relative_error(got, want), rounding_limit([want])))
+            found.append(Comparison(relative_error(got, want), rounding_limit([want])))
     yield found
 
 

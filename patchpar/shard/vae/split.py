@@ -17,6 +17,7 @@ from patchpar.plan.bands import split_bands
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.generators import generators_of
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.precision import full_precision
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import in_band
 from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
@@ -24,7 +25,6 @@ from patchpar.shard.verification import (
     TOLERANCE,
     Comparison,
     fingerprint_of,
-    in_full_precision,
     relative_error,
     rounding_limit,
     verify_once,
@@ -133,7 +133,7 @@ class SplitMethod:
             raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} is called with a second image or latent")
         if self.verifications is not None:
             what = f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands"
-            mesh, compare = (self.comm, self.axis), in_full_precision(partial(self._compared, call))
+            mesh, compare = (self.comm, self.axis), partial(self._compared, call)
             self.error = verify_once(self.verifications, self._facts(call, form), mesh, compare, what)
         self._checked.add(form)
 
@@ -157,7 +157,9 @@ class SplitMethod:
         """
         for seed, rows in enumerate((2 * self.axis.size, 2 * self.axis.size + 1)):
             small = call._replace(x=self._small(call.x, rows, seed))
-            yield [Comparison(self._error(small), rounding_limit([call.x]))]
+            with full_precision():
+                compared = Comparison(self._error(small), rounding_limit([call.x]))
+            yield [compared]
 
     def _error(self, call: VaeCall) -> float:
         """Return the relative error of the bands against the plain method on this rank. Raises UnsupportedModel."""

@@ -72,7 +72,7 @@ class FrameTrack(MediaStreamTrack):  # type: ignore[misc]  # aiortc has no types
         return frame
 
 
-class AudioTrack(MediaStreamTrack):  # type: ignore[misc]
+class OutgoingAudio(MediaStreamTrack):  # type: ignore[misc]
     """The audio of a stream, for one browser: 20 ms at a time by the clock, with silence where there is none."""
 
     kind = "audio"
@@ -122,7 +122,7 @@ class RtcPeers:
 
     def __init__(self, fps: float, rate: int | None, inputs: PageInputs) -> None:
         self._rate, self._inputs = rate, inputs
-        self._peers: dict[Any, tuple[FrameTrack, AudioTrack | None]] = {}
+        self._peers: dict[Any, tuple[FrameTrack, OutgoingAudio | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks = set[asyncio.Task[None]]()
         self._player = FramePlayer(self._show, fps, slack=1)
@@ -173,7 +173,7 @@ class RtcPeers:
     def _send_to(self, peer: Any) -> None:
         """Give a browser the tracks that it offers to take, and take those that it sends."""
         kinds = {each.kind for each in peer.getTransceivers()}
-        video, audio = FrameTrack(), AudioTrack() if self._rate is not None and "audio" in kinds else None
+        video, audio = FrameTrack(), OutgoingAudio() if self._rate is not None and "audio" in kinds else None
         if "video" not in kinds:
             raise PlanError("that offer takes no video")
         for track in (video, audio):
