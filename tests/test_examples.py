@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,6 +153,23 @@ def script_of(page: Path, number: int) -> str:
     return ("\n".join(blocks) if goes_on else own).replace('torch.device("cuda")', 'torch.device("cpu")')
 
 
+class RayServe:
+    """Stand-in for ray.serve: a deployment is made in this process, and gets no requests."""
+
+    @staticmethod
+    def deployment(**_: Any) -> Any:
+        def decorate(kind: Any) -> Any:
+            kind.bind = classmethod(lambda made, *args: made(*args))
+            return kind
+
+        return decorate
+
+    @staticmethod
+    def run(made: Any, *, blocking: bool) -> None:
+        assert callable(made)
+        assert blocking
+
+
 @pytest.mark.parametrize(("page", "number"), BLOCKS, ids=lambda value: name(value) if isinstance(value, Path) else "")
 def test_it_runs(
     names: dict[str, Any], page: Path, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -159,6 +178,8 @@ def test_it_runs(
     monkeypatch.chdir(REPOSITORY if '"assets/' in block else tmp_path)
     if "path/to/loras" in block:
         write_adapters(tmp_path / "path" / "to" / "loras")
+    if "from ray import serve" in block:  # which is in ray[serve]
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=RayServe))
     names["show"].names = names
     exec(compile(block, f"{name(page)}, block {number}", "exec"), names)
     assert bool(names["show"].displayed) == ("show(" in block)

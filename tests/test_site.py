@@ -57,6 +57,7 @@ HOW_TOS = (
     "first-image",
     "serve",
     "several-machines",
+    "ray",
     "lora-and-controlnet",
     "large-images",
     "larger-models",
