@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from patchpar.cli.verbs import VERBS
 from tests.cli.our_lines import foreign
 from tests.stream.test_convert import HIGH_NOISE, SAFETENSORS, original, prefixed
-from tests.stream.tiny import write_folder
+from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
 from tests.tiny import build
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
@@ -53,6 +53,12 @@ def stream(folder: Path) -> list[object]:
     return [*words, "--record", folder / "session.jsonl", "-o", folder / "a.mp4"]
 
 
+def fifo(folder: Path) -> list[object]:
+    size = ("--height", 2 * ROWS, "--width", 2 * COLUMNS, "--fps", 20, "--text-tokens", TEXT, "--seconds", 0.1)
+    queue = ("--window", 4, "--partitions", 2, "--first-steps", 2)
+    return ["a fox", "--model", folder_of_streams(folder), "--devices", "cpu", *size, *queue, "-o", folder / "a.mp4"]
+
+
 def replay(folder: Path) -> list[object]:
     assert run("stream", stream(folder)).returncode == 0
     return [folder / "session.jsonl", "--devices", "cpu:2", "--model", folder / "stream"]
@@ -72,6 +78,7 @@ WORDS: dict[str, Callable[[Path], list[object]]] = {
     "video": video,
     "stream": stream,
     "replay": replay,
+    "fifo": fifo,
     "convert": convert,
     "compare": lambda folder: [PROMPT, *TWO, *QUICK, "-o", folder / "a.png"],
     "bench": lambda folder: [PROMPT, "--devices", "cpu:2", *QUICK, "--strategy", "pcpp", "-o", folder / "bench"],
