@@ -126,6 +126,10 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.quality --model assets/scenes-dit --scheduler flow --steps 20 --table docs/figures/quality-dit.md
 	$(BIN)/python -m benchmarks.error_maps --write docs/figures/error-maps.md --images assets/figures/error-maps
 	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks --write docs/figures/emulation.md
+	$(BIN)/python -m benchmarks.emulation --captions 32 --size 128 --steps 12 --warmup 1 --ranks --write docs/figures/emulation.md \
+	  --row "displaced, corrected moments" --row "displaced, as published" --row "partially conditioned .3"
+	$(BIN)/python -m benchmarks.emulation --captions 32 --warmup 1 --guidance 3.5 --write docs/figures/emulation.md \
+	  --row "fresh edges, all keys, affine" --row "fresh edges, all keys, affine, by owners"
 	$(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
 
