@@ -38,6 +38,7 @@ class SpeechFeatures:
 
         `rate`: samples per second. `layers`, `features`: number and width of its hidden states.
         """
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import Wav2Vec2Model
 
         class HeadlessModel(Wav2Vec2Model):  # type: ignore[misc]  # transformers is not typed here
@@ -51,7 +52,7 @@ class SpeechFeatures:
             model, info = HeadlessModel.from_pretrained(
                 str(folder), use_safetensors=True, local_files_only=True, output_loading_info=True
             )
-        except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
             raise PlanError(f"{folder} cannot be loaded as a wav2vec2 model: {error}") from error
         missing = sorted(set(info["missing_keys"]) - {UNUSED})
         if missing:
