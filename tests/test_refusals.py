@@ -190,7 +190,7 @@ def displayed(model: Any) -> Iterator[Any]:
         async def last() -> tuple[Any, ...]:
             found: tuple[Any, ...] = ()
             async for each in ImageTab(state).generate(
-                "a" * 32, label, wrong.degrees, wrong.strategy, True, *filled.values()
+                "a" * 32, label, wrong.degrees, wrong.strategy, True, 1, *filled.values()
             ):
                 found = each
             return found
