@@ -56,5 +56,5 @@ FAINT = """(least) => {
 def check_looks(page: Page, name: str) -> None:
     screenshot(page, name)
     assert page.evaluate("document.documentElement.scrollWidth") <= page.evaluate("window.innerWidth")
-    assert page.evaluate(STICKS_OUT) == [], name
-    assert page.evaluate(FAINT, MIN_CONTRAST) == [], name
+    for unreadable in (page.evaluate(STICKS_OUT), page.evaluate(FAINT, MIN_CONTRAST)):
+        assert unreadable == [], f"{name}: {unreadable}"

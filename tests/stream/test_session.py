@@ -394,15 +394,21 @@ def test_the_clock_paces_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept == [0.0, 3 / 20, 0.0, round(4 / 20 / 1.1, 6)]
 
 
-def test_a_cancelled_stream_waits_for_no_clock() -> None:
-    ends = []
+def test_a_cancelled_stream_waits_for_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, waits = [], threading.Event()
     with session(Ranks(), blocks=5, pace="realtime").begin() as stream:
         stream._format = replace(FORMAT, fps=0.01)  # the next chunk is due in minutes
         next(stream)
+        sleep = stream._sleep
+
+        def noted(seconds: float) -> None:
+            waits.set()
+            sleep(seconds)
+
+        monkeypatch.setattr(stream, "_sleep", noted)
         taking = threading.Thread(target=lambda: ends.append(next(stream, None)))
         taking.start()
-        while len(stream._outputs) > 1:
-            time.sleep(0.01)
+        assert waits.wait(10)
         stream.cancel()
         taking.join(10)
         assert not taking.is_alive()
