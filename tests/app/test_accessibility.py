@@ -12,7 +12,6 @@ from playwright.sync_api import Page, expect
 
 from app.server import Address, application
 from patchpar.stream.web.server import WebServer
-from tests.breadth import first_of
 
 from .actions import TIMEOUT_MS, done, press, small, tab
 from .app_states import state_of
@@ -49,7 +48,8 @@ def address() -> Iterator[str]:
         server.end()
 
 
-@pytest.mark.parametrize(("width", "scheme"), first_of(CASES, (390, "dark")))
+@pytest.mark.breadth
+@pytest.mark.parametrize(("width", "scheme"), CASES)
 def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, scheme: Any) -> None:
     page = browser.new_context(color_scheme=scheme, **WINDOWS[width]).new_page()
     page.set_default_timeout(TIMEOUT_MS)
