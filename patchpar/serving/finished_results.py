@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from patchpar.errors import PlanError
 from patchpar.plan.json_files import read_object
 from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.request_journal import RequestJournal
@@ -65,15 +64,7 @@ def saved_results(journal: RequestJournal, model: str) -> Iterator[FinishedResul
 
     Raises PlanError for a result of another model than `model`.
     """
-    found = []
-    for path in journal.folders(RESULT):
-        try:
-            found.append(_read(path))
-        except (PlanError, OSError, KeyError, TypeError, ValueError) as error:
-            log.warning("%s cannot be taken up: %s", path, error)
-    for each in found:
-        journal.check_model(each.id, each.model, model)
-    yield from sorted(found, key=lambda each: (each.completed_at, each.id))
+    yield from sorted(journal.read(RESULT, _read, model), key=lambda each: (each.completed_at, each.id))
 
 
 def _of(kept: KeptJob, model: str) -> FinishedResult:

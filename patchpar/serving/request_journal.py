@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
@@ -33,6 +33,21 @@ FORMAT = 1
 NAME = re.compile(r"(job|video)_[0-9a-f]{24}")
 REQUEST, CALL, MASK = "request.json", "call.safetensors", "mask.png"
 log = logging.getLogger(__name__)
+
+
+class FolderContents(Protocol):
+    """What a folder of the journal holds: of a request, by its ID, to the model of that name."""
+
+    @property
+    def id(self) -> str:
+        """The name of the folder."""
+
+    @property
+    def model(self) -> str:
+        """The model that was served."""
+
+
+Written = TypeVar("Written", bound=FolderContents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +110,25 @@ class RequestJournal:
         shutil.rmtree(target, ignore_errors=True)
         part.replace(target)
 
-    def folders(self, file: str) -> list[Path]:
-        """Return the folders with such a file in them, in the order of their names."""
-        found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(path for path in found if (path / file).exists())
+    def read(self, file: str, read: Callable[[Path], Written], served: str) -> list[Written]:
+        """Return what `read` makes of each folder with such a file, in the order of their names.
 
-    def check_model(self, name: str, model: str, served: str) -> None:
-        """Raise PlanError for a request of another model than the served one."""
-        if model != served:
-            raise PlanError(
-                f"--journal {self._folder}: {name} is for the model {model}, and this is {served}: "
-                "use another folder, or serve that one first"
-            )
+        What cannot be read stays where it is, and the log says why. Raises PlanError for another model than `served`.
+        """
+        folders = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        found = []
+        for path in sorted(path for path in folders if (path / file).exists()):
+            try:
+                found.append(read(path))
+            except (PlanError, OSError, KeyError, TypeError, ValueError) as error:
+                log.warning("%s cannot be taken up: %s", path, error)
+        for each in found:
+            if each.model != served:
+                raise PlanError(
+                    f"--journal {self._folder}: {each.id} is for the model {each.model}, and this is {served}: "
+                    "use another folder, or serve that one first"
+                )
+        return found
 
     def save(self, entry: JournaledRequest) -> None:
         """Write a request, instead of what was there of it. Raises OSError."""
@@ -126,15 +148,7 @@ class RequestJournal:
 
         Raises PlanError for a request of another model than `model`.
         """
-        found = []
-        for path in self.folders(REQUEST):
-            try:
-                found.append(_read(path))
-            except (PlanError, OSError, KeyError, TypeError, ValueError) as error:
-                log.warning("%s cannot be taken up: %s", path, error)
-        for entry in found:
-            self.check_model(entry.id, entry.model, model)
-        yield from sorted(found, key=lambda entry: (entry.created_at, entry.id))
+        yield from sorted(self.read(REQUEST, _read, model), key=lambda entry: (entry.created_at, entry.id))
 
     def remove(self, name: str) -> None:
         """Delete a request that has ended. Idempotent."""
