@@ -24,7 +24,7 @@ from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.refusals import RETRY_SECONDS, draining, loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import RequestJournal
-from patchpar.serving.scheduler import JobFacts, JobScheduler, check_not_late
+from patchpar.serving.scheduler import JobFacts, JobScheduler, check_not_late, ends_late
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.settings import ServedModel, ServerSettings
@@ -235,22 +235,27 @@ class ImageService:
         self.generator.close()
 
     def _batch(self, job: Job) -> GeneratedImages:
-        """Make the images of a job and of those that have joined it. Each has an event of its own image."""
-        calls = [each.source.call for each in (job, *job.peers)]
+        """Make the images of a job and of those that have joined it. Each has an event of its own image.
+
+        One that is late ends alone: if it is the job itself, the others wait again.
+        """
+        check_not_late(job)
+        joined = (job, *(peer for peer in job.peers if not ends_late(peer)))
+        calls = [each.source.call for each in joined]
         try:
             made: list[GeneratedImages] = self._run(job, lambda: self.generator.generate_batch(job, calls))
         except (Cancelled, Suspended):
             raise  # those who have joined wait again
         except Exception as error:
             if is_out_of_memory(error):
-                for each in (job, *job.peers):
+                for each in joined:
                     each.facts = replace(each.facts, batch_key=None)  # alone it may fit
                 raise Suspended from error
-            for peer in job.peers:
+            for peer in joined[1:]:
                 peer.fail(error)
             raise
         self.metrics.observe_batch(len(made))
-        for each, images in zip((job, *job.peers), made, strict=True):
+        for each, images in zip(joined, made, strict=True):
             each.send(completed(images))
             if each is not job:
                 each.finish(images)
@@ -260,11 +265,13 @@ class ImageService:
     def _images(self, job: Job, call: ImageCall) -> GeneratedImages:
         if job.peers:
             return self._batch(job)
+        check_not_late(job)
         images: GeneratedImages = self._run(job, lambda: self.generator.generate(job, call))
         self._ended(job, images.runs)
         return images
 
     def _video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+        check_not_late(job)
         video: GeneratedVideo = self._run(job, lambda: self.generator.generate_video(job, call))
         self._ended(job, [video.run])
         return video
@@ -276,8 +283,6 @@ class ImageService:
             self.scheduler.costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
 
     def _run(self, job: Job, generate: Callable[[], Any]) -> Any:
-        if not job.suspensions:  # one that has begun goes on
-            check_not_late(job.facts)
         try:
             return generate()
         except (WorkerError, LaunchError):
