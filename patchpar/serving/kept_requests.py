@@ -106,6 +106,7 @@ def take_up(service: ImageService) -> int:
             count += 1
         except (RequestError, ValueError) as error:  # pydantic's are ValueErrors
             log.warning("%s stays in the journal, since this server refuses it: %s", entry.id, error)
+    service.kept.is_complete = True
     return count
 
 

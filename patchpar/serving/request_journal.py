@@ -100,6 +100,15 @@ class RequestJournal:
         """Let another server use the folder. Idempotent."""
         self._unlock()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a request nor a result."""
+        return not self._folders()
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of requests and results, in the order of their names."""
+        return sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir())
+
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
         """Give a folder to write into, which stands under `name` afterwards, instead of what was there."""
@@ -115,9 +124,8 @@ class RequestJournal:
 
         What cannot be read stays where it is, and the log says why. Raises PlanError for another model than `served`.
         """
-        folders = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         found = []
-        for path in sorted(path for path in folders if (path / file).exists()):
+        for path in (each for each in self._folders() if (each / file).exists()):
             try:
                 found.append(read(path))
             except (PlanError, OSError, KeyError, TypeError, ValueError) as error:

@@ -80,6 +80,26 @@ def test_a_result_that_nobody_has_fetched_is_there_in_the_next_server(servers: S
     assert list(servers.folder.iterdir()) == []
 
 
+def test_while_the_journal_is_not_read_nothing_of_it_is_unknown(servers: Servers) -> None:
+    """Who polls an ID, or sends a request again with its key, is told to wait: a 404 would be taken for the end."""
+    _, client, _ = servers.next()
+    key = {"Idempotency-Key": "mine"}
+    created = client.post(f"{PATH}?async=true", json=BODY, headers=key).json()["id"]
+    until(ended(client, created), "its end")
+    service, client, _ = servers.next()  # its model is loaded
+    for answer in (
+        client.get(f"/v1/jobs/{created}"),
+        client.get("/v1/jobs"),
+        client.post(f"{PATH}?async=true", json=BODY, headers=key),
+    ):
+        assert error_of(answer, 503)["code"] == "loading"
+        assert answer.headers["Retry-After"]
+    assert client.get("/health/ready").json() == {"status": "loading"}
+    take_up(service)
+    assert client.get("/health/ready").json() == {"status": "ready"}
+    assert client.post(f"{PATH}?async=true", json=BODY, headers=key).json()["id"] == created
+
+
 def test_results_expire_in_the_next_server(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     _, client, _ = servers.next()
     created = client.post(f"{PATH}?async=true", json=BODY).json()["id"]
