@@ -17,7 +17,7 @@ from patchpar.serving import service as service_module
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
-from patchpar.serving.job import Job
+from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.job_queue import WorkQueue
 from patchpar.serving.kept_requests import take_up
 from patchpar.serving.request_journal import RequestJournal
@@ -90,6 +90,26 @@ def test_the_deadline_policy_suspends_the_one_with_most_slack() -> None:
     assert order == ["long", "urgent", "long again"]
     assert (first.suspensions, second.suspensions) == (1, 0)
     queue.close()
+
+
+def test_a_request_that_is_cancelled_just_before_it_waits_again_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold its turn, and be written down for the next server."""
+
+    def suspends(job: Job) -> None:
+        raise Suspended
+
+    job = Job(suspends)
+    change = job._change
+
+    def cancelled_before(**changes: Any) -> bool:
+        if changes.get("state") == "waiting":
+            job.cancel()
+        return change(**changes)
+
+    monkeypatch.setattr(job, "_change", cancelled_before)
+    job.run()
+    assert job.view.state == "cancelled"
+    assert isinstance(job.outcome.exception(0), Cancelled)
 
 
 def test_what_cannot_go_on_is_not_suspended() -> None:
