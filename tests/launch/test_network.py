@@ -191,6 +191,23 @@ def test_a_frame_that_was_changed_on_the_way_is_not_read(lines: tuple[TaggedSock
         theirs.close()
 
 
+@pytest.mark.parametrize("at", [0, 7, 8, 11, 12, 43])
+def test_lengths_that_were_changed_on_the_way_are_waited_for_by_nobody(
+    lines: tuple[TaggedSocket, TaggedSocket], at: int
+) -> None:
+    StreamChannel(lines[0]).send(ChannelFrame(FrameKind.CALL, 1, encode("text")))
+    data = bytearray(lines[1].recv(1 << 16))
+    data[at] ^= 4
+    there, here = socket.socketpair()
+    with there:
+        there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        theirs = StreamChannel(TaggedSocket(here, _same(lines[1])))
+        with pytest.raises(AuthenticationError, match="changed on the way"):
+            theirs.receive()
+        theirs.close()
+
+
 def _same(link: TaggedSocket) -> ConnectionKeys:
     """The keys of a connection."""
     return ConnectionKeys(link.sent._key, link.received._key)
@@ -243,8 +260,31 @@ def test_a_message_that_was_changed_is_not_used(lines: tuple[TaggedSocket, Tagge
             if not is_refused:
                 assert torch.equal(work.wait()[0][0], torch.arange(9.0))
                 continue
-            with pytest.raises((AuthenticationError, ExchangeError)):
+            with pytest.raises(AuthenticationError):
                 work.wait()
+
+
+@pytest.mark.parametrize("at", [0, 14, 15, 22, 23, 24, 87])
+def test_no_memory_is_taken_for_a_length_that_the_peer_has_not_sent(
+    lines: tuple[TaggedSocket, TaggedSocket], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """`at`: the changed byte of a head, of the kind, the two lengths, or a tag."""
+    first, _ = transports(lines)
+    first.send_recv([Outgoing((1,), (torch.arange(9.0),))], [], "there")
+    lines[1].setblocking(True)
+    data = bytearray(lines[1].recv(1 << 16))
+    data[at] ^= 4
+    taken, empty = [0], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **rest: taken.append(*size) or empty(*size, **rest))
+    there, here = socket.socketpair()
+    with there:
+        there.sendall(data)
+        other = SharedMemoryTransport(1, {}, torch.device("cpu"), 0.5)
+        other._lines[0] = PeerStream(0, TaggedSocket(here, _same(lines[1])))
+        with pytest.raises(AuthenticationError, match="rank 0 should have sent was changed"):
+            other.send_recv([], [Incoming(0, (TensorSpec((9,), torch.float32),))], "there").wait()
+        other.close()
+    assert max(taken) <= 64
 
 
 def test_a_peer_that_is_gone_is_named(lines: tuple[TaggedSocket, TaggedSocket]) -> None:
