@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hmac
 import secrets
 import socket
 import threading
@@ -19,7 +21,7 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import AuthenticationError, ExchangeError
 from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import decode, encode
-from patchpar.launch.network.handshake import READY, ConnectionKeys, admit, introduce, session_key
+from patchpar.launch.network.handshake import CLIENT, READY, ConnectionKeys, admit, introduce, session_key
 from patchpar.launch.network.listener import RankListener
 from patchpar.launch.network.network_link import NetworkLink
 from patchpar.launch.network.stream_channel import StreamChannel
@@ -85,6 +87,42 @@ def test_what_the_taker_sends_at_once_does_not_overtake_the_handshake(
         with connect_to(listener.address, "two", KEY, TOKEN, soon()) as link, taken.result(SECONDS) as other:
             other.sendall(b".")
             assert link.recv(6, socket.MSG_WAITALL) == b"first."
+
+
+def test_a_client_that_gives_up_before_it_is_taken_is_not_taken(listener: RankListener) -> None:
+    with listener._changed, socket.socket(socket.AF_UNIX) as client:
+        client.connect("\0" + listener.address.name)
+        client.sendall(TOKEN + bytes(32))
+        answer = client.recv(64, socket.MSG_WAITALL)
+        client.sendall(hmac.digest(KEY, CLIENT + TOKEN + bytes(32) + answer[:32], "sha256"))
+    for thread in threading.enumerate():
+        if thread.name == "patchpar-handshake":
+            thread.join(SECONDS)
+    with connect_to(listener.address, "one", KEY, TOKEN, soon()) as link, listener.take(TOKEN, soon()) as other:
+        link.sendall(b".")
+        assert other.recv(1) == b"."
+
+
+def test_who_connects_to_what_is_forgotten_is_told_so_and_leaves_nothing(listener: RankListener) -> None:
+    listener.forget(TOKEN)
+    with pytest.raises(ConnectionResetError):
+        connect_to(listener.address, "two", KEY, TOKEN, soon()).close()
+    assert not listener._arrived
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_last(listener: RankListener) -> None:
+    asked: list[int] = []
+
+    class Failing:
+        def accept(self) -> tuple[socket.socket, str]:
+            asked.append(1)
+            if len(asked) == 1:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "the client has gone meanwhile")
+            listener.close()
+            raise OSError(errno.EINVAL, "it does not listen any more")
+
+    listener._accept(Failing())  # type: ignore[arg-type]
+    assert len(asked) == 2
 
 
 def test_who_lacks_the_key_is_refused_on_both_sides(listener: RankListener) -> None:
