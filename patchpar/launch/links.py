@@ -12,7 +12,8 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+from patchpar.launch.descriptors import receive_with_descriptors
+
 RETRY_SECONDS = 0.01
 LINE = b"l"
 
@@ -104,7 +105,7 @@ def send_descriptor(link: socket.socket, data: bytes, descriptor: int, give_up: 
 def receive_descriptor(link: socket.socket, num_bytes: int, give_up: float) -> tuple[bytes, int]:
     """Return what `send_descriptor` has sent. Raises OSError, a TimeoutError if it has not come by `give_up`."""
     link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
-    data, descriptors, _, _ = socket.recv_fds(link, num_bytes, 1, CLOSE_ON_EXEC)
+    data, descriptors = receive_with_descriptors(link, num_bytes, 1)
     if not data:
         raise ConnectionResetError("it has closed the connection")
     return data, descriptors[0]

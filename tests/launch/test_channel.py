@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,3 +85,34 @@ def test_a_process_that_waits_for_a_core_has_work(
     work.process = SimpleNamespace(pid=77)  # type: ignore[assignment]
     assert work.has_grown(), "7 ticks, of which nothing was known"
     assert work.has_grown() == is_working
+
+
+def test_the_block_of_a_frame_of_which_a_part_has_come_is_freed() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as file:
+        channel = Channel(ours)
+        socket.send_fds(theirs, [b"half"], [file.fileno()])
+        assert list(channel.receive_ready()) == []
+        (descriptor,) = channel._descriptors
+        channel.close()
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(descriptor)
+
+
+def test_a_block_for_which_there_is_no_descriptor_left_is_not_another_ones() -> None:
+    """The system drops a descriptor then: the next frame's would be taken for it."""
+    resource = pytest.importorskip("resource")
+    ours, theirs = socket.socketpair()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with theirs, tempfile.TemporaryFile() as file:
+        channel = Channel(ours)
+        socket.send_fds(theirs, [b"frame"], [file.fileno()])
+        free = os.dup(file.fileno())
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            with pytest.raises(OSError, match="ulimit"):
+                list(channel.receive_ready())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        channel.close()

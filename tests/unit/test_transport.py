@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import socket
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, peer_socket
 from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import ExchangeError
@@ -210,3 +212,26 @@ def test_one_column_of_a_map_is_packed_without_gaps() -> None:
     packed = pack([torch.arange(8.0).view(1, 2, 2, 2)[..., 1:]])
     assert packed.is_contiguous()
     assert packed.tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("name", ["map_segment", "receive_with_descriptors"])
+def test_a_message_for_which_there_is_no_descriptor_left_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else the next one would be taken for it."""
+    first, second = connected(2)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with contextlib.closing(first), contextlib.closing(second):
+        for x in (torch.ones(3), torch.zeros(3)):
+            first.send_recv([Outgoing((1,), (x,))], [], "there")
+        works = [second.send_recv([], [Incoming(0, (TensorSpec.of(x),))], "there") for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(peer_socket, name, fail)
+            with pytest.raises(ExchangeError, match="Too many open files"):
+                works[0].wait()
+        assert second.state_of(0) == "ended"
+        with pytest.raises(ExchangeError, match="rank 0 is gone"):
+            works[1].wait()
