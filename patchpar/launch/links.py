@@ -8,6 +8,7 @@ lower rank makes, and of which it sends the higher rank an end: each transport h
 import contextlib
 import errno
 import socket
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ class RankLink(ABC):
     def __init__(self, rank: int, peer: int) -> None:
         self.rank, self.peer = rank, peer
         self._lines: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock, self._is_shut = threading.Lock(), False
 
     @abstractmethod
     def offer(self, give_up: float) -> socket.socket:
@@ -37,12 +39,24 @@ class RankLink(ABC):
         """On the higher rank: return the end of a line that the peer has made. Raises OSError as `offer` does."""
 
     def _known(self, line: socket.socket) -> socket.socket:
-        self._lines.add(line)
+        """Return a line that `shut` will end. Raises ConnectionResetError if it has been called meanwhile."""
+        with self._lock:
+            self._lines.add(line)
+            is_shut = self._is_shut
+        if is_shut:
+            line.close()
+        self._check()
         return line
+
+    def _check(self) -> None:
+        if self._is_shut:
+            raise ConnectionResetError("the link has ended")
 
     def shut(self) -> None:
         """End the link and its lines, from any thread: whoever waits for the peer goes on with an error."""
-        for each in tuple(self._lines):
+        with self._lock:
+            self._is_shut, lines = True, tuple(self._lines)
+        for each in lines:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
