@@ -107,6 +107,7 @@ class Channel:
         self._send_timeout, self._is_working, self._longest = send_timeout, is_working, longest
         self._sock.settimeout(None if send_timeout is None else send_timeout / LOOKS)
         self._lock = threading.Lock()
+        self._is_cut = False  # a frame has been sent in part only, so that nothing can follow it
         self._bytes = bytearray()
         self._descriptors: list[int] = []
 
@@ -115,11 +116,18 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, frame: ChannelFrame) -> None:
-        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError if the other end does not read."""
+        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError if the other end does not read.
+
+        After a TimeoutError every further frame raises one at once: the other end would read it as the rest of this.
+        """
         with self._lock:
+            if self._is_cut:
+                raise TimeoutError("the other end has not read all of an earlier message")
             try:
                 for data, descriptors in self._parts(frame):
+                    self._is_cut = True
                     self._send_all(data, descriptors)
+                self._is_cut = False
             except TimeoutError:
                 raise
             except OSError as error:

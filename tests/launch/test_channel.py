@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -85,6 +86,22 @@ def test_a_process_that_waits_for_a_core_has_work(
     work.process = SimpleNamespace(pid=77)  # type: ignore[assignment]
     assert work.has_grown(), "7 ticks, of which nothing was known"
     assert work.has_grown() == is_working
+
+
+def test_after_a_frame_that_was_read_in_part_no_other_follows() -> None:
+    """It would be read as the rest of that frame, and what then comes as anything at all."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, send_timeout=0.1)
+        with pytest.raises(TimeoutError):
+            channel.send(ChannelFrame(FrameKind.MESSAGE, 1, LARGE))
+        theirs.setblocking(False)
+        while select.select([theirs], [], [], 0)[0]:
+            theirs.recv(1 << 20)
+        with pytest.raises(TimeoutError, match="earlier message"):
+            channel.send(ChannelFrame(FrameKind.PING, 1))
+        assert not select.select([theirs], [], [], 0)[0]
+        channel.close()
 
 
 def test_the_block_of_a_frame_of_which_a_part_has_come_is_freed() -> None:
