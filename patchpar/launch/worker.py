@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -207,14 +208,20 @@ class Worker:
             FrameKind.HOLD: context.hold,
             FrameKind.HALT: context.halt,
         }
+        code = 0
         try:
             while (frame := self._channel.receive()).kind is not FrameKind.STOP:
                 takes.get(frame.kind, self._calls.put)(frame)
+        except ChannelClosed:  # the caller has ended
+            pass
+        except BaseException:  # noqa: BLE001  the caller shows the last output of a worker that has ended
+            code = 1
+            traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
-            os._exit(0)  # the main thread may be inside any call, and there is nothing to clean up
+            os._exit(code)  # the main thread may be inside any call, and there is nothing to clean up
 
     def _pong(self, frame: ChannelFrame) -> None:
         self._context.heartbeat.show_work()

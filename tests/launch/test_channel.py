@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 
 from patchpar.launch import process as process_module
+from patchpar.launch import worker as worker_module
 from patchpar.launch.channel import Channel, ChannelFrame, FrameKind
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.process import ProcessWork
+from patchpar.launch.worker import Worker, WorkerContext
 
 LARGE = EncodedMessage(stream=os.urandom(4 << 20))  # more than the buffers of a socket hold
 
@@ -133,3 +136,25 @@ def test_a_block_for_which_there_is_no_descriptor_left_is_not_another_ones() -> 
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         channel.close()
+
+
+def test_a_worker_whose_reader_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(worker_module.os, "_exit", codes.append)
+    ours, theirs = socket.socketpair()
+    config: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", deadline=1.0, session_key=b"")
+    heartbeat: Any = SimpleNamespace(beat=None, waiting=contextlib.nullcontext())
+    channel = Channel(theirs)
+    Channel(ours).send(ChannelFrame(FrameKind.LINK, 0, EncodedMessage(stream=b"no descriptor")))
+    worker = Worker(channel, config, WorkerContext(config, channel, heartbeat))
+    with contextlib.suppress(AssertionError):
+        worker._read()
+    assert codes == [1]
+    assert "Traceback" in capsys.readouterr().err
+    ours.close()
+    worker._read()
+    assert codes == [1, 0], "its caller has ended"
+    assert capsys.readouterr().err == ""
+    channel.close()
