@@ -3,16 +3,21 @@
 import logging
 import os
 import signal
+import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from patchpar.errors import LaunchError, WorkerDied
+from patchpar.launch import template as template_module
 from patchpar.launch import templates
+from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
+from patchpar.launch.started_process import ProcessRequest
 from patchpar.launch.template_process import assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
@@ -291,3 +296,21 @@ def test_which_way_workers_start_and_why(monkeypatch):
     with LocalExecutor(["cpu"], PLAIN) as executor:
         assert executor.start_method.name == "spawn"
         assert executor.call("rank") == [0]
+
+
+def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(monkeypatch):
+    """Another pool of this process has given up a worker that did not exist yet."""
+    found = template_module.Template.__new__(template_module.Template)
+    requests, end = socket.socketpair()
+    found._users, found.is_retired = weakref.WeakSet(), False
+    found._requests, found._write_life = requests, requests
+    monkeypatch.setattr(template_module, "send_request", lambda *_: found.retire())
+    request = ProcessRequest(channel=0, output=1, inherit=(), environment={}, path=(), modules=())
+    worker = found.fork(request)
+    assert requests.fileno() >= 0
+    with pytest.raises(TemplateEnded):
+        found.fork(request)
+    assert requests.fileno() >= 0
+    worker.kill()
+    assert requests.fileno() < 0, "it has no worker any more"
+    end.close()
