@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import weakref
@@ -17,7 +18,7 @@ from patchpar.launch import templates
 from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
-from patchpar.launch.started_process import ProcessRequest
+from patchpar.launch.started_process import FreshProcess, ProcessRequest
 from patchpar.launch.template_process import assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
@@ -314,3 +315,18 @@ def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(
     worker.kill()
     assert requests.fileno() < 0, "it has no worker any more"
     end.close()
+
+
+def test_what_a_worker_has_started_is_killed_though_the_worker_has_just_ended():
+    """A signal to it must not reap it: then nobody could be sure whose its process group is."""
+    process = FreshProcess.__new__(FreshProcess)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE, start_new_session=True
+    ) as process._popen:
+        child = int(process._popen.stdout.readline())
+        while process.is_alive():
+            time.sleep(0.01)
+        process.terminate()
+        process.dump_stack()
+        process.kill()
+    assert all_gone([child])
