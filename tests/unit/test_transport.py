@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,25 @@ def test_one_column_of_a_map_is_packed_without_gaps() -> None:
     packed = pack([torch.arange(8.0).view(1, 2, 2, 2)[..., 1:]])
     assert packed.is_contiguous()
     assert packed.tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+def test_messages_that_nobody_waits_for_any_more_keep_no_memory() -> None:
+    """Of a call that was cancelled: the space of each would be kept, and the segments after it, each twice as large."""
+
+    both = threading.Barrier(2)
+
+    def run(transport: SharedMemoryTransport) -> int:
+        peer, x = 1 - transport.rank, torch.ones(1 << 18)  # four of them fill the first segment
+        for number in range(24):
+            incoming = [Incoming(peer, (TensorSpec.of(x),))]
+            work = transport.send_recv([Outgoing((peer,), (x,))], incoming, "there")
+            if number % 8:
+                assert torch.equal(work.wait()[0][0], x)
+            del work
+            both.wait(20)
+        return len(transport._arena.segments)
+
+    assert on_threads(2, run) == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["map_segment", "receive_with_descriptors"])

@@ -4,7 +4,7 @@ import errno
 import os
 import socket
 import struct
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,6 +43,7 @@ class PeerSocket:
         self.arrived: dict[int, ArrivedMessage] = {}  # by number, until fetched
         self.num_arrived = 0  # messages so far
         self.expected = 0  # messages that have a number
+        self.unwanted: deque[int] = deque()  # numbers of those that nobody waits for any more
         self.known: set[int] = set()  # our segments that the peer has mapped
         self.unread: Counter[int] = Counter()  # messages to the peer in each of our segments
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here

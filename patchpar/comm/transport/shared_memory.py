@@ -115,6 +115,8 @@ class SharedMemoryTransport(Poisonable):
     def _send(self, message: Outgoing, where: str) -> None:
         for line in self._lines.values():
             line.read(self._arena)  # messages that have been read free their space
+            if line.unwanted:
+                self._free_unwanted(line, where)
         segment, offset, total = self._registered(message) or self._copied(message)
         for peer in message.peers:
             line = self._lines[peer]
@@ -137,6 +139,16 @@ class SharedMemoryTransport(Poisonable):
             segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x.detach())
             at, total = at + aligned(num_bytes), total + num_bytes
         return segment, offset, total
+
+    def _free_unwanted(self, line: PeerSocket, where: str) -> None:
+        """Let the sender use the space of messages again that nobody waits for any more, of those that have come."""
+        for _ in range(len(line.unwanted)):  # to which the garbage collector may add some at any time
+            number = line.unwanted.popleft()
+            if number not in line.arrived:
+                line.unwanted.append(number)
+                continue
+            with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
+                self._send_frame(line, line.done_with(line.arrived.pop(number).segment), where)
 
     def _send_frame(self, line: PeerSocket, frame: OutgoingFrame, where: str) -> None:
         give_up, (data, descriptor) = time.monotonic() + self.deadline, frame
@@ -236,6 +248,12 @@ class SharedMemoryWork(Work[Messages]):
     def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[Incoming], where: str) -> None:
         super().__init__(incoming, where)
         self._transport, self._numbers = transport, [transport.number(message) for message in incoming]
+
+    def __del__(self) -> None:
+        """After a call that has ended early nobody waits for what it expected, whose space the sender would keep."""
+        for found, (line, number) in zip(self._received, getattr(self, "_numbers", ()), strict=False):
+            if found is None:
+                line.unwanted.append(number)
 
     def is_here(self, index: int) -> bool:
         """Whether one message can be fetched without blocking."""
