@@ -255,3 +255,20 @@ def test_a_message_for_which_there_is_no_descriptor_left_ends_the_connection(
         assert second.state_of(0) == "ended"
         with pytest.raises(ExchangeError, match="rank 0 is gone"):
             works[1].wait()
+
+
+def test_more_descriptors_than_the_kernel_lets_be_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, failures = socket.send_fds, [OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")] * 2
+
+    def limited(*args: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return send(*args)
+
+    def run(transport: SharedMemoryTransport) -> bool:
+        peer, x = 1 - transport.rank, torch.arange(3.0)
+        work = transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "there")
+        return torch.equal(work.wait()[0][0], x)
+
+    monkeypatch.setattr(socket, "send_fds", limited)
+    assert on_threads(2, run) == [True, True]

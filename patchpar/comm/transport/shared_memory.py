@@ -13,6 +13,7 @@ Measured on two CPU cores against gloo's point-to-point messages: benchmarks/tra
 """
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -31,6 +32,7 @@ from patchpar.comm.transport.peer_stream import PeerStream, is_between_nodes
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
+from patchpar.launch.links import RETRY_SECONDS
 
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
 
@@ -161,7 +163,10 @@ class SharedMemoryTransport(Poisonable):
             except BlockingIOError:  # the peer's buffer is full: read meanwhile, or both ranks would block
                 self._sleep(give_up, where, line, writing=True)
             except OSError as error:
-                raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
+                if error.errno != errno.ETOOMANYREFS:
+                    raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
+                time.sleep(RETRY_SECONDS)  # the kernel limits descriptors that have been sent and not received
+                self._sleep(give_up, where, line, writing=True)
 
     def fetch(self, message: Incoming, numbered: Numbered, where: str) -> list[Tensor]:
         """Wait for a message of `message.peer` and return its tensors, of any shape. `numbered`: see `number`.
