@@ -20,6 +20,7 @@ import torch
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, peer_socket
 from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
+from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.errors import ExchangeError
 from tests.breadth import first_of
 from tests.unit.threads import connected, on_threads
@@ -272,3 +273,20 @@ def test_more_descriptors_than_the_kernel_lets_be_on_their_way_are_waited_for(mo
 
     monkeypatch.setattr(socket, "send_fds", limited)
     assert on_threads(2, run) == [True, True]
+
+
+def test_groups_are_aborted_though_another_is_formed_meanwhile() -> None:
+    aborted: list[str] = []
+    groups = ProcessGroups("gloo", torch.device("cpu"), 1.0)
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            aborted.append(self.name)
+            groups._own[(0, 1, 2), False] = self  # type: ignore[assignment]
+
+    groups._own.update({((0, 1), bulk): Group(str(bulk)) for bulk in (False, True)})  # type: ignore[misc]
+    groups.abort()
+    assert aborted == ["False", "True"]
