@@ -21,11 +21,12 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import AuthenticationError, ExchangeError
 from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import decode, encode
+from patchpar.launch.network import tagged_socket
 from patchpar.launch.network.handshake import CLIENT, READY, ConnectionKeys, admit, introduce, session_key
 from patchpar.launch.network.listener import RankListener
 from patchpar.launch.network.network_link import NetworkLink
 from patchpar.launch.network.stream_channel import StreamChannel
-from patchpar.launch.network.tagged_socket import TaggedSocket, connect_to
+from patchpar.launch.network.tagged_socket import RankAddress, TaggedSocket, connect_to
 
 HERE, SECONDS = "127.0.0.1", 10.0
 KEY, OTHER = session_key(b"the secret", bytes(32)), session_key(b"the secret", bytes(31) + b"1")
@@ -123,6 +124,19 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last(listener: RankList
 
     listener._accept(Failing())  # type: ignore[arg-type]
     assert len(asked) == 2
+
+
+def test_a_queue_of_this_node_that_is_full_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, accepted = secrets.token_hex(16), list[socket.socket]()
+    monkeypatch.setattr(tagged_socket, "introduce", lambda *_: ConnectionKeys(b"", b""))
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as before:
+        server.bind("\0" + name)
+        server.listen(0)
+        before.connect("\0" + name)
+        monkeypatch.setattr(tagged_socket.time, "sleep", lambda seconds: accepted.append(server.accept()[0]))
+        connect_to(RankAddress("one", HERE, 0, name), "one", KEY, TOKEN, soon()).close()
+    assert len(accepted) == 1
+    accepted[0].close()
 
 
 def test_who_lacks_the_key_is_refused_on_both_sides(listener: RankListener) -> None:
