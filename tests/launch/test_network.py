@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +27,13 @@ from patchpar.launch.network import tagged_socket
 from patchpar.launch.network.handshake import CLIENT, READY, ConnectionKeys, admit, introduce, session_key
 from patchpar.launch.network.listener import RankListener
 from patchpar.launch.network.network_link import NetworkLink
+from patchpar.launch.network.remote_rank import ReadyRank
+from patchpar.launch.network.remote_worker import RemoteStarter
 from patchpar.launch.network.stream_channel import StreamChannel
 from patchpar.launch.network.tagged_socket import RankAddress, TaggedSocket, connect_to
+from patchpar.launch.rendezvous import this_host
+from patchpar.launch.worker_output import FirstPrinter
+from patchpar.launch.worker_start import WorkerPoolSpec
 
 HERE, SECONDS = "127.0.0.1", 10.0
 KEY, OTHER = session_key(b"the secret", bytes(32)), session_key(b"the secret", bytes(31) + b"1")
@@ -137,6 +144,30 @@ def test_a_queue_of_this_node_that_is_full_is_waited_for(monkeypatch: pytest.Mon
         connect_to(RankAddress("one", HERE, 0, name), "one", KEY, TOKEN, soon()).close()
     assert len(accepted) == 1
     accepted[0].close()
+
+
+def test_ranks_that_have_been_connected_are_known_before_one_fails() -> None:
+    """What the pool does not know it cannot end."""
+    spec = WorkerPoolSpec(
+        devices=("cpu",) * 2, engine="engine:E", deadline=1.0, start_timeout=9.0, start_method="spawn", preload=()
+    )
+    nothing: Any = lambda *_: None  # noqa: E731
+    ready = ReadyRank(host=this_host(), pid=1, address=RankAddress("one", HERE, 1, ""))
+    actor: Any = SimpleNamespace(prepare=nothing, ready=lambda give_up: ready, kill=nothing)
+    actors: Any = SimpleNamespace(node="one", start=lambda ranks, give_up: dict.fromkeys(ranks, actor))
+    starter = RemoteStarter(spec, actors, spec.devices, secret_file=None, trusted_network=True)
+
+    def fail(frame: ChannelFrame) -> None:
+        raise MemoryError
+
+    def worker(rank: int, *_: Any) -> Any:
+        return SimpleNamespace(rank=rank, channel=SimpleNamespace(send=fail))
+
+    starter._connected = worker  # type: ignore[method-assign]
+    known: list[int] = []
+    with pytest.raises(MemoryError):
+        known.extend(each.rank for each in starter.start((0, 1), None, FirstPrinter()))
+    assert known == [0, 1]
 
 
 def test_who_lacks_the_key_is_refused_on_both_sides(listener: RankListener) -> None:
