@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, peer_socket
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, arena, peer_socket
 from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_groups import ProcessGroups
@@ -290,3 +290,19 @@ def test_groups_are_aborted_though_another_is_formed_meanwhile() -> None:
     groups._own.update({((0, 1), bulk): Group(str(bulk)) for bulk in (False, True)})  # type: ignore[misc]
     groups.abort()
     assert aborted == ["False", "True"]
+
+
+@pytest.mark.parametrize("name", ["os.ftruncate", "mmap.mmap"])
+def test_memory_that_there_is_not_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    made: list[int] = []
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(arena, "anonymous_file", lambda text: made.append(os.memfd_create(text)) or made[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(f"patchpar.comm.transport.arena.{name}", fail)
+        with pytest.raises(OSError, match="allocate"):
+            arena.Arena().take(100)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(made[0])
