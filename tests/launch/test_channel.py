@@ -138,17 +138,48 @@ def test_a_block_for_which_there_is_no_descriptor_left_is_not_another_ones() -> 
         channel.close()
 
 
+def worker_on(end: socket.socket) -> Worker:
+    config: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", deadline=1.0, session_key=b"")
+    heartbeat: Any = SimpleNamespace(beat=None, waiting=contextlib.nullcontext(), show_work=lambda: None)
+    channel = Channel(end)
+    return Worker(channel, config, WorkerContext(config, channel, heartbeat))
+
+
+@pytest.mark.parametrize("kind", [FrameKind.PING, FrameKind.HOLD])
+def test_a_worker_reads_on_while_its_caller_does_not(kind: FrameKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may be about to send more than the buffers hold: each would wait for the other to read."""
+    monkeypatch.setattr(worker_module.os, "_exit", lambda code: None)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    for size in (1 << 16, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                theirs.send(bytes(size))
+    theirs.setblocking(True)
+    worker, caller = worker_on(theirs), Channel(ours)
+    threads = [threading.Thread(target=each) for each in (worker._read, worker._send_answers)]
+    for thread in threads:
+        thread.start()
+    caller.send(ChannelFrame(kind, 1))
+    caller.send(ChannelFrame(FrameKind.CALL, 2))
+    try:
+        assert worker._calls.get(timeout=20).request == 2
+    finally:
+        caller.close()
+        worker._context.answers.put(ChannelFrame(FrameKind.PONG, 3))
+        for thread in threads:
+            thread.join(20)
+        theirs.close()
+
+
 def test_a_worker_whose_reader_fails_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(worker_module.os, "_exit", codes.append)
     ours, theirs = socket.socketpair()
-    config: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", deadline=1.0, session_key=b"")
-    heartbeat: Any = SimpleNamespace(beat=None, waiting=contextlib.nullcontext())
-    channel = Channel(theirs)
     Channel(ours).send(ChannelFrame(FrameKind.LINK, 0, EncodedMessage(stream=b"no descriptor")))
-    worker = Worker(channel, config, WorkerContext(config, channel, heartbeat))
+    worker = worker_on(theirs)
     with contextlib.suppress(AssertionError):
         worker._read()
     assert codes == [1]
@@ -157,4 +188,4 @@ def test_a_worker_whose_reader_fails_says_why(
     worker._read()
     assert codes == [1, 0], "its caller has ended"
     assert capsys.readouterr().err == ""
-    channel.close()
+    theirs.close()
