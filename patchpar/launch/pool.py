@@ -181,7 +181,8 @@ class WorkerPool:
         finally:
             self._busy.difference_update(ranks)
             self.drop(lost)
-            self._connect([rank for rank in ranks if rank in self._workers and rank not in self._outdated])
+            with contextlib.suppress(OSError):  # then the next call has to; the cause of this one's end is not lost
+                self._connect([rank for rank in ranks if rank in self._workers and rank not in self._outdated])
         if error is not None:
             for result in outcome.results.values():
                 result.close()
