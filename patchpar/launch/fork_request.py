@@ -18,6 +18,7 @@ from patchpar.launch.descriptors import receive_with_descriptors
 LENGTHS = struct.Struct("<II")  # bytes of the request, number of descriptors
 DESCRIPTORS_PER_MESSAGE = 200  # the kernel passes at most 253
 REPORT_BYTES = 1 << 16
+SEND_SECONDS = 600.0  # many requests may wait in the socket for the first one's imports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,17 @@ class TemplateEnded(Exception):
 
 
 def send_request(requests: socket.socket, request: ForkRequest, descriptors: list[int]) -> None:
-    """Send a request with its descriptors. Raises TemplateEnded."""
+    """Send a request with its descriptors. Raises TemplateEnded, also where it takes none for SEND_SECONDS."""
     data = json.dumps(asdict(request)).encode()
+    requests.settimeout(SEND_SECONDS)
     try:
         requests.sendall(LENGTHS.pack(len(data), len(descriptors)) + data)
         for start in range(0, len(descriptors), DESCRIPTORS_PER_MESSAGE):
             socket.send_fds(requests, [b"\0"], descriptors[start : start + DESCRIPTORS_PER_MESSAGE])
     except (BrokenPipeError, ConnectionResetError) as error:
         raise TemplateEnded("it has ended") from error
+    except TimeoutError as error:
+        raise TemplateEnded(f"it has taken no request for {SEND_SECONDS:g} s") from error
 
 
 def receive_request(requests: socket.socket) -> tuple[ForkRequest, list[int]] | None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from patchpar.errors import LaunchError, WorkerDied
+from patchpar.launch import fork_request, templates
 from patchpar.launch import template as template_module
-from patchpar.launch import templates
 from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
@@ -315,6 +316,20 @@ def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(
     worker.kill()
     assert requests.fileno() < 0, "it has no worker any more"
     end.close()
+
+
+def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatch):
+    """It is in an import that does not end, and the requests before this one fill the socket."""
+    monkeypatch.setattr(fork_request, "SEND_SECONDS", 0.1, raising=False)
+    requests, end = socket.socketpair()
+    request = fork_request.ForkRequest(numbers=(), path=("x" * (4 << 20),), modules=(), environment={})
+    with requests, end, ThreadPoolExecutor() as threads:
+        sent = threads.submit(fork_request.send_request, requests, request, [])
+        try:
+            with pytest.raises(TemplateEnded, match="no request"):
+                sent.result(20)
+        finally:
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def test_what_a_worker_has_started_is_killed_though_the_worker_has_just_ended():
