@@ -131,6 +131,7 @@ class Channel:
             except TimeoutError:
                 raise
             except OSError as error:
+                self._is_cut = False  # every further frame fails in this way too
                 raise ChannelClosed(str(error)) from error
 
     def _parts(self, frame: ChannelFrame) -> Iterator[tuple[memoryview, Sequence[int]]]:

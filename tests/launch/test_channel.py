@@ -20,7 +20,7 @@ import pytest
 
 from patchpar.launch import process as process_module
 from patchpar.launch import worker as worker_module
-from patchpar.launch.channel import Channel, ChannelFrame, FrameKind
+from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.process import ProcessWork
 from patchpar.launch.worker import Worker, WorkerContext
@@ -105,6 +105,16 @@ def test_after_a_frame_that_was_read_in_part_no_other_follows() -> None:
             channel.send(ChannelFrame(FrameKind.PING, 1))
         assert not select.select([theirs], [], [], 0)[0]
         channel.close()
+
+
+def test_an_end_that_is_closed_is_so_for_every_frame() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, send_timeout=0.1)
+    theirs.close()
+    for _ in range(2):
+        with pytest.raises(ChannelClosed):
+            channel.send(ChannelFrame(FrameKind.PING, 1))
+    channel.close()
 
 
 def test_the_block_of_a_frame_of_which_a_part_has_come_is_freed() -> None:
