@@ -293,13 +293,19 @@ def test_groups_are_aborted_though_another_is_formed_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("name", ["os.ftruncate", "mmap.mmap"])
-def test_memory_that_there_is_not_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_memory_that_there_is_not_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
     made: list[int] = []
 
     def fail(*_: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(arena, "anonymous_file", lambda text: made.append(os.memfd_create(text)) or made[0])
+    def new_file(_: str) -> int:
+        made.append(os.open(tmp_path / "memory", os.O_RDWR | os.O_CREAT))
+        return made[0]
+
+    monkeypatch.setattr(arena, "anonymous_file", new_file)
     with monkeypatch.context() as patch:
         patch.setattr(f"patchpar.comm.transport.arena.{name}", fail)
         with pytest.raises(OSError, match="allocate"):
