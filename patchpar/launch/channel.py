@@ -173,6 +173,8 @@ class Channel:
     def _read(self) -> None:
         try:
             data, descriptors = receive_with_descriptors(self._sock, 1 << 18, 64)
+        except TimeoutError:  # there is nothing, though `select` has said so
+            return
         except OSError as error:
             if error.errno == errno.EMFILE:
                 raise

@@ -117,6 +117,17 @@ def test_an_end_that_is_closed_is_so_for_every_frame() -> None:
     channel.close()
 
 
+def test_an_end_from_which_nothing_has_come_after_all_is_not_closed() -> None:
+    """The system may say that there is something to read where there is nothing."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, send_timeout=0.1)
+    assert list(channel.receive_ready()) == []
+    Channel(theirs).send(ChannelFrame(FrameKind.PONG, 1))
+    assert [frame.kind for frame in channel.receive_ready()] == [FrameKind.PONG]
+    channel.close()
+    theirs.close()
+
+
 def test_the_block_of_a_frame_of_which_a_part_has_come_is_freed() -> None:
     ours, theirs = socket.socketpair()
     with theirs, tempfile.TemporaryFile() as file:
