@@ -189,8 +189,8 @@ class Worker:
 
     def run(self, first_request: int) -> None:
         """Answer the WorkerConfig, then every call."""
-        for work, name in ((self._read, "patchpar-reader"), (self._send_answers, "patchpar-answers")):
-            threading.Thread(target=work, name=name, daemon=True).start()
+        for target, name in ((self._read, "patchpar-reader"), (self._send_answers, "patchpar-answers")):
+            threading.Thread(target=target, name=name, daemon=True).start()
         self._answer(first_request, self._prepare)
         while True:
             frame = self._calls.get()
