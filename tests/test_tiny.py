@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.breadth import first_of
-from tests.tiny.copies import Copies
+from tests.tiny.copies import BUILDS, Copies
 from tests.tiny.weights import enliven, seeded
 
 NAMES = list(tiny.BUILDERS)
@@ -40,7 +40,7 @@ def networks_of(value: tiny.Tiny) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", first_of([*NAMES, *tiny.RARER], "sd", "zimage"))
 def test_a_copy_is_what_is_built_and_shares_nothing(name: str) -> None:
-    built = [tiny.build(name) for _ in range(2)][1]
+    built = [tiny.build(name) for _ in range(BUILDS)][-1]
     assert tiny.COPIES.has(name)
     copy, want = tiny.build(name), networks_of(built).state_dict()
     found = networks_of(copy).state_dict()
@@ -63,7 +63,7 @@ def test_tensors_that_share_memory_share_it_in_a_copy() -> None:
         layer = torch.nn.Linear(3, 3).requires_grad_(False)
         return {"whole": whole, "part": whole[1], "layer": layer, "tied": layer.weight}
 
-    for _ in range(2):
+    for _ in range(BUILDS):
         copies.of("shared", build)
     found = copies.of("shared", lambda: pytest.fail("it is built again"))
     found["whole"].add_(1)
@@ -78,8 +78,8 @@ def test_what_pickle_cannot_write_is_built_every_time() -> None:
         built.append(lambda: None)
         return built[-1]
 
-    assert [copies.of("local", build) for _ in range(4)] == built
-    assert len(built) == 4
+    assert [copies.of("local", build) for _ in range(BUILDS + 2)] == built
+    assert len(built) == BUILDS + 2
 
 
 def test_what_a_model_leaves_uninitialised_is_the_same_every_time() -> None:
