@@ -202,7 +202,7 @@ def test_an_idle_template_ends_and_the_next_worker_gets_another(monkeypatch):
     with LocalExecutor(["cpu"], PLAIN) as executor:
         executor.call("rank")
         [first] = pids_of(own)
-        executor.call("sleep", 1.5)
+        executor.call("sleep", 1.2)
         assert is_running(first), "it has a worker"
     assert all_gone([first])
     give_up = time.monotonic() + 20
