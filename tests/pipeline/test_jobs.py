@@ -241,6 +241,7 @@ def test_a_task_that_is_cancelled_cancels_its_job(four: ParallelPipeline) -> Non
         job.result(SECONDS)
 
 
+@pytest.mark.breadth  # tests/launch/test_some_ranks holds the same of calls, test_recovery of a job that goes on
 def test_a_lost_rank_is_replaced_alone(four: ParallelPipeline, plain: Any) -> None:
     """A job on other ranks goes on meanwhile, and the next one on these ranks makes its image."""
     before = four._executor.pids
