@@ -68,7 +68,12 @@ class WorkerExecutor(Executor):
             with self._ready_ranks(call) as ranks:
                 if call.divides:  # also if it fails half-way
                     self._pool.bind(ranks, divided=True)
-                result = self._run(ranks, message, call.callbacks, call.expected)
+                try:
+                    result = self._run(ranks, message, call.callbacks, call.expected)
+                except WorkerError:  # not all ranks raised alike: some may have changed, as a later call would not know
+                    if call.replay:
+                        self._pool.drop(ranks)
+                    raise
                 if call.divides is False:
                     self._pool.bind(ranks, divided=False)
                 if call.replay:

@@ -48,6 +48,12 @@ def total(ranks: Any, value: int) -> list[float]:
     return [float(sum(value + rank for rank in ranks))] * len(ranks)
 
 
+def test_a_change_that_fails_on_one_rank_is_kept_by_none(pool: LocalExecutor, replaces: list[int]) -> None:
+    with pytest.raises(WorkerError, match="rank 2 .*not on this one"):
+        pool.call("load_on_others", "another model", 2, replay=True)
+    replaces.extend(range(WORLD))
+
+
 def test_ranks_of_a_call_are_those_it_names_in_its_order(pool: LocalExecutor) -> None:
     assert pool.call("rank", ranks=(3, 1)) == [3, 1]
     assert pool.call("ranks", ranks=[np.int64(2), 0]) == [(2, 0)] * 2
