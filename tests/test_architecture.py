@@ -38,7 +38,7 @@ ONLY = {
     "comm.kernels": {"launch.accelerators"},
     "comm.transport": {
         *("errors", "comm.kernels.pack_tensors", "launch.accelerators", "launch.anonymous_file"),
-        *("launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
+        *("launch.descriptors", "launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
         "launch.rendezvous.this_host",
     },
     "shard.kernels": {"shard.precision", "comm.kernels.fused_op"},
