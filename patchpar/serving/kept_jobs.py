@@ -174,7 +174,7 @@ class KeptJobs:
                 self._keys[kept.work.owner, kept.key] = kept.id, kept.digest
 
     def get(self, name: str, kind: Kind, owner: str) -> KeptJob:
-        """Return a job by its ID. Raises RequestError: 404, also for that of another owner; 503 for one still to come."""
+        """Return a job by its ID. Raises RequestError: 404, also for another owner's; 503 for one still to come."""
         with self._lock:
             self._sweep()
             found = self._jobs.get(name)
