@@ -33,11 +33,9 @@ def _words() -> tuple[tuple[str, str], ...]:
 
 def words_of(source: str) -> Iterator[tuple[int, str]]:
     """(line, names and texts) of Python code."""
-    tree = ast.parse(source)
-    reported = {
-        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and _is_reported(node)
-    }
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(source))]
+    reported = {id(node.body[0].value) for node in nodes if isinstance(node, DOCUMENTED) and _is_reported(node)}
+    for node in nodes:
         match node:
             case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word):
                 yield node.lineno, word

@@ -38,12 +38,12 @@ def saved_video(page: Page) -> tuple[int, float, tuple[int, int], int]:
 
 def test_an_image_is_generated_with_its_figures_and_its_timeline(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
-    small(page, steps=6)
+    small(page, steps=3)
     press(page, "image-generate")
     done(page, "image")
     sees(page, "image-result", 128)
     expect(page.locator("#image-facts")).to_contain_text("cfg=2")
-    expect(page.locator("#image-facts")).to_contain_text("6 steps")
+    expect(page.locator("#image-facts")).to_contain_text("3 steps")
     screenshot(page, "image")
     tab(page, "Timeline")
     expect(page.locator("#timeline-diagram svg path.wait")).to_have_count(2)
@@ -51,7 +51,7 @@ def test_an_image_is_generated_with_its_figures_and_its_timeline(opened: Any) ->
     screenshot(page, "timeline")
 
 
-@pytest.mark.breadth  # the page that is reloaded, below, cancels an image as well
+@pytest.mark.breadth  # as test_job_queue and test_image_runner hold it of handlers
 def test_an_image_is_cancelled_and_the_workers_are_free(opened: Any) -> None:
     page = opened()
     small(page, steps=150)
@@ -96,6 +96,7 @@ def test_many_quick_clicks_are_one_job(opened: Any) -> None:
     done(page, "image")  # nothing waited behind it
 
 
+@pytest.mark.breadth  # as test_job_queue holds it of handlers; it computes for as long as the browser takes
 def test_a_page_that_is_reloaded_goes_on_with_its_run_and_says_that_it_is_busy(opened: Any) -> None:
     page = opened()
     small(page, steps=60)
