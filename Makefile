@@ -119,6 +119,8 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
 	$(BIN)/python -m benchmarks.stream.images --write docs/figures/stream-images.md
 	$(BIN)/python -m benchmarks.stream.live --write docs/figures/stream-live.md
+	$(BIN)/python -m benchmarks.stream.flicker --write docs/figures/stream-flicker.md
+	$(BIN)/python -m benchmarks.stream.kills --write docs/figures/stream-kills.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
 	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
 	  --steps 7 --no-rule --write docs/figures/hidden.md
