@@ -291,8 +291,8 @@ def single_exchanges(rank: int, world: int) -> dict[str, Step]:
         ).wait(),
         "corrections of all ranks": lambda: comm.all_gather(axis, "correction", "here", fit).wait(),
         "moments of all ranks": lambda: comm.all_gather(axis, "moments", "here", moments).wait(),
-        "moments of all ranks, edge rows of two": lambda: comm.gather_with_edges(
-            axis, "here", [moments], edges_part(axis, row, row, spec, spec)
+        "moments of all ranks, edge rows of two": lambda: comm.gather_moments(
+            axis, "here", moments, edges_part(axis, row, row, spec, spec)
         ).wait(),
     }
 

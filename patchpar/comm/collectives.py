@@ -1,7 +1,8 @@
 """Collectives between ranks, for the strategies. All of them use one `Communicator`, which counts the traffic.
 
     AllGather           every rank's part, in order             K, V; the prediction
-    gather_with_edges   moments to all ranks, edge rows to the neighbours, in one message each
+    gather_moments      moments to all ranks, edge rows to the neighbours, in one message each
+    gather_with_edges   the same of any tensors, or edge rows alone
     send / receive      one rank to another                     the other guidance branch
     exchange            any of these together, one message to each rank
 
@@ -21,6 +22,7 @@ from patchpar.comm.exchange_part import (
     ExchangeScope,
     Halo,
     KnownCollectives,
+    MomentRows,
     Received,
     by_part,
     halo_of,
@@ -29,10 +31,11 @@ from patchpar.comm.exchange_part import (
     outgoing_of,
     start_messages,
 )
-from patchpar.comm.layouts import all_to_all_layout, edge_layout, gather_layout
+from patchpar.comm.layouts import EdgeLayout, all_to_all_layout, edge_layout, gather_layout
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
+    Collectives,
     FlatParts,
     Incoming,
     Messages,
@@ -169,12 +172,33 @@ class Communicator:
         collectives = self._collectives[axis.ranks]
         if collectives is None or edges is None or edges.axis is None:
             return self._edges_by_messages(axis, where, shared, edges)
+        pending, layout = self._start_edges(collectives, axis, where, shared, edges)
+        return pending.then(layout.unpack)
+
+    def gather_moments(
+        self, axis: Axis, where: str, own: Tensor, edges: ExchangePart
+    ) -> Work[tuple[MomentRows, "Halo"]]:
+        """Send `own` [N] to all of the axis and `edges` to the two neighbours, one message to each.
+
+        `edges` comes from `edges_part`. The result of the Work: `own` of all ranks, this one's too, in the buffer that
+        was received, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
+        """
+        collectives = self._collectives[axis.ranks]
+        if collectives is None or edges.axis is None:
+            pending = self._edges_by_messages(axis, where, (own,), edges)
+            return pending.then(lambda found: (MomentRows.of(axis, own, found[0]), found[1]))
+        started, layout = self._start_edges(collectives, axis, where, (own,), edges)
+        return started.then(layout.unpack_moments)
+
+    def _start_edges(
+        self, collectives: Collectives, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart
+    ) -> tuple[Work[Tensor], EdgeLayout]:
         layout, tensors = edge_layout(axis, shared, edges)
         self.traffic.book_all(layout.booked)
         sent, received = layout.buffers(tensors, self.transport.device)
         # Alike on all ranks, as each has a neighbour, and sends and receives the rows before or after a band.
         begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where, alike=True)
-        return self._start(layout.label, where, begin).then(layout.unpack)
+        return self._start(layout.label, where, begin), layout
 
     def _edges_by_messages(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None

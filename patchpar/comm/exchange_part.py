@@ -8,6 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.pack_tensors import copies_of
@@ -179,6 +180,28 @@ class Halo(NamedTuple):
 
     before: Tensor | None
     after: Tensor | None
+
+
+class MomentRows(NamedTuple):
+    """Packed moments of all ranks, where they were received: `values` [elements], and where each rank's begin.
+
+    Without `starts` they are [P, N], one row for each rank.
+    """
+
+    values: Tensor
+    starts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, axis: Axis, own: Tensor, received: Received) -> "MomentRows":
+        """Return `own` [N] and those received of the others by group rank."""
+        found = [own if rank == axis.rank else received[rank][0] for rank in range(axis.size)]
+        return cls(torch.cat(found).view(axis.size, -1))
+
+    def stacked(self, size: int) -> Tensor:
+        """Return them as [P, N], of `size` N."""
+        if not self.starts:
+            return self.values
+        return torch.stack([self.values.narrow(0, start, size) for start in self.starts])
 
 
 def edges_part(

@@ -6,14 +6,14 @@ Of exchanges that are one operation of all ranks of an axis, with one buffer tha
     EdgeLayout      moments to all ranks and edge rows to the neighbours, as bytes
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from patchpar.comm.exchange_part import ExchangePart, Halo, Received
+from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.comm.kernels.pack_tensors import MOST_TENSORS, write_pieces, write_pieces_eager
 from patchpar.comm.transport import FlatParts, Incoming, TensorSpec
@@ -89,11 +89,13 @@ class EdgeLayout:
 
     Buffers have the smallest of the dtypes, in which tensors of others lie aligned. `shared`: specs of what all ranks
     send to all. `sent` and `expected`: of edge rows. `booked`: kind, bytes sent and bytes received of each part.
-    `incoming`: what comes of the others.
+    `incoming`: what comes of the others. A single shared tensor goes to this rank too, so that those of all ranks lie
+    in the buffer that is received.
     """
 
     def __init__(self, axis: Axis, shared: Specs, sent: Sent, expected: Expected) -> None:
         self._axis, self._num_shared = axis, len(shared)
+        self._to_itself = shared if len(shared) == 1 else ()
         self.label = "moments+halo" if shared else "halo"
         num_shared = len(axis.others) * sum(spec.num_bytes for spec in shared)
         moments = [("moments", num_shared, num_shared)] if shared else []
@@ -109,7 +111,7 @@ class EdgeLayout:
     def _plan_sending(self, specs: Sequence[TensorSpec], sent: Sent) -> None:
         axis, itemsize = self._axis, self._dtype.itemsize
         by_rank: dict[int, list[int]] = {rank: list(range(self._num_shared)) for rank in axis.ranks}
-        by_rank[axis.ranks[axis.rank]] = []
+        by_rank[axis.ranks[axis.rank]] = list(range(len(self._to_itself)))
         for number, (peers, _) in enumerate(sent, self._num_shared):
             for peer in peers:
                 by_rank[peer].append(number)
@@ -130,6 +132,7 @@ class EdgeLayout:
         for peer, found in expected:
             pending.setdefault(peer, []).extend(found)
         self.incoming = tuple(Incoming(peer, tuple(found)) for peer, found in pending.items())
+        pending[axis.ranks[axis.rank]] = list(self._to_itself)
         row = row_of(tuple(tuple(pending.get(rank, ())) for rank in axis.ranks))
         self._sizes_received = [size // self._dtype.itemsize for size in row.sizes]
         self._size_received = sum(self._sizes_received)
@@ -141,6 +144,9 @@ class EdgeLayout:
         self._row_views = [None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after)]
         others = axis.others if shared else ()
         self._shared_views = [(p, view) for p in others for view in views[axis.ranks[p]][: self._num_shared]]
+        if self._to_itself:
+            first = [views[rank][0] for rank in axis.ranks]
+            self._moments, self._starts = first[0].dtype, tuple(view.region[2] for view in first)
 
     def buffers(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[FlatParts, FlatParts]:
         """Return the elements sent to each rank, and a buffer for those received.
@@ -170,10 +176,25 @@ class EdgeLayout:
                 shared[other] = [found]
             else:
                 shared.setdefault(other, []).append(found)
-        rows = list[Tensor | None]()
-        for view in self._row_views:
-            rows.append(None if view is None else typed[view.dtype].as_strided(*view.region))
-        return shared, Halo(*rows)
+        return shared, self._rows(typed)
+
+    def unpack_moments(self, received: Tensor) -> tuple[MomentRows, Halo]:
+        """Return the moments of all ranks, the only tensors that are shared, and the neighbours' rows.
+
+        Views of `received` [elements].
+        """
+        typed = {self._dtype: received}
+        for dtype in self._others:
+            typed[dtype] = received.view(dtype)
+        return MomentRows(typed[self._moments], self._starts), self._rows(typed)
+
+    def _rows(self, typed: Mapping[torch.dtype, Tensor]) -> Halo:
+        """Return the neighbours' rows, views of what was received, [elements] of each dtype."""
+        before, after = self._row_views
+        return Halo(
+            None if before is None else typed[before.dtype].as_strided(*before.region),
+            None if after is None else typed[after.dtype].as_strided(*after.region),
+        )
 
 
 def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> tuple[EdgeLayout, Sequence[Tensor]]:

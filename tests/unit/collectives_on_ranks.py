@@ -92,8 +92,10 @@ def edges(this: PoolRank, collective: bool, before: int, after: int) -> dict[str
             comm.gather_with_edges(axis, "conv1", [], part),
             comm.gather_with_edges(axis, "norm2", moments[:1], None),
         ]
+        rows, halo = comm.gather_moments(axis, "norm3", moments[0], part).wait()
         bulk = comm.exchange("bucket", [part, moments_part(axis, moments), part], bulk=True)
         found[f"{axis.name} {axis.size}"] = [work.wait() for work in reversed(works)], bulk.wait()
+        found[f"{axis.name} {axis.size}, moments"] = rows.stacked(3), halo
     found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
     found["rounds"] = dict(comm.traffic.rounds)
     transport.close()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.comm.exchange_part import Halo
+from patchpar.comm.exchange_part import Halo, MomentRows
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.plan.bands import Stencil
 from patchpar.shard.kernels.concat_halo import concat_halo, ready_rows
@@ -93,7 +93,7 @@ BYTES_PER_LAUNCH = 2**23  # that a GPU copies while its host prepares a launch: 
 def normalise(
     norm: GroupNormLike,
     x: Tensor,
-    moments: Tensor,
+    moments: MomentRows,
     now: Tensor | None = None,
     *,
     least: float = 0.0,
@@ -104,10 +104,11 @@ def normalise(
     Also the terms [3, B * C] of its channels, for a neighbour's rows. `now`, `least` and `published` are for
     stale moments, see `kernels.group_norm`.
     """
-    options = norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published
+    values, starts = moments
+    options = norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published, starts
     if is_fused(x):
-        return normalise_groups.fused(dense(x), moments, *options)
-    return normalise_groups(x, moments, *options)
+        return normalise_groups.fused(dense(x), values, *options)
+    return normalise_groups(x, values, *options)
 
 
 class RawHalo(NamedTuple):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts"])  # or it were compiled anew for each map
 def group_norm_program(
     x,
     y,
@@ -13,6 +13,7 @@ def group_norm_program(
     now,
     weight,
     bias,
+    starts,
     ranks,
     groups,
     channels,
@@ -24,19 +25,29 @@ def group_norm_program(
     eps,
     least,
     UNBIASED: tl.constexpr,
+    STARTS: tl.constexpr,
     RANKS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PIXELS: tl.constexpr,
 ):
     """Merge the moments of `ranks` ranks for CHANNELS channels, correct them by `now`, normalise PIXELS pixels of each.
 
-    The programs of the first pixels also write mean, scale and shift of their channels.
+    The programs of the first pixels also write mean, scale and shift of their channels. The moments of each rank begin
+    at STARTS elements of `moments`, or follow each other if that is 0.
     """
     sample, total = tl.program_id(2), tl.num_programs(2) * groups
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
     group = sample * groups + channel // width
-    mean, var = _mean_and_variance(moments, now, group, is_channel, total, ranks, least, UNBIASED, RANKS)
+    rank = tl.arange(0, RANKS)[:, None]
+    first = moments
+    row = moments + rank * (1 + 2 * total)
+    if STARTS:
+        first = moments + starts[0]
+        row = moments + tl.zeros_like(rank)
+        for index in tl.static_range(STARTS):
+            row += tl.where(rank == index, starts[index], 0)
+    mean, var = _mean_and_variance(row, first, now, group, is_channel, total, rank < ranks, least, UNBIASED)
     scale = 1.0 / tl.sqrt(var + eps)
     if weight is not None:
         scale *= tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
@@ -57,12 +68,8 @@ def group_norm_program(
 
 
 @triton.jit
-def _mean_and_variance(
-    moments, now, group, is_channel, total, ranks, least, UNBIASED: tl.constexpr, RANKS: tl.constexpr
-):
-    """Return those of the `group` of each channel: merged over ranks, and corrected by `now` where it is given."""
-    rank = tl.arange(0, RANKS)[:, None]
-    row, is_rank = moments + rank * (1 + 2 * total), rank < ranks
+def _mean_and_variance(row, own, now, group, is_channel, total, is_rank, least, UNBIASED: tl.constexpr):
+    """Return those of the `group` of each channel: merged over ranks, and corrected from `own` to `now`, if given."""
     count = tl.load(row, mask=is_rank, other=0.0)
     is_value = is_rank & is_channel[None, :]
     means = tl.load(row + 1 + group[None, :], mask=is_value, other=0.0)
@@ -71,10 +78,10 @@ def _mean_and_variance(
     mean = tl.sum(count * means, 0) / num
     apart = means - mean[None, :]
     var = tl.sum(m2s + count * apart * apart, 0) / num
-    own_num = tl.load(moments)
+    own_num = tl.load(own)
     if now is not None:
-        own_mean = tl.load(moments + 1 + group, mask=is_channel, other=0.0)
-        own_var = tl.load(moments + 1 + total + group, mask=is_channel, other=0.0) / own_num
+        own_mean = tl.load(own + 1 + group, mask=is_channel, other=0.0)
+        own_var = tl.load(own + 1 + total + group, mask=is_channel, other=0.0) / own_num
         now_num = tl.load(now)
         moved = tl.load(now + 1 + group, mask=is_channel, other=0.0) - own_mean
         now_var = tl.load(now + 1 + total + group, mask=is_channel, other=0.0) / now_num
