@@ -6,7 +6,7 @@ Of exchanges that are one operation of all ranks of an axis, with one buffer tha
     EdgeLayout      moments to all ranks and edge rows to the neighbours, as bytes
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -144,9 +144,9 @@ class EdgeLayout:
         self._row_views = [None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after)]
         others = axis.others if shared else ()
         self._shared_views = [(p, view) for p in others for view in views[axis.ranks[p]][: self._num_shared]]
-        if self._to_itself:
-            first = [views[rank][0] for rank in axis.ranks]
-            self._moments, self._starts = first[0].dtype, tuple(view.region[2] for view in first)
+        first = [views[rank][0] for rank in axis.ranks] if self._to_itself else []
+        self._starts = tuple(view.region[2] for view in first)
+        self._moments = first[0].dtype if first else self._dtype
 
     def buffers(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[FlatParts, FlatParts]:
         """Return the elements sent to each rank, and a buffer for those received.
@@ -166,32 +166,22 @@ class EdgeLayout:
 
         Views of `received` [elements].
         """
-        typed = {self._dtype: received}
-        for dtype in self._others:
-            typed[dtype] = received.view(dtype)
         shared: dict[int, list[Tensor]] = {}
         for other, (dtype, region) in self._shared_views:
-            found = typed[dtype].as_strided(*region)
-            if self._num_shared == 1:
-                shared[other] = [found]
-            else:
-                shared.setdefault(other, []).append(found)
-        return shared, self._rows(typed)
+            typed = received if dtype == self._dtype else received.view(dtype)
+            shared.setdefault(other, []).append(typed.as_strided(*region))
+        return shared, self.unpack_moments(received)[1]
 
     def unpack_moments(self, received: Tensor) -> tuple[MomentRows, Halo]:
-        """Return the moments of all ranks, the only tensors that are shared, and the neighbours' rows.
+        """Return the moments of all ranks, if they are the only tensors that are shared, and the neighbours' rows.
 
         Views of `received` [elements].
         """
         typed = {self._dtype: received}
         for dtype in self._others:
             typed[dtype] = received.view(dtype)
-        return MomentRows(typed[self._moments], self._starts), self._rows(typed)
-
-    def _rows(self, typed: Mapping[torch.dtype, Tensor]) -> Halo:
-        """Return the neighbours' rows, views of what was received, [elements] of each dtype."""
         before, after = self._row_views
-        return Halo(
+        return (typed[self._moments], self._starts), Halo(
             None if before is None else typed[before.dtype].as_strided(*before.region),
             None if after is None else typed[after.dtype].as_strided(*after.region),
         )
@@ -202,15 +192,17 @@ def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> tu
 
     Also all tensors that are sent, of any shape.
     """
-    described: list[Any] = []
-    for x in shared:
-        described += (x.shape, x.dtype)
-    sent: list[Any] = []
-    tensors = [*shared]
-    for peers, (x,) in edges.outgoing:
-        sent += (peers, x.shape, x.dtype)
-        tensors.append(x)
-    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items())), tensors
+    sent = edges.outgoing
+    if len(shared) == 1 and len(sent) == 2:  # a norm between two neighbours, in every step: no loops
+        (own,), ((before, (first,)), (after, (last,))) = shared, sent
+        described: Flat = (own.shape, own.dtype)
+        rows: Flat = (before, first.shape, first.dtype, after, last.shape, last.dtype)
+        tensors: Sequence[Tensor] = (own, first, last)
+    else:
+        described = tuple(fact for x in shared for fact in (x.shape, x.dtype))
+        rows = tuple(fact for peers, (x,) in sent for fact in (peers, x.shape, x.dtype))
+        tensors = (*shared, *(x for _, (x,) in sent))
+    return _edge_layout(axis, described, rows, tuple(edges.incoming.items())), tensors
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.comm.exchange_part import Halo, MomentRows
+from patchpar.comm.exchange_part import Halo
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.plan.bands import Stencil
 from patchpar.shard.kernels.concat_halo import concat_halo, ready_rows
@@ -93,16 +93,17 @@ BYTES_PER_LAUNCH = 2**23  # that a GPU copies while its host prepares a launch: 
 def normalise(
     norm: GroupNormLike,
     x: Tensor,
-    moments: MomentRows,
+    moments: tuple[Tensor, tuple[int, ...]],
     now: Tensor | None = None,
     *,
     least: float = 0.0,
     published: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the band `x` [B, C, ...] normalised with the packed `moments` [P, 1 + 2 * B * G] of all ranks.
+    """Return the band `x` [B, C, ...] normalised with the packed `moments` of all ranks.
 
-    Also the terms [3, B * C] of its channels, for a neighbour's rows. `now`, `least` and `published` are for
-    stale moments, see `kernels.group_norm`.
+    They are `MomentRows`: [P, 1 + 2 * B * G], or [elements] and where each rank's begin. Also the terms [3, B * C] of
+    its channels, for a neighbour's rows. `now`, `least` and `published` are for stale moments, see
+    `kernels.group_norm`.
     """
     values, starts = moments
     options = norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published, starts

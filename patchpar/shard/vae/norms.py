@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.exchange_part import MomentRows
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.shard.kernels.group_moments import moments_of_band
 from patchpar.shard.kernels.group_norm import scaled, terms_of
@@ -78,7 +77,7 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
 def _normalised(norm: GroupNormArguments, x: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return our rows x [B, C, ..., h, W] normalised, and the terms [3, B * C] of their channels."""
     if not _is_sliced(x):
-        return normalise(norm, x, MomentRows(moments))
+        return normalise(norm, x, (moments, ()))
     merged = merge_moments(moments, (x.shape[0], norm.num_groups))
     terms = terms_of(merged, norm.num_channels // norm.num_groups, norm.eps, norm.weight, norm.bias)
     y, first = torch.empty_like(x), 0
