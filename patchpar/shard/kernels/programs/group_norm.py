@@ -32,22 +32,15 @@ def group_norm_program(
 ):
     """Merge the moments of `ranks` ranks for CHANNELS channels, correct them by `now`, normalise PIXELS pixels of each.
 
-    The programs of the first pixels also write mean, scale and shift of their channels. The moments of each rank begin
-    at STARTS elements of `moments`, or follow each other if that is 0.
+    The programs of the first pixels also write mean, scale and shift of their channels.
     """
     sample, total = tl.program_id(2), tl.num_programs(2) * groups
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
     group = sample * groups + channel // width
     rank = tl.arange(0, RANKS)[:, None]
-    first = moments
-    row = moments + rank * (1 + 2 * total)
-    if STARTS:
-        first = moments + starts[0]
-        row = moments + tl.zeros_like(rank)
-        for index in tl.static_range(STARTS):
-            row += tl.where(rank == index, starts[index], 0)
-    mean, var = _mean_and_variance(row, first, now, group, is_channel, total, rank < ranks, least, UNBIASED)
+    row, own = _rows_of_ranks(moments, starts, rank, total, STARTS)
+    mean, var = _mean_and_variance(row, own, now, group, is_channel, total, rank < ranks, least, UNBIASED)
     scale = 1.0 / tl.sqrt(var + eps)
     if weight is not None:
         scale *= tl.load(weight + channel, mask=is_channel, other=0.0).to(tl.float32)
@@ -55,16 +48,36 @@ def group_norm_program(
     if bias is not None:
         shift += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
     if tl.program_id(0) == 0:
-        out, maps = terms + sample * channels + channel, tl.num_programs(2) * channels
-        tl.store(out, mean, mask=is_channel)
-        tl.store(out + maps, scale, mask=is_channel)
-        tl.store(out + 2 * maps, shift, mask=is_channel)
+        _store_terms(terms + sample * channels + channel, mean, scale, shift, is_channel, channels)
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     at = sample.to(tl.int64) * stride_sample
     at += channel.to(tl.int64)[:, None] * stride_channel + pixel.to(tl.int64)[None, :] * stride_pixel
     inside = is_channel[:, None] & (pixel < size)[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, (value - mean[:, None]) * scale[:, None] + shift[:, None], mask=inside)
+
+
+@triton.jit
+def _rows_of_ranks(moments, starts, rank, total, STARTS: tl.constexpr):
+    """Return where the moments of each rank begin, and those of the first.
+
+    At as many as STARTS elements of `moments`, or one after the other if that is 0.
+    """
+    first, row = moments, moments + rank * (1 + 2 * total)
+    if STARTS:
+        first, row = moments + starts[0], moments + tl.zeros_like(rank)
+        for index in tl.static_range(STARTS):
+            row += tl.where(rank == index, starts[index], 0)
+    return row, first
+
+
+@triton.jit
+def _store_terms(into, mean, scale, shift, is_channel, channels):
+    """Write the terms of channels."""
+    maps = tl.num_programs(2) * channels
+    tl.store(into, mean, mask=is_channel)
+    tl.store(into + maps, scale, mask=is_channel)
+    tl.store(into + 2 * maps, shift, mask=is_channel)
 
 
 @triton.jit
