@@ -17,7 +17,7 @@ import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.comm.exchange_part import ExchangePart, Halo, Received, halo_of, moments_part, stacked_moments
+from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, halo_of, moments_part, stacked_moments
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
@@ -61,7 +61,9 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         patch = self.patch
         feeds = self.feeds if patch.fuses_edges else None
         if feeds is None:
-            moments, halo = (patch.comm.all_gather(patch.axis, "moments", self.where, own).wait(), ()), None
+            found = patch.comm.all_gather(patch.axis, "moments", self.where, own).wait()
+            moments: MomentRows = found, ()
+            halo = None
         else:
             edges = patch.edges(x, feeds.before, feeds.after)
             moments, halo = patch.comm.gather_moments(patch.axis, self.where, own, edges).wait()
