@@ -41,8 +41,10 @@ CPU = torch.device("cpu")
 COLUMNS = 8
 STEPS_BEFORE = 4
 """Steps that are not measured: an exact one, and those in which caches fill."""
-EXCHANGES = 200
-"""Exchanges in one measurement of a single one."""
+EXCHANGES = 20
+"""Exchanges in one measurement of a single one: so few that most measurements end before another program runs."""
+EXCHANGE_TURNS = 20
+"""Measurements of a single exchange for each of a step."""
 Step = Callable[[], object]
 TorchFunction = tuple[Callable[..., Any], Any, Any]
 """A function of torch with args and kwargs."""
@@ -211,7 +213,9 @@ def exchange_times(rank: int, world: int, turns: int) -> dict[str, ExchangeTime]
                 for function, args, kwargs in functions:
                     function(*args, **kwargs)
 
-            whole, alone = (seconds / EXCHANGES for seconds in in_turns((many(exchange), many(bare)), turns))
+            whole, alone = (
+                seconds / EXCHANGES for seconds in in_turns((many(exchange), many(bare)), turns * EXCHANGE_TURNS)
+            )
             found[name] = ExchangeTime(whole=whole, torch=alone, calls=python_calls(exchange))
         return found
 
@@ -291,8 +295,8 @@ def single_exchanges(rank: int, world: int) -> dict[str, Step]:
         ).wait(),
         "corrections of all ranks": lambda: comm.all_gather(axis, "correction", "here", fit).wait(),
         "moments of all ranks": lambda: comm.all_gather(axis, "moments", "here", moments).wait(),
-        "moments of all ranks, edge rows of two": lambda: comm.gather_with_edges(
-            axis, "here", [moments], edges_part(axis, row, row, spec, spec)
+        "moments of all ranks, edge rows of two": lambda: comm.gather_moments(
+            axis, "here", moments, edges_part(axis, row, row, spec, spec)
         ).wait(),
     }
 

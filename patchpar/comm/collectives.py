@@ -1,7 +1,8 @@
 """Collectives between ranks, for the strategies. All of them use one `Communicator`, which counts the traffic.
 
     AllGather           every rank's part, in order             K, V; the prediction
-    gather_with_edges   moments to all ranks, edge rows to the neighbours, in one message each
+    gather_moments      moments to all ranks, edge rows to the neighbours, in one message each
+    gather_with_edges   the same of any tensors, or edge rows alone
     send / receive      one rank to another                     the other guidance branch
     exchange            any of these together, one message to each rank
 
@@ -21,12 +22,14 @@ from patchpar.comm.exchange_part import (
     ExchangeScope,
     Halo,
     KnownCollectives,
+    MomentRows,
     Received,
     by_part,
-    halo_of,
     incoming_of,
+    moment_rows,
     moments_part,
     outgoing_of,
+    shared_and_halo,
     start_messages,
 )
 from patchpar.comm.layouts import all_to_all_layout, edge_layout, gather_layout
@@ -176,17 +179,28 @@ class Communicator:
         begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where, alike=True)
         return self._start(layout.label, where, begin).then(layout.unpack)
 
+    def gather_moments(self, axis: Axis, where: str, own: Tensor, edges: ExchangePart) -> Work[tuple[MomentRows, Halo]]:
+        """Send `own` [N] to all of the axis and `edges` to the two neighbours, one message to each.
+
+        `edges` comes from `edges_part`. The result of the Work: `own` of all ranks, this one's too, in the buffer that
+        was received, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
+        """
+        collectives = self._collectives[axis.ranks]
+        if collectives is None or edges.axis is None:
+            pending = self._edges_by_messages(axis, where, (own,), edges)
+            return pending.then(lambda found: (moment_rows(axis, own, found[0]), found[1]))
+        layout, tensors = edge_layout(axis, (own,), edges)  # as above, without a call more in every norm
+        self.traffic.book_all(layout.booked)
+        sent, received = layout.buffers(tensors, self.transport.device)
+        begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where, alike=True)
+        return self._start(layout.label, where, begin).then(layout.unpack_moments)
+
     def _edges_by_messages(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
     ) -> Work[tuple[Received, "Halo"]]:
         parts = [moments_part(axis, shared)] if shared else []
         parts += [] if edges is None else [edges]
-
-        def arranged(received: list[Received]) -> tuple[Received, Halo]:
-            by_rank = {axis.ranks.index(peer): tensors for peer, tensors in received[0].items()} if shared else {}
-            return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, received[-1])
-
-        return self.exchange(where, parts).then(arranged)
+        return self.exchange(where, parts).then(partial(shared_and_halo, axis, len(shared), edges))
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         """Start what `begin` starts, at the exchange point `where`."""

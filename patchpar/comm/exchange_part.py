@@ -8,6 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.pack_tensors import copies_of
@@ -181,6 +182,23 @@ class Halo(NamedTuple):
     after: Tensor | None
 
 
+MomentRows = tuple[Tensor, tuple[int, ...]]
+"""Packed moments of all ranks where they were received: values [elements], and where each rank's begin. Without these
+starts the values are [P, N]. A tuple, which costs no call of Python in every norm."""
+
+
+def moment_rows(axis: Axis, own: Tensor, received: Received) -> MomentRows:
+    """Return `own` [N] and those received of the others by group rank."""
+    found = [own if rank == axis.rank else received[rank][0] for rank in range(axis.size)]
+    return torch.cat(found).view(axis.size, -1), ()
+
+
+def stacked_moments(rows: MomentRows, size: int) -> Tensor:
+    """Return moments of all ranks as [P, N], of `size` N."""
+    values, starts = rows
+    return torch.stack([values.narrow(0, start, size) for start in starts]) if starts else values
+
+
 def edges_part(
     axis: Axis,
     first: Tensor | None = None,
@@ -220,3 +238,11 @@ def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:
         return found[peer][0] if peer is not None and peer in edges.incoming else None
 
     return Halo(rows(axis.rank - 1), rows(axis.rank + 1))
+
+
+def shared_and_halo(
+    axis: Axis, num_shared: int, edges: ExchangePart | None, found: Sequence[Received]
+) -> tuple[Received, Halo]:
+    """Return what was received for a `moments_part` of so many tensors, by group rank, and for an `edges_part`."""
+    by_rank = {axis.ranks.index(peer): tensors for peer, tensors in found[0].items()} if num_shared else {}
+    return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, found[-1])

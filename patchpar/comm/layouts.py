@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.comm.exchange_part import ExchangePart, Halo, Received
+from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.comm.kernels.pack_tensors import MOST_TENSORS, write_pieces, write_pieces_eager
 from patchpar.comm.transport import FlatParts, Incoming, TensorSpec
@@ -89,11 +89,13 @@ class EdgeLayout:
 
     Buffers have the smallest of the dtypes, in which tensors of others lie aligned. `shared`: specs of what all ranks
     send to all. `sent` and `expected`: of edge rows. `booked`: kind, bytes sent and bytes received of each part.
-    `incoming`: what comes of the others.
+    `incoming`: what comes of the others. A single shared tensor goes to this rank too, so that those of all ranks lie
+    in the buffer that is received.
     """
 
     def __init__(self, axis: Axis, shared: Specs, sent: Sent, expected: Expected) -> None:
         self._axis, self._num_shared = axis, len(shared)
+        self._to_itself = shared if len(shared) == 1 else ()
         self.label = "moments+halo" if shared else "halo"
         num_shared = len(axis.others) * sum(spec.num_bytes for spec in shared)
         moments = [("moments", num_shared, num_shared)] if shared else []
@@ -109,7 +111,7 @@ class EdgeLayout:
     def _plan_sending(self, specs: Sequence[TensorSpec], sent: Sent) -> None:
         axis, itemsize = self._axis, self._dtype.itemsize
         by_rank: dict[int, list[int]] = {rank: list(range(self._num_shared)) for rank in axis.ranks}
-        by_rank[axis.ranks[axis.rank]] = []
+        by_rank[axis.ranks[axis.rank]] = list(range(len(self._to_itself)))
         for number, (peers, _) in enumerate(sent, self._num_shared):
             for peer in peers:
                 by_rank[peer].append(number)
@@ -130,6 +132,7 @@ class EdgeLayout:
         for peer, found in expected:
             pending.setdefault(peer, []).extend(found)
         self.incoming = tuple(Incoming(peer, tuple(found)) for peer, found in pending.items())
+        pending[axis.ranks[axis.rank]] = list(self._to_itself)
         row = row_of(tuple(tuple(pending.get(rank, ())) for rank in axis.ranks))
         self._sizes_received = [size // self._dtype.itemsize for size in row.sizes]
         self._size_received = sum(self._sizes_received)
@@ -141,6 +144,9 @@ class EdgeLayout:
         self._row_views = [None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after)]
         others = axis.others if shared else ()
         self._shared_views = [(p, view) for p in others for view in views[axis.ranks[p]][: self._num_shared]]
+        first = [views[rank][0] for rank in axis.ranks] if self._to_itself else []
+        self._starts = tuple(view.region[2] for view in first)
+        self._moments = first[0].dtype if first else self._dtype
 
     def buffers(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[FlatParts, FlatParts]:
         """Return the elements sent to each rank, and a buffer for those received.
@@ -160,20 +166,25 @@ class EdgeLayout:
 
         Views of `received` [elements].
         """
+        shared: dict[int, list[Tensor]] = {}
+        for other, (dtype, region) in self._shared_views:
+            typed = received if dtype == self._dtype else received.view(dtype)
+            shared.setdefault(other, []).append(typed.as_strided(*region))
+        return shared, self.unpack_moments(received)[1]
+
+    def unpack_moments(self, received: Tensor) -> tuple[MomentRows, Halo]:
+        """Return the moments of all ranks, if they are the only tensors that are shared, and the neighbours' rows.
+
+        Views of `received` [elements].
+        """
         typed = {self._dtype: received}
         for dtype in self._others:
             typed[dtype] = received.view(dtype)
-        shared: dict[int, list[Tensor]] = {}
-        for other, (dtype, region) in self._shared_views:
-            found = typed[dtype].as_strided(*region)
-            if self._num_shared == 1:
-                shared[other] = [found]
-            else:
-                shared.setdefault(other, []).append(found)
-        rows = list[Tensor | None]()
-        for view in self._row_views:
-            rows.append(None if view is None else typed[view.dtype].as_strided(*view.region))
-        return shared, Halo(*rows)
+        before, after = self._row_views
+        return (typed[self._moments], self._starts), Halo(
+            None if before is None else typed[before.dtype].as_strided(*before.region),
+            None if after is None else typed[after.dtype].as_strided(*after.region),
+        )
 
 
 def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> tuple[EdgeLayout, Sequence[Tensor]]:
@@ -181,15 +192,17 @@ def edge_layout(axis: Axis, shared: Sequence[Tensor], edges: ExchangePart) -> tu
 
     Also all tensors that are sent, of any shape.
     """
-    described: list[Any] = []
-    for x in shared:
-        described += (x.shape, x.dtype)
-    sent: list[Any] = []
-    tensors = [*shared]
-    for peers, (x,) in edges.outgoing:
-        sent += (peers, x.shape, x.dtype)
-        tensors.append(x)
-    return _edge_layout(axis, tuple(described), tuple(sent), tuple(edges.incoming.items())), tensors
+    sent = edges.outgoing
+    if len(shared) == 1 and len(sent) == 2:  # a norm between two neighbours, in every step: no loops
+        (own,), ((before, (first,)), (after, (last,))) = shared, sent
+        described: Flat = (own.shape, own.dtype)
+        rows: Flat = (before, first.shape, first.dtype, after, last.shape, last.dtype)
+        tensors: Sequence[Tensor] = (own, first, last)
+    else:
+        described = tuple(fact for x in shared for fact in (x.shape, x.dtype))
+        rows = tuple(fact for peers, (x,) in sent for fact in (peers, x.shape, x.dtype))
+        tensors = (*shared, *(x for _, (x,) in sent))
+    return _edge_layout(axis, described, rows, tuple(edges.incoming.items())), tensors
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

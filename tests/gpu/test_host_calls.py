@@ -30,10 +30,10 @@ OF_ONE_EXCHANGE = {
     "keys and values of all ranks, into one buffer": 19,
     "corrections of all ranks": 21,
     "moments of all ranks": 21,
-    "moments of all ranks, edge rows of two": 35,
+    "moments of all ranks, edge rows of two": 34,
 }
 """Calls from the start of an exchange to the end of its wait."""
-OF_TORCH = 12
+OF_TORCH = 9
 """Functions of torch that one exchange calls; of all kinds the most."""
 EVENTS = ("_Event", "record")
 COLLECTIVES = ("all_gather_single", "_allgather_base", "all_to_all_single", "alltoall_base")

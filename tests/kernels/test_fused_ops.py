@@ -101,6 +101,11 @@ def norm_args(dtype: torch.dtype) -> tuple[Any, ...]:
     return (torch.randn(2, 40, 4, 8).to(dtype), moments, 4, 1e-5, weight, weight, moments.select(0, 1), 0.3, True)
 
 
+def received_moments(dtype: torch.dtype) -> tuple[Any, ...]:
+    x, moments, *options = norm_args(dtype)[:6]
+    return (x, moments.view(-1), *options, None, 0.0, False, (0, 34))
+
+
 def halo_args(dtype: torch.dtype) -> tuple[Any, ...]:
     x, rows = torch.randn(2, 8, 4, 6).to(dtype), torch.randn(2, 8, 1, 6).to(dtype)
     wide = group_moments.empty_moments(x, 1).dtype
@@ -142,6 +147,7 @@ CASES = [
         lambda dtype: (torch.rand(3, 41, dtype=group_moments.empty_moments(torch.empty(0, dtype=dtype), 1).dtype),),
     ),
     Case("group_norm", group_norm.normalise_groups, group_norm.launch_group_norm, norm_args),
+    Case("group_norm", group_norm.normalise_groups, group_norm.launch_group_norm, received_moments),
     Case("concat_halo", concat_halo.concat_halo, concat_halo.launch_concat_halo, halo_args),
     Case(
         "merge_attention",

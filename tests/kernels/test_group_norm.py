@@ -96,6 +96,21 @@ def test_stale_moments_are_corrected(interpreted: Callable[..., Any], least: flo
         assert not same(twin, group_norm_eager(*args, *other))
 
 
+def test_moments_are_read_where_a_message_brought_them(interpreted: Callable[..., Any]) -> None:
+    """Rows of different ranks at any distance from each other, between values that are no moments."""
+    x = band("rows")
+    rows = given(x, 3)
+    size, starts = rows.shape[1], (5, 40, 91)
+    buffer = torch.full((200,), 1e4)
+    for start, row in zip(starts, rows, strict=True):
+        buffer[start : start + size] = row
+    args = (x, buffer, GROUPS, EPS, *terms(x), None, 0.0, False)
+    wanted = interpreted(launch_group_norm, x, rows, GROUPS, EPS, *terms(x))
+    assert all(map(torch.equal, interpreted(launch_group_norm, *args, starts), wanted))
+    assert all(map(torch.equal, group_norm_eager(*args, starts), group_norm_eager(x, rows, GROUPS, EPS, *terms(x))))
+    assert not same(interpreted(launch_group_norm, *args, (5, 40, 92)), wanted), "control: one element on"
+
+
 def test_parts_of_a_group_are_merged(interpreted: Callable[..., Any]) -> None:
     x = band("more pixels than a program")
     parts = given(x, 5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.exchange_part import ExchangePart, edges_part, moments_part
+from patchpar.comm.exchange_part import ExchangePart, edges_part, moments_part, stacked_moments
 from patchpar.comm.transport import FlatParts, TensorSpec
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Axis, rank_sets
@@ -92,8 +92,10 @@ def edges(this: PoolRank, collective: bool, before: int, after: int) -> dict[str
             comm.gather_with_edges(axis, "conv1", [], part),
             comm.gather_with_edges(axis, "norm2", moments[:1], None),
         ]
+        rows, halo = comm.gather_moments(axis, "norm3", moments[0], part).wait()
         bulk = comm.exchange("bucket", [part, moments_part(axis, moments), part], bulk=True)
         found[f"{axis.name} {axis.size}"] = [work.wait() for work in reversed(works)], bulk.wait()
+        found[f"{axis.name} {axis.size}, moments"] = stacked_moments(rows, 3), halo
     found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
     found["rounds"] = dict(comm.traffic.rounds)
     transport.close()

@@ -27,7 +27,7 @@ def norm_of(groups: int = 4, channels: int = 16, *, affine: bool = True) -> nn.G
 def over_patches(norm: nn.GroupNorm, x: Tensor, starts: Sequence[int], dim: int = -2) -> Tensor:
     parts = cut(x, starts, dim)
     moments = torch.stack([moments_of_band(part, norm.num_groups) for part in parts])
-    return torch.cat([normalise(norm, part, moments)[0] for part in parts], dim)
+    return torch.cat([normalise(norm, part, (moments, ()))[0] for part in parts], dim)
 
 
 def by_squares(norm: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_channels_last_is_kept(batch: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm, x = norm_of().to(dtype), torch.randn(batch, 16, 16, 12).to(dtype).to(memory_format=torch.channels_last)
     moments = torch.stack([moments_of_band(patch, norm.num_groups) for patch in cut(x, (0, 6, 16), -2)])
-    y, _ = normalise(norm, x, moments)
+    y, _ = normalise(norm, x, (moments, ()))
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert relative(y, norm(x)) < (1e-6 if dtype == torch.float32 else 2e-3)
 

@@ -59,7 +59,7 @@ def over_bands(
     moments = torch.stack([moments_of_band(band, norm.num_groups) for band, _ in bands])
     found = []
     for band, (before, after) in bands:
-        y, terms = normalise(norm, band, moments)
+        y, terms = normalise(norm, band, (moments, ()))
         for activation in activations:
             y = activation(y)
         found.append(way(conv, y, dim, RawHalo(Halo(before, after), terms, dim, tuple(activations))))

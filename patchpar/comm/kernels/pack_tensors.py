@@ -4,7 +4,7 @@
 tensor may be there several times. Elements of the buffer between pieces have no values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from math import prod
@@ -20,6 +20,7 @@ BLOCK = 1024  # elements that a program copies
 Layout = tuple[torch.Size, tuple[int, ...]]
 """Shape and strides of a tensor."""
 Numbers = tuple[tuple[int, ...], ...]
+Launch = Callable[..., object]
 
 
 def pack_tensors(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
@@ -71,10 +72,8 @@ def launch_write_pieces(buffer: Tensor, tensors: Sequence[Tensor], pieces: Seque
     layouts = list[Layout]()
     for x in tensors:
         layouts.append((x.shape, x.stride()))  # a comprehension were a call more
-    grid, numbers, dims = _numbers_of(tuple(pieces), tuple(layouts))
-    _programs().write_pieces_program[grid](
-        buffer, tuple(tensors), *numbers, PIECES=grid[0], COUNT=len(layouts), DIMS=dims, BLOCK=BLOCK, num_warps=8
-    )
+    launch, numbers, constants = _prepared(tuple(pieces), tuple(layouts))
+    launch(buffer, tuple(tensors), *numbers, **constants)
 
 
 @cache  # an import is looked up in every launch, for as long as a call of Python
@@ -83,8 +82,8 @@ def _programs() -> ModuleType:
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
-def _numbers_of(pieces: tuple[int, ...], layouts: tuple[Layout, ...]) -> tuple[tuple[int, int], Numbers, int]:
-    """Return the grid, what the program reads of pieces and tensors, and the number of dims.
+def _prepared(pieces: tuple[int, ...], layouts: tuple[Layout, ...]) -> tuple[Launch, Numbers, dict[str, int]]:
+    """Return the program with its grid, what it reads of pieces and tensors, and its constants.
 
     No table in the device's memory has these numbers: a captured graph would have to keep it.
     """
@@ -96,7 +95,9 @@ def _numbers_of(pieces: tuple[int, ...], layouts: tuple[Layout, ...]) -> tuple[t
         sizes += (*(max(1, size) for size in reversed(shape)), *[1] * missing)
         strides += (*reversed(steps), *[0] * missing)
     grid = len(pieces) // 2, max(1, -(-max(counts) // BLOCK))
-    return grid, (pieces[::2], pieces[1::2], counts, tuple(sizes), tuple(strides)), dims
+    constants = {"PIECES": grid[0], "COUNT": len(layouts), "DIMS": dims, "BLOCK": BLOCK, "num_warps": 8}
+    numbers = pieces[::2], pieces[1::2], counts, tuple(sizes), tuple(strides)
+    return _programs().write_pieces_program[grid], numbers, constants
 
 
 write_pieces = fused_op(

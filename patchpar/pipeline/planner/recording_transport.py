@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.exchange_part import ExchangePart, Halo, Received, moments_part
+from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, moments_part
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.message import T
 from patchpar.comm.transport.message_memory import MessageMemory
@@ -248,6 +248,11 @@ class RecordingCommunicator(Communicator):
         moments = [moments_part(axis, shared)] if shared else []
         self._by_kind = _by_kind(moments if edges is None else [*moments, edges])
         return super().gather_with_edges(axis, where, shared, edges)
+
+    def gather_moments(self, axis: Axis, where: str, own: Tensor, edges: ExchangePart) -> Work[tuple[MomentRows, Halo]]:
+        """See `Communicator`."""
+        self._by_kind = _by_kind([moments_part(axis, [own]), edges])
+        return super().gather_moments(axis, where, own, edges)
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         by_kind, self._by_kind = self._by_kind, {}

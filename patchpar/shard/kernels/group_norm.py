@@ -5,6 +5,7 @@ norm is (x - mean) * scale + shift; `terms` [3, B * C] are these three for each 
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -57,13 +58,17 @@ def group_norm_eager(
     now: Tensor | None = None,
     least: float = 0.0,
     published: bool = False,
+    starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return `x` [B, C, ...] normalised with `moments` [P, N] of all ranks, and the terms [3, B * C] used.
 
     With `now` [N], this rank's moments of this step, all of `moments` are of the last step, and are corrected with
     `least`, see `correct_moments`; with `published`, see `as_published`. For these the first row is this rank's.
+    With `starts`, `moments` are [elements] of any buffer, in which those of each rank begin there.
     """
     shape = (x.shape[0], groups)
+    if starts:
+        moments = torch.stack([moments.narrow(0, start, 1 + 2 * x.shape[0] * groups) for start in starts])
     found = merge_moments(moments, shape)
     if now is not None:
         own = unpack_moments(moments.select(0, 0), shape)
@@ -93,12 +98,14 @@ def launch_group_norm(
     now: Tensor | None = None,
     least: float = 0.0,
     published: bool = False,
+    starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `x` [B, C, ...], contiguous or channels_last; a program has pixels of some channels."""
     from patchpar.shard.kernels.programs.group_norm import group_norm_program
 
     y, terms = empty_group_norm(x, moments, groups, eps)
     channels, last = x.shape[1], is_channels_last(x)
+    ranks = len(starts) or moments.shape[0]
     grid, size, block_channels, block_pixels = _blocks_of(x.shape, channels_last=last)
     group_norm_program[grid](
         x,
@@ -108,7 +115,8 @@ def launch_group_norm(
         now,
         weight,
         bias,
-        moments.shape[0],
+        tuple(starts) or (0,),
+        ranks,
         groups,
         channels,
         channels // groups,
@@ -119,7 +127,8 @@ def launch_group_norm(
         float(eps),
         float(least),
         UNBIASED=published,
-        RANKS=power_of_2(moments.shape[0]),
+        STARTS=len(starts),
+        RANKS=power_of_2(ranks),
         CHANNELS=block_channels,
         PIXELS=block_pixels,
         num_warps=8,
@@ -148,7 +157,7 @@ def empty_group_norm(x: Tensor, moments: Tensor, *_: object, **__: object) -> tu
 
 normalise_groups = fused_op(
     "group_norm(Tensor x, Tensor moments, int groups, float eps, Tensor? weight=None, Tensor? bias=None, "
-    "Tensor? now=None, float least=0.0, bool published=False) -> (Tensor, Tensor)",
+    "Tensor? now=None, float least=0.0, bool published=False, int[] starts=[]) -> (Tensor, Tensor)",
     eager=group_norm_eager,
     launch=launch_group_norm,
     fake=empty_group_norm,

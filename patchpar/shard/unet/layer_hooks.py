@@ -17,7 +17,7 @@ import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.comm.exchange_part import ExchangePart, Halo, Received, halo_of, moments_part
+from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, halo_of, moments_part, stacked_moments
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
@@ -61,16 +61,15 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         patch = self.patch
         feeds = self.feeds if patch.fuses_edges else None
         if feeds is None:
-            moments, halo = patch.comm.all_gather(patch.axis, "moments", self.where, own).wait(), None
+            found = patch.comm.all_gather(patch.axis, "moments", self.where, own).wait()
+            moments: MomentRows = found, ()
+            halo = None
         else:
             edges = patch.edges(x, feeds.before, feeds.after)
-            received, halo = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
-            by_rank: list[Tensor] = []
-            for rank in range(patch.axis.size):
-                by_rank.append(received[rank][0] if rank in received else own)
-            moments = torch.cat(by_rank).view(patch.axis.size, -1)
+            moments, halo = patch.comm.gather_moments(patch.axis, self.where, own, edges).wait()
         if entry is not None:
-            rows = moments.unbind(0)  # this rank's too, so that its own tensor is not held beside them
+            # This rank's too, so that its own tensor is not held beside them.
+            rows = stacked_moments(moments, own.shape[0]).unbind(0)
             entry.put({patch.axis.ranks[other]: [rows[other]] for other in patch.axis.others}, rows[patch.axis.rank])
         y, terms = normalise(module, x, moments)
         if feeds is not None and halo is not None:
@@ -81,12 +80,12 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """Normalise with this rank's fresh moments and the others' stale ones."""
         patch = self.patch
         if entry is None:  # separate: every band by itself
-            return normalise(module, x, own.unsqueeze(0))[0]
+            return normalise(module, x, (own.unsqueeze(0), ()))[0]
         others = [values[0] for values in entry.wait().values()]
         before = entry.own
         assert before is not None
         # Before the message, whose memory is that of the last.
-        moments = torch.stack([own if patch.policy.moments == "stale" else before, *others])
+        moments = torch.stack([own if patch.policy.moments == "stale" else before, *others]), ()
         if patch.cache is not None and not patch.frozen:
             entry.own = own
             entry.pending = patch.cache.send(moments_part(patch.axis, [own]), self.where, entry)

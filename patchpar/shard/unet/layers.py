@@ -93,21 +93,23 @@ BYTES_PER_LAUNCH = 2**23  # that a GPU copies while its host prepares a launch: 
 def normalise(
     norm: GroupNormLike,
     x: Tensor,
-    moments: Tensor,
+    moments: tuple[Tensor, tuple[int, ...]],
     now: Tensor | None = None,
     *,
     least: float = 0.0,
     published: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the band `x` [B, C, ...] normalised with the packed `moments` [P, 1 + 2 * B * G] of all ranks.
+    """Return the band `x` [B, C, ...] normalised with the packed `moments` of all ranks.
 
-    Also the terms [3, B * C] of its channels, for a neighbour's rows. `now`, `least` and `published` are for
-    stale moments, see `kernels.group_norm`.
+    They are `MomentRows`: [P, 1 + 2 * B * G], or [elements] and where each rank's begin. Also the terms [3, B * C] of
+    its channels, for a neighbour's rows. `now`, `least` and `published` are for stale moments, see
+    `kernels.group_norm`.
     """
-    options = norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published
+    values, starts = moments
+    options = norm.num_groups, norm.eps, norm.weight, norm.bias, now, least, published, starts
     if is_fused(x):
-        return normalise_groups.fused(dense(x), moments, *options)
-    return normalise_groups(x, moments, *options)
+        return normalise_groups.fused(dense(x), values, *options)
+    return normalise_groups(x, values, *options)
 
 
 class RawHalo(NamedTuple):

@@ -77,7 +77,7 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
 def _normalised(norm: GroupNormArguments, x: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return our rows x [B, C, ..., h, W] normalised, and the terms [3, B * C] of their channels."""
     if not _is_sliced(x):
-        return normalise(norm, x, moments)
+        return normalise(norm, x, (moments, ()))
     merged = merge_moments(moments, (x.shape[0], norm.num_groups))
     terms = terms_of(merged, norm.num_channels // norm.num_groups, norm.eps, norm.weight, norm.bias)
     y, first = torch.empty_like(x), 0
