@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.unfinished_call import UnfinishedCall
 from tests.serving.fakes import FakeGenerator
 from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
@@ -173,6 +175,26 @@ def test_a_request_in_a_long_denoiser_call_is_written_as_it_was_before_it(
     (entry,) = RequestJournal(tmp_path).entries("embedded")
     assert entry.kept.suspended is not None
     assert 3 <= entry.kept.suspended.num_calls <= STEPS
+
+
+def test_an_image_that_is_finished_during_a_snapshot_is_not_made_twice() -> None:
+    """Else the next server would go on with the second image from the denoiser calls of the first one."""
+    unfinished = UnfinishedCall()
+    image: Any = SimpleNamespace(image_index=0)
+    ends = threading.Thread(target=unfinished.finish, args=(image,))
+
+    class Ends:
+        def snapshot(self) -> str:
+            ends.start()
+            ends.join(0.05)
+            return "calls of the first image"
+
+    unfinished.begin(Ends())  # type: ignore[arg-type]
+    found = unfinished.snapshot()
+    ends.join()
+    assert (found.done, found.suspended) == ([], "calls of the first image")
+    after = unfinished.snapshot()
+    assert (after.done, after.suspended) == ([image], None)
 
 
 @pytest.fixture
