@@ -110,6 +110,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.forecast --write docs/figures/forecast.md
 	$(BIN)/python -m benchmarks.forecast --cpu --write docs/figures/prices.md
 	$(BIN)/python -m benchmarks.forecast.ranking --write docs/figures/ranking.md
+	$(BIN)/python -m benchmarks.forecast.memory --write docs/figures/memory.md
 	$(BIN)/python -m benchmarks.forecast.delayed_links --write docs/figures/delayed-links.md
 	$(BIN)/python -m benchmarks.measured_ratio --write docs/figures/measured-ratio.md
 	$(BIN)/python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md

@@ -113,7 +113,8 @@ def lines(found: Forecast) -> Iterator[str]:
     of_ranks = range(len(found.memory))
     rank = max(of_ranks, key=lambda each: found.memory[each].total - found.device_of(each).memory)
     memory, of_device = found.memory[rank], found.device_of(rank).memory
-    parts = f"weights {gib(memory.weights)}, other tensors {gib(memory.tensors)}, CUDA {gib(memory.context)}"
+    parts = f"weights {gib(memory.weights)}, other tensors {gib(memory.tensors)}, "
+    parts += f"buffers of kernels {gib(memory.buffers)}, CUDA {gib(memory.context)}"
     parts += f", of the other tensors {gib(memory.stale)} held from step to step" if memory.stale else ""
     fits = "" if memory.total <= of_device else ": DOES NOT FIT"
     yield f"memory    {gib(memory.total)} of {gib(of_device)} GiB{fits} ({parts})"

@@ -30,6 +30,9 @@ FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloa
 """Names of dtypes in safetensors files, and in torch."""
 MAX_HEADER = 100_000_000
 """Bytes: the longest header that the safetensors format allows."""
+SHARD = r"-\d{5}-of-\d{5}"
+"""Of the name of a weight file that is one of several."""
+OTHER_VARIANT = rf"\.(fp16|bf16|fp32)({SHARD})?\."
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 
 
@@ -133,9 +136,7 @@ def lacks_files(path: Path, variant: str | None = None, *, besides: Collection[s
 def _weights(folder: Path, variant: str | None) -> list[Path]:
     refuse_other_weights(folder)
     files = sorted(folder.glob("*.safetensors"))
-    chosen = [file for file in files if variant and f".{variant}." in file.name] or [
-        file for file in files if not re.search(r"\.(fp16|bf16|fp32)\.", file.name)
-    ]
+    chosen = _of_variant(files, variant) or [file for file in files if not re.search(OTHER_VARIANT, file.name)]
     if not chosen and pickles_in(folder):
         raise PlanError(f"{folder} has weights only as pickles, which can run code: convert them to safetensors first")
     if not chosen and files:
@@ -143,6 +144,21 @@ def _weights(folder: Path, variant: str | None) -> list[Path]:
     if not chosen and (folder / "config.json").is_file() and _has_weights(folder):
         raise PlanError(f"{folder} has a config.json but no safetensors weights")
     return chosen
+
+
+def _of_variant(files: Sequence[Path], variant: str | None) -> list[Path]:
+    """Return the files of a variant: `model.fp16.safetensors`, or its shards by the new names, else by the old ones.
+
+    As diffusers and transformers read them: `model.fp16-00001-of-00002.safetensors`; older versions wrote
+    `model-00001-of-00002.fp16.safetensors`.
+    """
+    if variant is None:
+        return []
+    new = re.compile(rf"\.{re.escape(variant)}({SHARD})?\.safetensors$")
+    found = [file for file in files if new.search(file.name)]
+    shards = [file for file in found if re.search(SHARD, file.name)]
+    old = [file for file in shards if file.name.endswith(f".{variant}.safetensors")]
+    return found if len(old) in (0, len(found)) else [file for file in found if file not in old]
 
 
 def pickles_in(folder: Path) -> list[str]:

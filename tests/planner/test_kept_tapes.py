@@ -46,7 +46,8 @@ def ranks_of(plan: Plan) -> ImageRanks:
     def record(rank: int) -> RecordedRank:
         exchange = (Send(0, (1 - rank,), "kv", 8, "attn"), Wait(0, 1 - rank, 8, "attn", "kv")) if plan.patch > 1 else ()
         steps = (Boundary("step 0", is_step=True), OPERATOR, *exchange, Boundary("decode", is_step=True))
-        return RecordedRank(rank=rank, tape=steps, peaks={"denoise": 10 + rank}, weight_bytes={"unet": 100})
+        peaks, working = {"denoise": 10 + rank}, {"denoise": 15 + rank}
+        return RecordedRank(rank=rank, tape=steps, peaks=peaks, working=working, weight_bytes={"unet": 100})
 
     return ranks_of_image(plan, record)
 

@@ -46,7 +46,7 @@ def recorded(plan: Plan, sent: int, rank: int) -> RecordedRank:
         *(Wait(0, each, max(1, sent), "attn", "kv") for each in others),
         Boundary("decode", is_step=True),
     )
-    return RecordedRank(rank=rank, tape=tape, peaks={"denoise": 1}, weight_bytes={"unet": 1})
+    return RecordedRank(rank=rank, tape=tape, peaks={"denoise": 1}, working={"denoise": 1}, weight_bytes={"unet": 1})
 
 
 class Simulated:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from patchpar.errors import PlanError
-from patchpar.models.files import inspect_folder, resolve_model
+from patchpar.models.files import inspect_folder, lacks_files, resolve_model
 from patchpar.models.hub import cached_model
 
 WEIGHTS = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
@@ -127,6 +127,31 @@ def test_a_variant_is_preferred_and_may_be_missing_for_some_parts(tmp_path: Path
     plain = inspect_folder(tmp_path, "fp16").weight_bytes
     save_file(small, tmp_path / "unet" / "diffusion_pytorch_model.fp16.safetensors")
     assert inspect_folder(tmp_path, "fp16").weight_bytes < plain == inspect_folder(tmp_path).weight_bytes
+
+
+@pytest.mark.parametrize("name", ["{}.fp16-{}.safetensors", "{}-{}.fp16.safetensors"])
+def test_shards_of_a_variant_by_new_and_old_names(tmp_path: Path, name: str) -> None:
+    folder(tmp_path / "model")
+    unet = tmp_path / "model" / "unet"
+    plain = inspect_folder(tmp_path / "model").weight_bytes
+    for shard in ("00001-of-00002", "00002-of-00002"):
+        save_file(WEIGHTS, unet / name.format("diffusion_pytorch_model", shard))
+    assert inspect_folder(tmp_path / "model").weight_bytes == plain
+    assert inspect_folder(tmp_path / "model", "fp16").weight_bytes == 2 * plain
+    assert not lacks_files(tmp_path / "model", "fp16")
+    unet.joinpath("diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(PlanError, match="pass variant=, such as 'fp16'"):
+        inspect_folder(tmp_path / "model")
+    unet.joinpath(name.format("diffusion_pytorch_model", "00002-of-00002")).unlink()
+    assert lacks_files(tmp_path / "model", "fp16")
+
+
+def test_shards_by_both_names_count_once(tmp_path: Path) -> None:
+    """diffusers reads those by the new names."""
+    folder(tmp_path, name="diffusion_pytorch_model.fp16-00001-of-00001.safetensors")
+    alone = inspect_folder(tmp_path, "fp16").weight_bytes
+    save_file(WEIGHTS, tmp_path / "unet" / "diffusion_pytorch_model-00001-of-00001.fp16.safetensors")
+    assert inspect_folder(tmp_path, "fp16").weight_bytes == alone
 
 
 @pytest.mark.parametrize("text", ["", "{", "no JSON"])

@@ -6,11 +6,15 @@ from torch import Tensor
 
 
 class LiveBytes:
-    """Counts storages made since the beginning. `alive`: now; `peaks`: the most in each phase, by its name."""
+    """Counts storages made since the beginning. `alive`: now; `peaks`: the most in each phase, by its name.
+
+    `working`: the same with the buffers of kernels that run meanwhile.
+    """
 
     def __init__(self, phase: str) -> None:
         self.alive = 0
         self.peaks: dict[str, int] = {phase: 0}
+        self.working: dict[str, int] = {phase: 0}
         self.phase = phase
         self._known: set[int] = set()
 
@@ -22,6 +26,7 @@ class LiveBytes:
     def begin(self, phase: str) -> None:
         """Forget all peaks, and begin a phase."""
         self.peaks.clear()
+        self.working.clear()
         self.enter(phase)
 
     def enter(self, phase: str) -> None:
@@ -31,7 +36,12 @@ class LiveBytes:
 
     def merge(self, phase: str, *, into: str) -> None:
         """Let what was counted in `phase` be of another one."""
-        self.peaks[into] = max(self.peaks.get(into, 0), self.peaks.pop(phase, 0))
+        for found in (self.peaks, self.working):
+            found[into] = max(found.get(into, 0), found.pop(phase, 0))
+
+    def work(self, num_bytes: int) -> None:
+        """Count so many bytes that a kernel takes while it runs, and gives back."""
+        self.working[self.phase] = max(self.working.get(self.phase, 0), self.alive + num_bytes)
 
     def see(self, x: Tensor) -> None:
         """Count the storage of `x`, of any shape, if it is new."""
@@ -50,6 +60,7 @@ class LiveBytes:
 
     def _note_peak(self) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.alive)
+        self.work(0)
 
     def _freed(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
 from patchpar.plan.replay.tape import Operator
@@ -128,6 +129,8 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def _add(self, operator: Operator) -> None:
         self.flops += operator.flops
+        if operator.flops:
+            self.memory.work(buffer_bytes(operator, getattr(torch, operator.dtype).itemsize))
         if self._note is not None:
             self._note(operator)
 

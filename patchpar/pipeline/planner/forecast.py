@@ -49,18 +49,20 @@ class PhaseForecast:
 class RankMemory:
     """Bytes of one rank: its weights, the most of its other tensors at a time, and what CUDA takes.
 
-    `stale`: of the other tensors, values that one step leaves to the next.
+    `buffers`: what kernels take while they run, beyond that. `stale`: of the other tensors, values that one step leaves
+    to the next.
     """
 
     weights: int
     tensors: int
     context: int = CONTEXT_BYTES
     stale: int = 0
+    buffers: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.tensors + self.context
+        return self.weights + self.tensors + self.buffers + self.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +235,9 @@ def plan_fits(plan: Plan, machine: AnyMachine) -> None:
 
 def memory_of(rank: RecordedRank) -> RankMemory:
     """Return the memory that a recorded rank takes."""
-    weights = sum(rank.weight_bytes.values())
-    return RankMemory(weights=weights, tensors=max(rank.peaks.values()), stale=rank.stale_bytes)
+    weights, tensors = sum(rank.weight_bytes.values()), max(rank.peaks.values())
+    working = max(rank.working.values())
+    return RankMemory(weights=weights, tensors=tensors, buffers=working - tensors, stale=rank.stale_bytes)
 
 
 def _phases(found: Replayed) -> dict[str, PhaseForecast]:

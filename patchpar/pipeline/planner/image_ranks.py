@@ -114,8 +114,13 @@ def _rank(plan: Plan, recorded: Mapping[int, RecordedRank], rank: int, source: S
         *(_renumbered(entry, in_decode, to_root) for entry in decoding),
         *(_renumbered(entry, in_steps) for entry in pending),
     )
-    peaks = {**steps.peaks, **({DECODE: decode.peaks[DECODE]} if DECODE in decode.peaks else {})}
-    return replace(steps, rank=rank, tape=tuple(_counted(tape)), peaks=peaks)
+    peaks, working = _in_phases(steps.peaks, decode.peaks), _in_phases(steps.working, decode.working)
+    return replace(steps, rank=rank, tape=tuple(_counted(tape)), peaks=peaks, working=working)
+
+
+def _in_phases(steps: Mapping[str, int], decode: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of each phase: those of one rank, while decoding those of another."""
+    return {**steps, **({DECODE: decode[DECODE]} if DECODE in decode else {})}
 
 
 def _counted(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:

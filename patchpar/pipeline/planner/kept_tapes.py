@@ -125,6 +125,7 @@ def _rank_written(rank: RecordedRank) -> dict[str, Any]:
         "rank": rank.rank,
         "tape": to_text(rank.tape),
         "peaks": dict(rank.peaks),
+        "working": dict(rank.working),
         "weight_bytes": dict(rank.weight_bytes),
         "stale_bytes": rank.stale_bytes,
     }

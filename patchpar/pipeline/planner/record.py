@@ -4,6 +4,7 @@
     rank = Recording(pipe, Plan.parse("cfg=2,patch=4"), {"prompt": "a fox"}).of_rank(3)
     rank.tape                       kernels with FLOPs and bytes, messages, waits, blocks and steps
     rank.peaks                      bytes of tensors beside the weights, by phase
+    rank.working                    the same with buffers of kernels
 
 What runs is the pipeline's own code on the meta device with the plan installed as on any rank, over a transport
 without other ranks. So no strategy is described a second time: what it sends is on the tape.
@@ -101,6 +102,7 @@ class Recording:
                 rank=runner.context.rank,
                 tape=tape.tape,
                 peaks={phase: most + self._slots for phase, most in memory.peaks.items()},
+                working={phase: most + self._slots for phase, most in memory.working.items()},
                 weight_bytes={name: _weight_bytes(network, memory) for name, network in self.networks.items()},
                 stale_bytes=runner.stale_bytes,
             )

@@ -88,6 +88,7 @@ PASSING = (nn.Identity, nn.Dropout)  # what a model that is not in training pass
 VALUES_PER_WEIGHT = 8  # map values for each weight, up to which a copy costs less than a second pass over the weights
 LAUNCHES_SAVED = 4  # by a copy of the band instead of a second and third convolution of its borders, or more
 BYTES_PER_LAUNCH = 2**23  # that a GPU copies while its host prepares a launch: about 5 us
+WITHOUT_LAUNCHES = ("cpu", "meta")  # devices; the second is that of recordings, where what `is_fused` stands for a GPU
 
 
 def normalise(
@@ -197,9 +198,10 @@ def copies_band(conv: ConvolutionLike, x: Tensor, *, has_halo: bool) -> bool:
     """Whether `convolve_with_halo` is faster for the band `x` [B, C, ..., h, W] than `mend_borders`.
 
     Mending convolves the borders again and overlaps the bulk with the exchange; on a GPU its launches cost more than a
-    copy of a small map. On a CPU that depends on the weights, and on whether the exchange is over.
+    copy of a small map. On a CPU, also of a recording without values, that depends on the weights, and on whether the
+    exchange is over.
     """
-    if is_fused(x) or x.device.type != "cpu":
+    if is_fused(x) or x.device.type not in WITHOUT_LAUNCHES:
         return x.numel() * x.element_size() <= LAUNCHES_SAVED * BYTES_PER_LAUNCH
     return has_halo and is_heavy(conv, x)
 
