@@ -49,7 +49,7 @@ def total(ranks: Any, value: int) -> list[float]:
 
 
 def test_a_change_that_fails_on_one_rank_is_kept_by_none(pool: LocalExecutor, replaces: list[int]) -> None:
-    with pytest.raises(WorkerError, match="rank 2 .*not on this one"):
+    with pytest.raises(WorkerError, match=r"rank 2 .*not on this one"):
         pool.call("load_on_others", "another model", 2, replay=True)
     replaces.extend(range(WORLD))
 
