@@ -11,6 +11,7 @@ import gradio as gr
 
 from . import html
 from .defaults import Defaults
+from .loras import loras_of
 from .requests import MAX_PROMPT, MAX_SEED, MAX_STEPS, MIN_SIDE, GenerateRequest
 
 CAPTIONS = (
@@ -34,8 +35,9 @@ class Fields:
 
     @staticmethod
     def request(*values: Any) -> GenerateRequest:
-        """The request that the components describe. Raises PlanError."""
-        return GenerateRequest.of(**dict(zip(NAMES, values, strict=True)))
+        """The request that the components describe, and the page's LoRAs after them. Raises PlanError."""
+        own, loras = values[: len(NAMES)], values[len(NAMES) :]
+        return GenerateRequest.of(**dict(zip(NAMES, own, strict=True)), loras=loras_of(loras))
 
     @staticmethod
     def values(request: GenerateRequest) -> list[Any]:
@@ -53,6 +55,8 @@ class Forms:
         self._before = before
         self._initial: list[InitialValues] = []
         self.components: list[Any] = []
+        self.loras: list[Any] = []
+        """The fields of the page's LoRAs, which belong to each request; empty on a page that has none."""
 
     def add(self, kind: Callable[..., Any], initial: InitialValues, **options: Any) -> Any:
         """Add a component of this kind. `initial`: its arguments that depend on the defaults, "value" among them."""

@@ -12,6 +12,7 @@ from .fields import Forms
 from .handler_errors import ErrorReportingBlocks, reports_errors
 from .job_queue import JobView
 from .job_updates import updates_of
+from .lora_fields import lora_fields
 from .model_chooser import ModelChooser, heading
 from .sessions import PAGE_NAME_JS
 from .state import AppState
@@ -49,6 +50,7 @@ def build(state: AppState) -> gr.Blocks:
         chooser = ModelChooser(state, forms) if state.workers.may_change else None
         if chooser is not None:
             chooser.build()
+            forms.loras += lora_fields()
         ready = gr.HTML(html.notice("Starting."), elem_id="ready")
         with gr.Tabs():
             with gr.Tab("Image"):
