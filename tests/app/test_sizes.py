@@ -48,8 +48,8 @@ def test_a_grid_that_is_no_divisor_is_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd3", "flux"])
-def test_every_preset_can_run_them(kind: str, devices: int = 4) -> None:
-    model = describe(build_tiny(kind).pipe)
+def test_every_preset_can_run_them(kind: str) -> None:
+    model, devices = describe(build_tiny(kind).pipe), 4
     known = defaults_of("org/name", model)
     for name in RATIOS:
         width, height = size_of_ratio(name, known)
