@@ -68,12 +68,13 @@ def _label(found: ComparedImages) -> str:
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[CompareTab, list[Any]]:
     """Build the tab. Returns it, and the outputs of `resume`."""
     tab = CompareTab(state)
-    labels = [preset.label for preset in state.workers.presets]
+    presets = state.workers.presets
+    labels, choices = [each.label for each in presets], [(each.title, each.label) for each in presets]
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             fields = image_fields(forms)
-            one = gr.Dropdown(labels, value=labels[min(1, len(labels) - 1)], label="Left")
-            other = gr.Dropdown(labels, value=labels[-2 if len(labels) > 2 else 0], label="Right")
+            one = gr.Dropdown(choices, value=labels[min(1, len(labels) - 1)], label="Left")
+            other = gr.Dropdown(choices, value=labels[-2 if len(labels) > 2 else 0], label="Right")
             with gr.Row():
                 start = gr.Button("Compare", variant="primary", interactive=False, elem_id="compare-run")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="compare-cancel")

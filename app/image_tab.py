@@ -12,6 +12,7 @@ from patchpar.models.files import EMBEDDED
 
 from . import html
 from .fields import Fields, Forms, captions, clears_error, image_fields, result
+from .forecast_panel import ForecastPanel
 from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
 from .image_parameters import add_parameters
@@ -128,6 +129,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
         with gr.Column(scale=5, min_width=320):
             fields = image_fields(forms)
             chosen, traced = _plan_fields(tab, state)
+            ForecastPanel(state).build(owner, fields)
             count = gr.Slider(1, MAX_IMAGES, 1, step=1, label="Images (seeds that follow)")
             with gr.Row():
                 start = gr.Button("Generate", variant="primary", interactive=False, elem_id="image-generate")
@@ -153,7 +155,9 @@ def _plan_fields(tab: ImageTab, state: AppState) -> tuple[list[Any], gr.Checkbox
     """Add preset, custom plan and strategy, which are returned first, and whether to record a timeline."""
     presets = state.workers.presets
     preset = gr.Dropdown(
-        [*(each.label for each in presets), CUSTOM], value=presets[0].label, label="Devices and strategy"
+        [*((each.title, each.label) for each in presets), CUSTOM],
+        value=presets[0].label,
+        label="Speed and quality: devices and strategy",
     )
     meaning = gr.HTML(html.notice(presets[0].meaning))
     with gr.Accordion("Custom plan", open=False):
