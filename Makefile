@@ -97,6 +97,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
 	$(BIN)/python -m benchmarks.parity.half --write docs/figures/parity-half.md
 	$(BIN)/python -m benchmarks.parity.rounding --write docs/figures/rounding.md
+	$(BIN)/python -m benchmarks.parity.merged --write docs/figures/merged-attention.md
 	$(BIN)/python -m benchmarks.startup --write docs/figures/startup.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md

@@ -156,6 +156,14 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         ],
     ),
     (
+        "accuracy",
+        f"{NUMBER} to {NUMBER} % farther from fp32 than by one kernel for all keys, and {NUMBER} to {NUMBER} % with",
+        [
+            Figures("merged-attention", column, {}, 1, 0, least_and_most)
+            for column in ("farther off, %", "its parts, %")
+        ],
+    ),
+    (
         "stale-patch",
         f"receives {NUMBER} % of what DistriFusion's does \\(SDXL, 1024 x 1024\\)",
         [Figures("volumes", "of DistriFusion's", {"image": "1024²", "strategy": re.escape(POOLED)})],

@@ -1,4 +1,4 @@
-"""One call of the pipeline on one rank: random states, steps, callback. The pipeline's own code is not changed.
+"""One call of the pipeline on one rank: steps, callback. The pipeline's own code is not changed.
 
 caller                       rank
   | <-- ("step", 3, 30) ------ |     scheduler.step has returned
@@ -12,11 +12,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.launch import accelerators
 from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
@@ -26,14 +24,12 @@ from patchpar.pipeline.messages import (
     CallbackResult,
     CallOptions,
     LatentsEvent,
-    RandomState,
     StepEnd,
     preview_steps,
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
-from patchpar.shard.generators import generators_of
 from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
@@ -201,58 +197,6 @@ def _no_progress_bar(pipe: Any) -> Iterator[None]:
         for each in with_bars:
             hooks.replace(each, BAR, {**(vars(each).get(BAR) or {}), "disable": True})
         yield
-
-
-def take_random_state(state: RandomState, device: torch.device) -> None:
-    """Set torch's random state to the caller's, so that a call without a generator gives the image of plain diffusers.
-
-    A rank on a GPU takes the state of the caller's GPU if there is one, else a seed sampled from the CPU state.
-    """
-    if state.seed is not None:
-        torch.manual_seed(state.seed)
-        return
-    torch.set_rng_state(state.cpu)
-    if device.type == "cpu":
-        return
-    if state.gpu is not None:
-        accelerators.set_random_state(state.gpu, device)
-    else:
-        accelerators.device_module(device.type).manual_seed(int(torch.randint(2**62, ())))
-
-
-@contextmanager
-def taken_random_state(state: RandomState | None, device: torch.device, *, returns: bool) -> Iterator[None]:
-    """Set torch's random state to `state`, if there is one. `returns`: one of a seed is not left to this process."""
-    if state is None:
-        yield
-        return
-    before = random_state(device) if returns and state.seed is not None else None
-    take_random_state(state, device)
-    try:
-        yield
-    finally:
-        if before is not None:
-            take_random_state(before, device)
-
-
-def random_state(device: torch.device) -> RandomState:
-    """Return the state of this rank's default generators."""
-    return RandomState(cpu=torch.get_rng_state(), gpu=accelerators.random_state(device))
-
-
-class GeneratorStates:
-    """States of the generators in a call's arguments and of the default ones, to repeat the call."""
-
-    def __init__(self, kwargs: Mapping[str, Any], device: torch.device) -> None:
-        self._device, self._generators = device, generators_of(kwargs)
-        self._states = [generator.get_state() for generator in self._generators]
-        self._default = random_state(device)
-
-    def restore(self) -> None:
-        """Set all generators to these states."""
-        take_random_state(self._default, self._device)
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
 
 
 class HeartbeatHooks(HookSet):

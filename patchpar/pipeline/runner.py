@@ -32,7 +32,8 @@ from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
-from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, taken_random_state
+from patchpar.pipeline.pipeline_call import PipelineCall
+from patchpar.pipeline.rank_random import GeneratorStates, random_state, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.sent_values import refuse_networks
 from patchpar.pipeline.torchrun_sync import TorchrunSync
@@ -225,14 +226,14 @@ class PipelineRunner:
         self._encoders.arrange(self.pipe, options.plan, options.members)
         if options.same_everywhere:
             return self._run_under_torchrun(kwargs, options)
-        with taken_random_state(options.random, self.device, returns=self.context.world_size == 1):
+        is_callers = self.context.world_size == 1
+        with taken_random_state(self.pipe, kwargs, options, self.device, is_callers=is_callers) as kwargs:
             if self.context.rank not in options.members:
                 return IdleRank()
             output, figures = self._run(kwargs, options)
             mesh = self._installed.mesh
-            if mesh is not None and mesh.of_one_image().rank:
-                output = None  # equal to another rank's
-            return self._report(output, (figures,), options)
+            is_equal = mesh is not None and mesh.of_one_image().rank > 0  # to another rank's
+            return self._report(None if is_equal else output, (figures,), options)
 
     def _run_under_torchrun(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run a call where every process has its own caller."""

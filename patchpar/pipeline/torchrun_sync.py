@@ -16,7 +16,7 @@ from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.launch.executor import CallAborted, IdleRank, RankContext
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.pipeline.messages import CallResult, FinalState
-from patchpar.pipeline.pipeline_call import random_state, take_random_state
+from patchpar.pipeline.rank_random import random_state, take_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.shard.generators import generators_of

@@ -19,7 +19,7 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import AuthenticationError, ExchangeError
 from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import decode, encode
-from patchpar.launch.network.handshake import ConnectionKeys, admit, introduce, session_key
+from patchpar.launch.network.handshake import READY, ConnectionKeys, admit, introduce, session_key
 from patchpar.launch.network.listener import RankListener
 from patchpar.launch.network.network_link import NetworkLink
 from patchpar.launch.network.stream_channel import StreamChannel
@@ -66,6 +66,25 @@ def test_connections_to_one_token_come_in_order(listener: RankListener) -> None:
             link.sendall(bytes([number]))
             with listener.take(TOKEN, soon()) as other:
                 assert other.recv(1) == bytes([number])
+
+
+def test_what_the_taker_sends_at_once_does_not_overtake_the_handshake(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = TaggedSocket.sendall
+
+    def slow(link: TaggedSocket, data: bytes) -> None:
+        if data == READY:
+            time.sleep(0.1)
+        send(link, data)
+
+    monkeypatch.setattr(TaggedSocket, "sendall", slow)
+    with ThreadPoolExecutor() as threads:
+        taken = threads.submit(listener.take, TOKEN, soon())
+        taken.add_done_callback(lambda each: each.result().sendall(b"first"))
+        with connect_to(listener.address, "two", KEY, TOKEN, soon()) as link, taken.result(SECONDS) as other:
+            other.sendall(b".")
+            assert link.recv(6, socket.MSG_WAITALL) == b"first."
 
 
 def test_who_lacks_the_key_is_refused_on_both_sides(listener: RankListener) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,32 @@ def test_noise_without_a_generator_is_that_of_torch(four: ParallelPipeline) -> N
     for first, again in zip(*images, strict=True):
         assert relative_error(first, again) == 0.0
     assert relative_error(*images[0]) > 0.1
+
+
+def test_a_job_in_this_process_leaves_its_default_generator_alone(one: ParallelPipeline) -> None:
+    """Another thread samples from it in each step, and goes on as if there were no job; so does the job itself."""
+    sampled: list[float] = []
+
+    def sample(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        sampled.append(torch.rand(()).item())
+        return {}
+
+    images = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        images.append(one.submit(**CALL, callback_on_step_end=sample).result(SECONDS))
+        sampled.append(torch.rand(()).item())
+    torch.manual_seed(5)
+    torch.randint(2**62, ())  # the seed of the job's noise
+    assert sampled == [torch.rand(()).item() for _ in range(3)] * 2
+    assert relative_error(*images) == 0.0
+
+
+@pytest.fixture
+def one() -> Iterator[ParallelPipeline]:
+    with ParallelPipeline(build("sdxl").pipe, devices="cpu") as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
 
 
 def test_a_change_in_a_callback_reaches_ranks_that_took_no_part(four: ParallelPipeline) -> None:
@@ -248,22 +275,14 @@ def test_random_sequences_of_jobs(four: ParallelPipeline, number: int) -> None:
     assert all(each[0] <= counted[0][0] + 2 and each[1] <= counted[0][1] for each in counted)
 
 
-def test_one_device_runs_its_jobs_in_turn(plain: Any) -> None:
-    with ParallelPipeline(build("sdxl").pipe, devices="cpu") as pipe:
-        pipe.set_progress_bar_config(disable=True)
-        jobs = [pipe.submit(**CALL, generator=generator(seed)) for seed in range(2)]
-        endless = pipe.submit(**{**CALL, "num_inference_steps": 500}, generator=generator())
-        found = [job.result(SECONDS) for job in jobs]
-        assert relative_error(found[0], pipe_alone(0)) <= EXACT
-        assert jobs[1].progress.step == 2
-        while endless.progress.step < 1:
-            time.sleep(0.01)
-        endless.cancel()
-        with pytest.raises(CallCancelled):
-            endless.result(SECONDS)
-
-
-def pipe_alone(seed: int) -> Any:
-    pipe = build("sdxl").pipe
-    pipe.set_progress_bar_config(disable=True)
-    return pipe(**CALL, generator=generator(seed))
+def test_one_device_runs_its_jobs_in_turn(one: ParallelPipeline, plain: Any) -> None:
+    jobs = [one.submit(**CALL, generator=generator(seed)) for seed in range(2)]
+    endless = one.submit(**{**CALL, "num_inference_steps": 500}, generator=generator())
+    found = [job.result(SECONDS) for job in jobs]
+    assert relative_error(found[0], plain(**CALL, generator=generator(0))) <= EXACT
+    assert jobs[1].progress.step == 2
+    while endless.progress.step < 1:
+        time.sleep(0.01)
+    endless.cancel()
+    with pytest.raises(CallCancelled):
+        endless.result(SECONDS)

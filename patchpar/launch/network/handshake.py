@@ -52,7 +52,8 @@ def introduce(link: socket.socket, key: bytes, token: bytes, give_up: float) -> 
             "secret_file there, or somebody else has answered. Copy the same file to all nodes"
         )
     send_all(link, hmac.digest(key, CLIENT + facts, "sha256"), give_up)
-    receive_exactly(link, len(READY), give_up)
+    if receive_exactly(link, len(READY), give_up) != READY:
+        raise ConnectionResetError("the other end has sent something else before it was ready")
     return _keys(key, facts, is_client=True)
 
 

@@ -87,8 +87,10 @@ class RankListener:
                 tagged = TaggedSocket(link, keys)
                 with self._changed:
                     self._arrived[token].append(tagged)
+                    # Queued first, so that what the client connects next comes behind it; and within the lock, so
+                    # that who takes it sends nothing that the client would read in the place of READY.
+                    tagged.sendall(READY)
                     self._changed.notify_all()
-                tagged.sendall(READY)  # now: what the client connects next comes behind it
         finally:
             link.close()
             self._handshakes.release()

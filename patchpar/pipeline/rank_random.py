@@ -1,0 +1,87 @@
+"""Random numbers of a call on one rank: the state of the default generators, and a generator for a job of a seed.
+
+The default generators belong to a whole process. A rank in a process of its own sets them; a rank in the caller's
+process leaves them alone during a job, since other threads of the caller use them meanwhile.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from patchpar.launch import accelerators
+from patchpar.models.call_parameters import parameters_of
+from patchpar.pipeline.messages import CallOptions, RandomState
+from patchpar.shard.generators import generators_of
+
+
+def take_random_state(state: RandomState, device: torch.device) -> None:
+    """Set torch's random state to the caller's, so that a call without a generator gives the image of plain diffusers.
+
+    A rank on a GPU takes the state of the caller's GPU if there is one, else a seed sampled from the CPU state.
+    """
+    if state.seed is not None:
+        torch.manual_seed(state.seed)
+        return
+    torch.set_rng_state(state.cpu)
+    if device.type == "cpu":
+        return
+    if state.gpu is not None:
+        accelerators.set_random_state(state.gpu, device)
+    else:
+        accelerators.device_module(device.type).manual_seed(int(torch.randint(2**62, ())))
+
+
+def with_generator_of_seed(pipe: Any, kwargs: Mapping[str, Any], state: RandomState | None) -> Mapping[str, Any]:
+    """Return the arguments of a call with a generator of the CPU for the seed of `state`.
+
+    The same arguments without a seed, with a generator among them, and where the pipeline takes none.
+    """
+    if state is None or state.seed is None or generators_of(kwargs) or "generator" not in parameters_of(type(pipe)):
+        return kwargs
+    return {**kwargs, "generator": torch.Generator().manual_seed(state.seed)}
+
+
+@contextmanager
+def taken_random_state(
+    pipe: Any, kwargs: Mapping[str, Any], options: CallOptions, device: torch.device, *, is_callers: bool
+) -> Iterator[Mapping[str, Any]]:
+    """Set torch's random state to that of `options`, if there is one, and return the arguments for the pipeline.
+
+    `is_callers`: this is the caller's process, where a seed is not left behind, nor set if there is a generator.
+    """
+    state = options.random
+    if options.plan.data == 1:  # else noise for all prompts is sampled as the caller's arguments say
+        kwargs = with_generator_of_seed(pipe, kwargs, state)
+    is_apart = is_callers and state is not None and state.seed is not None
+    if state is None or (is_apart and generators_of(kwargs)):
+        yield kwargs
+        return
+    before = random_state(device) if is_apart else None
+    take_random_state(state, device)
+    try:
+        yield kwargs
+    finally:
+        if before is not None:
+            take_random_state(before, device)
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the state of this rank's default generators."""
+    return RandomState(cpu=torch.get_rng_state(), gpu=accelerators.random_state(device))
+
+
+class GeneratorStates:
+    """States of the generators in a call's arguments and of the default ones, to repeat the call."""
+
+    def __init__(self, kwargs: Mapping[str, Any], device: torch.device) -> None:
+        self._device, self._generators = device, generators_of(kwargs)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._default = random_state(device)
+
+    def restore(self) -> None:
+        """Set all generators to these states."""
+        take_random_state(self._default, self._device)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
