@@ -31,7 +31,8 @@ def size_of_ratio(name: str, known: Defaults, times: int = 1) -> tuple[int, int]
         more = log(width * height / area)
         return 2 * abs(log(width / height / ratio)) + max(-more, 3 * more)
 
-    width, height = min(product(*(_multiples_near(side, unit) for side in ideal)), key=error)
+    widths, heights = (_multiples_near(side, unit) for side in ideal)
+    width, height = min(product(widths, heights), key=error)
     return times * width, times * height
 
 
