@@ -80,7 +80,7 @@ def test_nor_in_what_real_workers_did(opened: Any) -> None:
     page = opened(color_scheme="dark", **WINDOWS[390])
     small(page, steps=2)
     press(page, "image-forecast")
-    expect(page.locator("#forecast-status table")).to_be_visible()
+    expect(page.locator("#forecast-status table")).to_be_visible(timeout=4 * TIMEOUT_MS)
     press(page, "image-generate")
     done(page, "image")
     assert findings(page) == []
