@@ -8,8 +8,9 @@ from typing import Any
 
 import gradio as gr
 from fastapi import FastAPI, HTTPException
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import Receive, Scope, Send
 
 from patchpar import PlanError
 from patchpar.models.quiet_libraries import silence_libraries
@@ -17,6 +18,7 @@ from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, na
 from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored, signals_unwind
 
 from .accessibility import HEAD
+from .feeds import LiveFeed
 from .limits import MAX_BYTES
 from .origin import OwnRequests
 from .page import STYLE, build, theme
@@ -24,6 +26,7 @@ from .state import AppState
 from .workers import AppConfig
 
 WAITING = 64  # events of pages; all are short, since jobs wait in the job queue
+OVER = "this stream is over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +93,15 @@ def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> Fast
     async def live(name: str) -> StreamingResponse:
         feed = state.feeds.get(name)
         if feed is None:
-            raise HTTPException(404, "this stream is over")
+            raise HTTPException(404, OVER)
         return StreamingResponse(feed.parts(), media_type=feed.kind, headers={"Cache-Control": "no-store"})
 
+    async def live_page(scope: Scope, receive: Receive, send: Send) -> None:
+        feed = state.feeds.get(scope["path_params"]["name"])
+        page = feed.page if isinstance(feed, LiveFeed) else PlainTextResponse(OVER, 404)
+        await page(scope, receive, send)
+
+    app.mount("/live/{name}", live_page)
     page = build(state).queue(max_size=WAITING, default_concurrency_limit=None, api_open=False)
     return gr.mount_gradio_app(
         app,

@@ -12,7 +12,7 @@ from patchpar.models.files import EMBEDDED, embedded_model
 from patchpar.stream.config import StreamConfig
 
 from . import html
-from .feeds import ImageFeed, MediaFeed, VideoFeed
+from .feeds import ImageFeed, LiveFeed, MediaFeed, VideoFeed
 from .fields import Fields, Forms, clears_error, image_fields, uploaded
 from .handler_errors import reports_errors
 from .image_stream import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
@@ -61,16 +61,12 @@ class StreamTab(JobTab):
             yield update
 
     @reports_errors(failed)
-    async def talk(self, owner: str, audio: Any, reference: Any, prompt: str, seconds: Any) -> AsyncIterator[Any]:
-        """The button of the talking face."""
+    async def talk(self, owner: str, *fields: Any) -> AsyncIterator[Any]:
+        """The button of the talking face. `fields`: audio, reference, prompt, seconds, whether a microphone is live."""
 
         def start() -> Job:
-            looks = read_image(reference) if reference is not None else None
-            spoken = read_audio_file(audio) if audio is not None else None
-            request = TalkingFaceRequest(
-                prompt=prompt or "", reference=looks, audio=spoken, seconds=float(seconds or 0)
-            )
-            return self._submit(owner, VideoFeed(), partial(TalkingFaceJob, self._state.workers, request))
+            request = face_request(*fields)
+            return self._submit(owner, request.new_feed(), partial(TalkingFaceJob, self._state.workers, request))
 
         async for update in self._started(owner, start):
             yield update
@@ -136,10 +132,24 @@ def stream_request(source: Any, image: Any, video: Any, rate: Any, *rest: Any) -
     )
 
 
+def face_request(audio: Any, reference: Any, prompt: Any, seconds: Any, is_live: Any) -> TalkingFaceRequest:
+    """The request that the fields describe; a live one leaves the recording out. Raises PlanError."""
+    return TalkingFaceRequest(
+        prompt=prompt or "",
+        reference=read_image(reference) if reference is not None else None,
+        audio=read_audio_file(audio) if audio is not None and not is_live else None,
+        seconds=float(seconds or 0),
+        is_live=bool(is_live),
+    )
+
+
 def live(feed: MediaFeed | None) -> Any:
     """The HTML element that plays a feed."""
     if feed is None:
         return gr.skip()
+    if isinstance(feed, LiveFeed):
+        frame = f'<iframe src="{feed.address}/" title="the stream, and its microphone" allow="microphone; autoplay">'
+        return f'<div class="live">{frame}</iframe></div>'
     if isinstance(feed, VideoFeed):
         return f'<div class="live"><video src="{feed.address}" autoplay controls playsinline></video></div>'
     return f'<div class="live"><img src="{feed.address}" alt="the stream"></div>'
@@ -222,6 +232,7 @@ class _FaceFields:
         gr.HTML(html.notice(NO_FACE), visible=not has_face)
         with gr.Column(visible=has_face):
             prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=MAX_PROMPT)
+            is_live = gr.Checkbox(label="Talk to it: a microphone, while the face talks", elem_id="stream-listen")
             audio = gr.Audio(label="Audio", sources=["upload", "microphone"], type="filepath")
             if face in EMBEDDED:
                 folder = embedded_model(str(face))
@@ -231,7 +242,14 @@ class _FaceFields:
             reference = uploaded("Reference image", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, MAX_SECONDS, 5, step=1, label="Seconds (without audio)")
             self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
-        self.components = [audio, reference, prompt, seconds]
+        self.components = [audio, reference, prompt, seconds, is_live]
+        is_live.change(_fields_unless, is_live, [audio, seconds], show_progress="hidden")
+
+
+@reports_errors()
+def _fields_unless(is_live: bool) -> tuple[Any, ...]:
+    """Visibility of the fields that a live microphone replaces."""
+    return (gr.update(visible=not is_live),) * 2
 
 
 @reports_errors()

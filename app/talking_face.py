@@ -1,13 +1,15 @@
-"""Talking-face streams: audio in, video with audio out; the prompt can change while they run."""
+"""Talking-face streams: audio in, video with audio out; the prompt, and what is said, can change while they run."""
 
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from patchpar import PlanError
+from patchpar import PlanError, StreamDelivery
+from patchpar.stream.live_audio import LiveAudio
 from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment
 
-from .feeds import VideoFeed
+from .feeds import LiveFeed, VideoFeed
+from .image_stream import MAX_SECONDS as MAX_LIVE_SECONDS
 from .image_stream import StreamControls, StreamSummary
 from .job_queue import Job
 from .saved_video import SavedVideo
@@ -18,17 +20,26 @@ MAX_SECONDS = 120.0  # all of the video is held, for reloaded pages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TalkingFaceRequest:
-    """Inputs of a talking face. `audio`: (samples, rate), or None for `seconds` of silence."""
+    """Inputs of a talking face. `audio`: (samples, rate), or None for `seconds` of silence.
+
+    `is_live`: the audio is that of the page's microphone, while the face talks, and silence where there is none.
+    """
 
     prompt: str = ""
     reference: Any = None
     audio: tuple[Any, int] | None = None
     seconds: float = 5.0
     seed: int = 0
+    is_live: bool = False
 
     def __post_init__(self) -> None:
-        if self.audio is None and not 0 < self.seconds <= MAX_SECONDS:
+        needs_length = self.audio is None and not self.is_live
+        if needs_length and not 0 < self.seconds <= MAX_SECONDS:
             raise PlanError(f"{self.seconds:g} seconds: the limit is more than 0 and at most {MAX_SECONDS:g}")
+
+    def new_feed(self) -> VideoFeed:
+        """A feed for its video: with a page that has a microphone, if it is live."""
+        return LiveFeed() if self.is_live else VideoFeed()
 
 
 class TalkingFaceJob:
@@ -58,6 +69,9 @@ class TalkingFaceJob:
     def _conditions(self) -> dict[str, Any]:
         request = self._request
         found: dict[str, Any] = {"reference": request.reference, "seed": request.seed}
+        if request.is_live:
+            delivery = StreamDelivery(pace="realtime", output="skip_to_live", keep_alive=True)
+            return {**found, "audio": "live", "seconds": MAX_LIVE_SECONDS, "delivery": delivery}
         if request.audio is None:
             return {**found, "seconds": request.seconds}
         import torch
@@ -67,6 +81,7 @@ class TalkingFaceJob:
 
     def _take(self, session: Any, config: Any, job: Job) -> StreamSummary:
         began, frames, latencies, encoder = time.perf_counter(), 0, [], None
+        microphone = self._microphone(session)
         for chunk in session:
             self._follow(session, job)
             if encoder is None:
@@ -74,7 +89,7 @@ class TalkingFaceJob:
             self._show(encoder, encoder.add(chunk.frames, frames / config.fps, chunk.audio))
             frames += len(chunk.frames)
             latencies.append(chunk.latency)
-            job.show(note=f"streaming: {frames / config.fps:.1f} s of video")
+            self._report(job, frames / config.fps, microphone)
         if encoder is not None:
             self._show(encoder, encoder.close())
         return StreamSummary(
@@ -84,6 +99,20 @@ class TalkingFaceJob:
             devices=self._workers.setup.devices.note,
             video=self._saved.video,
         )
+
+    def _microphone(self, session: Any) -> LiveAudio | None:
+        """Begin to push the audio of the page, if the stream is live."""
+        if not isinstance(self._feed, LiveFeed):
+            return None
+        microphone = LiveAudio(self._feed.microphone, session)
+        microphone.start()
+        return microphone
+
+    def _report(self, job: Job, seconds: float, microphone: LiveAudio | None) -> None:
+        """Say how long the video is, and what is wrong with the microphone, if anything is."""
+        job.show(note=f"streaming: {seconds:.1f} s of video")
+        if microphone is not None and isinstance(self._feed, LiveFeed):
+            self._feed.status = microphone.note or f"{seconds:.1f} s"
 
     def _follow(self, session: Any, job: Job) -> None:
         """Apply the controls of the page."""

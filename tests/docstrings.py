@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+
+from tests import sources
 
 PACKAGE = Path(__file__).parents[1] / "patchpar"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -28,10 +29,9 @@ class Documented:
         return f"{owner}{self.function.name}"
 
 
-@cache
 def tree_of(file: Path) -> ast.Module:
     """The tree of a file, parsed once for all tests."""
-    return ast.parse(file.read_text())
+    return sources.tree_of(file.read_text())
 
 
 def documented(tree: ast.Module) -> Iterator[Documented]:

@@ -2,11 +2,12 @@
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.sources import nodes_of, statements_in, tree_of
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
@@ -37,7 +38,7 @@ ONLY = {
     "comm.kernels": {"launch.accelerators"},
     "comm.transport": {
         *("errors", "comm.kernels.pack_tensors", "launch.accelerators", "launch.anonymous_file"),
-        *("launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
+        *("launch.descriptors", "launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
         "launch.rendezvous.this_host",
     },
     "shard.kernels": {"shard.precision", "comm.kernels.fused_op"},
@@ -124,15 +125,9 @@ def imported(source: str, path: Path) -> Iterator[str]:
             yield rest if rest.split(".")[0] in LEVEL else "PUBLIC"
 
 
-@cache
-def nodes_of(source: str) -> tuple[ast.AST, ...]:
-    """All nodes of a source, parsed once for all rules."""
-    return tuple(ast.walk(ast.parse(source)))
-
-
 def names_imported(source: str, path: Path) -> Iterator[str]:
     """Dotted names of all that a file imports, wherever in it: modules, and what is in modules."""
-    for node in nodes_of(source):
+    for node in statements_in(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -189,7 +184,7 @@ def mentions(source: str, name: str) -> bool:
                 return True
             if node.module == package and any(alias.name == last for alias in node.names):
                 return True
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == name:
+        if isinstance(node, ast.Attribute) and node.attr == last and ast.unparse(node) == name:
             return True
     return False
 
@@ -257,7 +252,7 @@ def test_strategies_stand_alone() -> None:
         names = [name.split(".") for name in imported(path.read_text(), path)]
         others = {parts[1] for parts in names if parts[0] == "strategies" and len(parts) > 1}
         siblings = others & methods - {me}
-        first_line = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[:1]
+        first_line = (ast.get_docstring(tree_of(path.read_text())) or "").splitlines()[:1]
         if me != "__init__":
             assert all(name in "".join(first_line) for name in siblings), f"{path} imports {siblings}"
 
@@ -269,7 +264,9 @@ def test_one_communicator_to_the_other_ranks() -> None:
 
 def test_no_hidden_state() -> None:
     sources = {path: path.read_text() for path in FILES}
-    with_globals = [path for path in FILES if any(isinstance(node, ast.Global) for node in nodes_of(sources[path]))]
+    with_globals = [
+        path for path in FILES if any(isinstance(node, ast.Global) for node in statements_in(sources[path]))
+    ]
     assert with_globals == []
     names = ("os.environ", "os.getenv", "os.putenv")
     readers = [path for path in FILES if any(mentions(sources[path], name) for name in names)]
@@ -369,7 +366,7 @@ def test_the_communicator_rule_sees(source: str, name: str, seen: bool) -> None:
 
 
 def long_functions(source: str) -> list[str]:
-    functions = [node for node in nodes_of(source) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [node for node in statements_in(source) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     return [each.name for each in functions if (each.end_lineno or 0) - each.lineno >= MAX_FUNCTION_LINES]
 
 
@@ -401,7 +398,7 @@ def classes_in_several_modules(sources: Mapping[str, str]) -> dict[str, list[str
     """Names of classes, wherever they stand in a file, with the modules that define one of that name."""
     modules: dict[str, set[str]] = {}
     for module, source in sources.items():
-        for node in nodes_of(source):
+        for node in statements_in(source):
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, set()).add(module)
     return {name: sorted(found) for name, found in modules.items() if len(found) > 1}

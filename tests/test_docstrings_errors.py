@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docstrings import FILES, Documented, Function, at, documented, tree_of
+from tests.sources import statements_of
 
 LEAST = 0.95
 NOT_FOR_CALLERS = {
@@ -34,7 +35,7 @@ class Package:
     """Bases and docstrings of classes, and what functions return that make exceptions, by name."""
 
     def __init__(self, trees: Mapping[Path, ast.Module]) -> None:
-        nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+        nodes = [node for tree in trees.values() for node in statements_of(tree)]
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         functions = [node for node in nodes if isinstance(node, Function)]
         self._bases = {node.name: [last_name(base) for base in node.bases] for node in classes}
@@ -94,7 +95,7 @@ class Module:
 
     def __init__(self, tree: ast.Module, package: Package) -> None:
         self._package = package
-        owners = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        owners = [node for node in statements_of(tree) if isinstance(node, ast.ClassDef)]
         self._private = {
             (None if isinstance(owner, ast.Module) else owner.name, node.name): node
             for owner in (tree, *owners)

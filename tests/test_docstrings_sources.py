@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docstrings import FILES, PACKAGE
+from tests.sources import tree_of
 
 LEAST = 0.95
 
@@ -41,7 +42,7 @@ SOURCE = re.compile(
 
 def texts_of(source: str) -> str:
     """The docstrings of a module and of what stands at its top."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     named = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     return "\n".join(ast.get_docstring(node) or "" for node in (tree, *named))
 
@@ -54,7 +55,7 @@ def without_source(sources: Mapping[str, str]) -> list[str]:
     silent = []
     for name, source in sources.items():
         parents = [parent.as_posix() for parent in Path(name).parents if parent.as_posix() in folders]
-        texts = [texts_of(source), *(ast.get_docstring(ast.parse(folders[each])) or "" for each in parents)]
+        texts = [texts_of(source), *(ast.get_docstring(tree_of(folders[each])) or "" for each in parents)]
         if not name.endswith("__init__.py") and not any(SOURCE.search(text) for text in texts):
             silent.append(name)
     return silent

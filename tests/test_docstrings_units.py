@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docstrings import FILES, arguments_of, documented, tree_of
+from tests.sources import statements_of
 
 LEAST = 0.95
 
@@ -69,7 +70,7 @@ def of_functions(tree: ast.Module) -> Iterator[tuple[str, str, str, str]]:
 
 def of_fields(tree: ast.Module) -> Iterator[tuple[str, str, str, str]]:
     """(place, text, name, kind) of fields, as of dataclasses: arguments of their constructors."""
-    for node in ast.walk(tree):
+    for node in statements_of(tree):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             text = ast.unparse(node) if is_of_flags(node) else "\n".join(texts_in(node))
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and is_number(each.annotation)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.sources import line_of, tokens_of
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("patchpar", "app", "benchmarks", "tests", "training", "pipelines")
@@ -80,22 +80,25 @@ IN_SENTENCES = {"told", "tell", "said", "place", "share", "shown", "came", "seam
 """Words of plain English, which the name of a test may have: it is a sentence."""
 
 
-@cache
 def words_of(name: str) -> list[str]:
     """The words of an identifier, without the s of a plural: `_oldPlaces_BC` has old, place, bc."""
     words = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     return [each for word in words for each in ((word, word[:-1]) if word.endswith("s") else (word,))]
 
 
+@cache
+def old_words_of(name: str) -> list[str]:
+    """The old words of an identifier that it may not have."""
+    words = [word for word in words_of(name) if word in OLD_WORDS and name not in NOT_OURS]
+    return [word for word in words if not (name.startswith("test_") and word in IN_SENTENCES)]
+
+
 def old_names(source: str) -> list[str]:
     """Identifiers of Python source that contain an old word, with their lines."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [
-        f"{token.start[0]}: {token.string} ({word}: use {OLD_WORDS[word]})"
-        for token in tokens
-        if token.type == tokenize.NAME and token.string not in NOT_OURS
-        for word in words_of(token.string)
-        if word in OLD_WORDS and not (token.string.startswith("test_") and word in IN_SENTENCES)
+        f"{line_of(source, token)}: {token.text} ({word}: use {OLD_WORDS[word]})"
+        for token in tokens_of(source, "name")
+        for word in old_words_of(token.text)
     ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests import tiny
 from tests.breadth import first_of
+from tests.tiny.copies import BUILDS, Copies
 from tests.tiny.weights import enliven, seeded
 
 NAMES = list(tiny.BUILDERS)
@@ -24,6 +27,59 @@ def test_builds_the_same_weights_every_time_and_leaves_the_random_state_alone(na
     assert torch.equal(state, torch.random.get_rng_state())
     for key, value in first.denoiser.state_dict().items():
         assert torch.equal(value, second.denoiser.state_dict()[key]), key
+
+
+def storages(value: Any) -> list[Any]:
+    return [each.untyped_storage().data_ptr() for each in networks_of(value).state_dict().values()]
+
+
+def networks_of(value: tiny.Tiny) -> torch.nn.Module:
+    parts = {name: part for name, part in value.pipe.components.items() if isinstance(part, torch.nn.Module)}
+    return torch.nn.ModuleDict(parts)
+
+
+@pytest.mark.parametrize("name", first_of([*NAMES, *tiny.RARER], "sd", "zimage"))
+def test_a_copy_is_what_is_built_and_shares_nothing(name: str) -> None:
+    built = [tiny.build(name) for _ in range(BUILDS)][-1]
+    assert tiny.COPIES.has(name)
+    copy, want = tiny.build(name), networks_of(built).state_dict()
+    found = networks_of(copy).state_dict()
+    assert list(found) == list(want)
+    assert all(torch.equal(found[key], x) and found[key].stride() == x.stride() for key, x in want.items())
+    assert not {*storages(copy)} & {*storages(built)} - {0}
+    assert type(copy.pipe.scheduler) is type(built.pipe.scheduler)
+    assert copy.pipe.config == built.pipe.config
+    for x in found.values():
+        x.zero_()
+    again = networks_of(tiny.build(name)).state_dict()
+    assert all(torch.equal(again[key], x) for key, x in want.items())
+
+
+def test_tensors_that_share_memory_share_it_in_a_copy() -> None:
+    copies = Copies()
+
+    def build() -> dict[str, Any]:
+        whole = torch.arange(6.0).reshape(2, 3)
+        layer = torch.nn.Linear(3, 3).requires_grad_(False)
+        return {"whole": whole, "part": whole[1], "layer": layer, "tied": layer.weight}
+
+    for _ in range(BUILDS):
+        copies.of("shared", build)
+    found = copies.of("shared", lambda: pytest.fail("it is built again"))
+    found["whole"].add_(1)
+    assert found["part"].tolist() == [4, 5, 6]
+    assert found["tied"] is found["layer"].weight
+
+
+def test_what_pickle_cannot_write_is_built_every_time() -> None:
+    copies, built = Copies(), []
+
+    def build() -> Any:
+        built.append(lambda: None)
+        return built[-1]
+
+    assert [copies.of("local", build) for _ in range(BUILDS + 2)] == built
+    assert len(built) == BUILDS + 2
 
 
 def test_what_a_model_leaves_uninitialised_is_the_same_every_time() -> None:

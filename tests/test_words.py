@@ -6,9 +6,7 @@ prose: names of an interface are checked where they are defined.
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from tests.sources import tokens_of
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -89,9 +88,8 @@ def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
 
 def prose_of_code(source: str) -> Iterator[str]:
     """What a reader of a source reads, and who runs it: docstrings, comments, and texts of errors, help and pages."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT or tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):
-            yield CODE.sub(" ", token.string)
+    for token in tokens_of(source, "text", "comment"):
+        yield CODE.sub(" ", token.text)
 
 
 def test_docstrings_comments_and_messages_use_the_words_of_the_field() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 from torch import Tensor, nn
 
 from training.face_data import ClipShape, sample_clip
@@ -43,6 +43,16 @@ def new_face_vae(start: Path | None = None) -> AutoencoderKLWan:
             nn.init.zeros_(attention.proj.weight)
             nn.init.zeros_(attention.proj.bias)
     return vae
+
+
+def encode_frames_alone(vae: AutoencoderKLWan) -> None:
+    """Take earlier frames out of the encoder's convolutions: it has learnt the latents of single images only.
+
+    Those are the same bit for bit, since nothing is before them; without this every later frame is encoded wrong.
+    """
+    for module in vae.encoder.modules():
+        if isinstance(module, WanCausalConv3d):
+            module.weight.data[:, :, :-1] = 0
 
 
 def decode(vae: AutoencoderKLWan, latent_BCFHW: Tensor) -> Tensor:

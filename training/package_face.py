@@ -23,7 +23,7 @@ from patchpar.stream.config import CONFIG, StreamConfig
 from training.checkpoint import read
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks, build_face_tokenizer
 from training.face_data import FPS, PROMPTS, SCHEDULE
-from training.face_vae import new_face_vae
+from training.face_vae import encode_frames_alone, new_face_vae
 from training.faces import Pose, render_face, sample_identity
 from training.package import FOLDER, write
 from training.speech import RATE, speech
@@ -55,6 +55,7 @@ def trained_face_vae(checkpoint: Path) -> AutoencoderKLWan:
     """The autoencoder of a training run."""
     vae = new_face_vae()
     vae.load_state_dict(read(checkpoint)["vae"])
+    encode_frames_alone(vae)
     return vae.eval().requires_grad_(False)
 
 

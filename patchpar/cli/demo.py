@@ -13,6 +13,7 @@ import typer
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
 from patchpar.errors import PlanError
+from patchpar.models.files import HUB_NAME
 from patchpar.models.task import RequestedTask
 
 TASK = RequestedTask(verb="app")
@@ -26,7 +27,7 @@ class AppFlags:
 
     model: Model = "embedded"
     devices: Annotated[str, typer.Option(help="As for generate; without a GPU, auto is two CPU workers.")] = "auto"
-    face: Annotated[str, typer.Option(help="Folder of a talking-face model for streams.")] = FACE
+    face: Annotated[str, typer.Option(help="Folder or hub name of a talking-face model.")] = FACE
     host: Annotated[str, typer.Option(help="127.0.0.1: this machine only; 0.0.0.0: any machine.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0: any free port.")] = 7860
     auth: Annotated[
@@ -71,8 +72,9 @@ def _loading(request: AppFlags) -> dict[str, Any]:
 
 
 def _face(request: AppFlags) -> str:
-    if request.face != FACE and not Path(request.face).is_dir():
-        raise PlanError(f"--face {request.face}: there is no such folder")
+    """The model of the face, which is loaded, or downloaded, at its first stream. Raises PlanError."""
+    if request.face != FACE and not Path(request.face).is_dir() and not HUB_NAME.fullmatch(request.face):
+        raise PlanError(f"--face {request.face}: there is no such folder; give one, or a hub name such as org/model")
     return request.face
 
 

@@ -6,6 +6,8 @@ The block of a message is not copied: its descriptor is sent with the first byte
 """
 
 import enum
+import errno
+import os
 import socket
 import struct
 import threading
@@ -14,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from patchpar.launch.descriptors import receive_with_descriptors
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.shared_blocks import SharedBlock
 
 HEAD = struct.Struct("<BBIIQQ")
 SPAN = struct.Struct("<QQ")
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only; elsewhere a later exec would inherit it
 SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped, stuck or being started
 LOOKS = 10
 """How often within `send_timeout` a channel asks whether the other end is working."""
@@ -105,6 +107,7 @@ class Channel:
         self._send_timeout, self._is_working, self._longest = send_timeout, is_working, longest
         self._sock.settimeout(None if send_timeout is None else send_timeout / LOOKS)
         self._lock = threading.Lock()
+        self._is_cut = False  # a frame has been sent in part only, so that nothing can follow it
         self._bytes = bytearray()
         self._descriptors: list[int] = []
 
@@ -113,14 +116,22 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, frame: ChannelFrame) -> None:
-        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError if the other end does not read."""
+        """Send a frame; thread-safe. Raises ChannelClosed, and TimeoutError if the other end does not read.
+
+        After a TimeoutError every further frame raises one at once: the other end would read it as the rest of this.
+        """
         with self._lock:
+            if self._is_cut:
+                raise TimeoutError("the other end has not read all of an earlier message")
             try:
                 for data, descriptors in self._parts(frame):
+                    self._is_cut = True
                     self._send_all(data, descriptors)
+                self._is_cut = False
             except TimeoutError:
                 raise
             except OSError as error:
+                self._is_cut = False  # every further frame fails in this way too
                 raise ChannelClosed(str(error)) from error
 
     def _parts(self, frame: ChannelFrame) -> Iterator[tuple[memoryview, Sequence[int]]]:
@@ -143,7 +154,10 @@ class Channel:
                 idle, give_up = 0, time.monotonic() + self._longest
 
     def receive(self) -> ChannelFrame:
-        """Wait for the next frame and return it. Raises ChannelClosed."""
+        """Wait for the next frame and return it.
+
+        Raises ChannelClosed, and OSError where this process can have no further descriptor.
+        """
         while True:
             frame = self._take()
             if frame is not None:
@@ -151,15 +165,19 @@ class Channel:
             self._read()
 
     def receive_ready(self) -> Iterator[ChannelFrame]:
-        """Read once and yield the complete frames. Call it after select. Raises ChannelClosed."""
+        """Read once and yield the complete frames. Call it after select. Raises as `receive` does."""
         self._read()
         while (frame := self._take()) is not None:
             yield frame
 
     def _read(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 18, 64, CLOSE_ON_EXEC)
+            data, descriptors = receive_with_descriptors(self._sock, 1 << 18, 64)
+        except TimeoutError:  # there is nothing, though `select` has said so
+            return
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise
             raise ChannelClosed(str(error)) from error
         self._descriptors += descriptors
         if not data:
@@ -177,5 +195,7 @@ class Channel:
         return frame
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end, and the descriptors of frames of which only a part has come."""
         self._sock.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())

@@ -13,10 +13,12 @@ import socket
 import struct
 from dataclasses import asdict, dataclass
 
+from patchpar.launch.descriptors import receive_with_descriptors
+
 LENGTHS = struct.Struct("<II")  # bytes of the request, number of descriptors
 DESCRIPTORS_PER_MESSAGE = 200  # the kernel passes at most 253
 REPORT_BYTES = 1 << 16
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+SEND_SECONDS = 600.0  # many requests may wait in the socket for the first one's imports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +54,17 @@ class TemplateEnded(Exception):
 
 
 def send_request(requests: socket.socket, request: ForkRequest, descriptors: list[int]) -> None:
-    """Send a request with its descriptors. Raises TemplateEnded."""
+    """Send a request with its descriptors. Raises TemplateEnded, also where it takes none for SEND_SECONDS."""
     data = json.dumps(asdict(request)).encode()
+    requests.settimeout(SEND_SECONDS)
     try:
         requests.sendall(LENGTHS.pack(len(data), len(descriptors)) + data)
         for start in range(0, len(descriptors), DESCRIPTORS_PER_MESSAGE):
             socket.send_fds(requests, [b"\0"], descriptors[start : start + DESCRIPTORS_PER_MESSAGE])
     except (BrokenPipeError, ConnectionResetError) as error:
         raise TemplateEnded("it has ended") from error
+    except TimeoutError as error:
+        raise TemplateEnded(f"it has taken no request for {SEND_SECONDS:g} s") from error
 
 
 def receive_request(requests: socket.socket) -> tuple[ForkRequest, list[int]] | None:
@@ -69,7 +74,7 @@ def receive_request(requests: socket.socket) -> tuple[ForkRequest, list[int]] | 
         size, number = LENGTHS.unpack(_receive_bytes(requests, LENGTHS.size))
         found = json.loads(_receive_bytes(requests, size))
         while len(descriptors) < number:
-            data, received, _, _ = socket.recv_fds(requests, 1, DESCRIPTORS_PER_MESSAGE, CLOSE_ON_EXEC)
+            data, received = receive_with_descriptors(requests, 1, DESCRIPTORS_PER_MESSAGE)
             descriptors += received
             if not data:
                 raise EOFError
@@ -98,7 +103,7 @@ def send_report(sock: socket.socket, report: WorkerReport, descriptors: tuple[in
 def receive_report(sock: socket.socket) -> tuple[WorkerReport, list[int]] | None:
     """Return the next report with its descriptors; None at end of file. Raises BlockingIOError if there is none yet."""
     try:
-        data, descriptors, _, _ = socket.recv_fds(sock, REPORT_BYTES, 1, CLOSE_ON_EXEC)
+        data, descriptors = receive_with_descriptors(sock, REPORT_BYTES, 1)
     except ConnectionResetError:
         return None
     return (WorkerReport(**json.loads(data)), descriptors) if data else None

@@ -125,11 +125,11 @@ class InlineExecutor(OwnProcessExecutor):
     def _run_with(self, call: EngineCall) -> Any:
         """Return the method's result, with the callbacks and messages of this call."""
         context = self._context
-        before, context.callbacks = context.callbacks, call.callbacks
-        messages = context.messages = queue.SimpleQueue()
-        call.callbacks.start(lambda rank, value: messages.put(value))
-        context.deadline = self._deadline + call.expected
+        outer = context.callbacks, context.messages, context.deadline  # of a call whose functions make this one
+        context.callbacks, messages = call.callbacks, queue.SimpleQueue[Any]()
+        context.messages, context.deadline = messages, self._deadline + call.expected
         try:
+            call.callbacks.start(lambda rank, value: messages.put(value))
             return self._run_here(call)
         finally:
-            context.callbacks = before
+            context.callbacks, context.messages, context.deadline = outer

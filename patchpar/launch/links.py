@@ -8,11 +8,13 @@ lower rank makes, and of which it sends the higher rank an end: each transport h
 import contextlib
 import errno
 import socket
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+from patchpar.launch.descriptors import receive_with_descriptors
+
 RETRY_SECONDS = 0.01
 LINE = b"l"
 
@@ -23,6 +25,7 @@ class RankLink(ABC):
     def __init__(self, rank: int, peer: int) -> None:
         self.rank, self.peer = rank, peer
         self._lines: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock, self._is_shut = threading.Lock(), False
 
     @abstractmethod
     def offer(self, give_up: float) -> socket.socket:
@@ -36,12 +39,24 @@ class RankLink(ABC):
         """On the higher rank: return the end of a line that the peer has made. Raises OSError as `offer` does."""
 
     def _known(self, line: socket.socket) -> socket.socket:
-        self._lines.add(line)
+        """Return a line that `shut` will end. Raises ConnectionResetError if it has been called meanwhile."""
+        with self._lock:
+            self._lines.add(line)
+            is_shut = self._is_shut
+        if is_shut:
+            line.close()
+        self._check()
         return line
+
+    def _check(self) -> None:
+        if self._is_shut:
+            raise ConnectionResetError("the link has ended")
 
     def shut(self) -> None:
         """End the link and its lines, from any thread: whoever waits for the peer goes on with an error."""
-        for each in tuple(self._lines):
+        with self._lock:
+            self._is_shut, lines = True, tuple(self._lines)
+        for each in lines:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
@@ -104,7 +119,7 @@ def send_descriptor(link: socket.socket, data: bytes, descriptor: int, give_up: 
 def receive_descriptor(link: socket.socket, num_bytes: int, give_up: float) -> tuple[bytes, int]:
     """Return what `send_descriptor` has sent. Raises OSError, a TimeoutError if it has not come by `give_up`."""
     link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
-    data, descriptors, _, _ = socket.recv_fds(link, num_bytes, 1, CLOSE_ON_EXEC)
+    data, descriptors = receive_with_descriptors(link, num_bytes, 1)
     if not data:
         raise ConnectionResetError("it has closed the connection")
     return data, descriptors[0]

@@ -125,7 +125,8 @@ class WorkerPool:
         return any(rank in self._ready and self._has_died(rank) for rank in ranks)
 
     def _has_died(self, rank: int) -> bool:
-        return rank in self._workers and not self._workers[rank].is_alive()
+        worker = self._workers.get(rank)  # `close` of another thread may end it meanwhile
+        return worker is not None and not worker.is_alive()
 
     def wait_until_ready(self, ranks: Sequence[int]) -> None:
         """Wait for workers, compare their versions, connect them and create their engines. Raises LaunchError."""
@@ -164,7 +165,7 @@ class WorkerPool:
         callbacks: Callbacks,
         limits: HangLimits,
     ) -> list[Any]:
-        workers, lost = {rank: self._workers[rank] for rank in ranks}, list(ranks)  # if an interrupt ends it
+        workers, lost = self._running(ranks), list(ranks)  # if an interrupt ends it
         unwinds = self._is_single and kind is FrameKind.CALL
         self._busy.update(ranks)
         try:
@@ -180,12 +181,20 @@ class WorkerPool:
         finally:
             self._busy.difference_update(ranks)
             self.drop(lost)
-            self._connect([rank for rank in ranks if rank in self._workers and rank not in self._outdated])
+            with contextlib.suppress(OSError):  # then the next call has to; the cause of this one's end is not lost
+                self._connect([rank for rank in ranks if rank in self._workers and rank not in self._outdated])
         if error is not None:
             for result in outcome.results.values():
                 result.close()
             raise error
         return [_decoded(outcome.results[rank]) for rank in ranks]
+
+    def _running(self, ranks: Sequence[int]) -> dict[int, RankProcess]:
+        """Return the workers of these ranks. Raises LaunchError if `close` of another thread has ended one."""
+        found = {rank: worker for rank, worker in list(self._workers.items()) if rank in ranks}
+        if len(found) < len(ranks):
+            self._check_open()
+        return {rank: found[rank] for rank in ranks}
 
     def _opening(
         self, kind: FrameKind | None, ranks: Sequence[int], message: EncodedMessage
@@ -201,9 +210,10 @@ class WorkerPool:
     def _connect(self, ranks: Sequence[int]) -> None:
         """Give every two of these ranks a link, unless they have one."""
         for pair in _pairs(ranks):
-            if pair not in self._linked:
+            workers = [self._workers.get(rank) for rank in sorted(pair)]
+            if pair not in self._linked and None not in workers:  # `close` of another thread may have ended one
+                self._starter.link(*filter(None, workers))
                 self._linked.add(pair)
-                self._starter.link(*(self._workers[rank] for rank in sorted(pair)))
 
     def drop(self, ranks: Collection[int]) -> None:
         """End these workers; those that a lost one takes along are started anew before their next call.

@@ -33,14 +33,15 @@ class RankLocks:
 
         `check` is called while it waits, after each `wake`; what it raises ends the wait.
         """
-        wanted = frozenset(ranks)
-        self._take(wanted, check)
+        wanted, own = frozenset(ranks), threading.get_ident()
         try:
+            self._take(wanted, check)
             yield
-        finally:
+        finally:  # also if an interrupt comes when they have just been taken
             with self._changed:
                 for rank in wanted:
-                    self._owners.pop(rank, None)  # gone in a forked child
+                    if self._owners.get(rank) == own:  # gone in a forked child
+                        del self._owners[rank]
                 self._changed.notify_all()
 
     def _take(self, wanted: frozenset[int], check: Callable[[], object]) -> None:

@@ -102,7 +102,11 @@ class RequestLoop:
         """
         with selectors.DefaultSelector() as selector:
             for worker in self._workers.values():
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
+                try:
+                    selector.register(worker.channel, selectors.EVENT_READ, worker)
+                except ValueError:  # another thread has ended the worker, and closed the channel
+                    self._died(worker)
+                    continue
                 for frame in opening:
                     self._send(worker, frame)
             self._callbacks.start(self._send_value)

@@ -99,10 +99,15 @@ class FreshProcess:
         return self._popen.returncode is None and not _has_ended(self._popen)
 
     def dump_stack(self) -> None:
-        self._popen.send_signal(signal.SIGUSR1)
+        self._send(signal.SIGUSR1)
 
     def terminate(self) -> None:
-        self._popen.terminate()
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._popen.returncode is None:  # Popen.send_signal would reap it: its group could not be killed any more
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self._popen.returncode is None:  # else another process group may have its id

@@ -79,26 +79,34 @@ class Template:
 
     def fork(self, request: ProcessRequest) -> "ForkedProcess":
         """Ask for a worker. Returns before there is one. Raises TemplateEnded."""
-        if self.is_retired or self._requests.fileno() < 0:
-            raise TemplateEnded("it has ended")
         numbers = (request.channel, *request.inherit)
         varying = {name: value for name, value in request.environment.items() if name in VARY}
         message = ForkRequest(numbers=numbers, path=request.path, modules=request.modules, environment=varying)
         ours, theirs = report_sockets()
+        worker = ForkedProcess(self, ours)
+        with theirs:
+            self._users.add(worker)  # first, or it would be ended as unused if another thread retires it meanwhile
+            try:
+                self._send(message, [theirs.fileno(), request.output, *numbers])
+            except BaseException:
+                ours.close()
+                self._users.discard(worker)
+                self.retire()
+                raise
+        return worker
+
+    def _send(self, message: ForkRequest, descriptors: list[int]) -> None:
+        """Send a request with the working directory. Raises TemplateEnded."""
+        if self.is_retired or self._requests.fileno() < 0:
+            raise TemplateEnded("it has ended")
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
         try:
-            send_request(self._requests, message, [theirs.fileno(), folder, request.output, *numbers])
+            send_request(self._requests, message, [descriptors[0], folder, *descriptors[1:]])
         except BaseException:
-            ours.close()
             self._requests.close()  # a part of the request may have been sent
-            self.retire()
             raise
         finally:
-            theirs.close()
             os.close(folder)
-        worker = ForkedProcess(self, ours)
-        self._users.add(worker)
-        return worker
 
     def leave(self, worker: "ForkedProcess") -> None:
         """Forget a worker that has ended."""

@@ -137,7 +137,13 @@ class TorchrunExecutor(OwnProcessExecutor):
             raise LaunchError("under torchrun no messages can be sent to ranks during a call: use worker processes")
         check_owner(self._owner)
         with self._turn(call):
-            return self._call_here(call)
+            try:
+                return self._call_here(call)
+            except Exception:  # which the ranks have exchanged
+                raise
+            except BaseException as error:
+                self._out_of_step = f"{call.method} was ended by a {type(error).__name__} on rank {self.rank}"
+                raise
 
     def _call_here(self, call: EngineCall) -> list[Any]:
         if self._out_of_step:

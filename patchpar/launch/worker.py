@@ -1,7 +1,9 @@
 """The main program of a worker process: reads calls from its channel, runs them on its engine, sends results.
 
-    reader thread   frames from the channel: answers pings, also while a call runs, takes links to other ranks, and
-                    shuts those of a call that the caller ends; ends the process at end of file
+    reader thread   frames from the channel: takes links to other ranks, and shuts those of a call that the caller ends;
+                    ends the process at end of file. It never waits for the caller to read: caller and worker would
+                    wait for each other
+    answer thread   answers of the reader thread, to pings, also while a call runs, and to what cancels a call
     main thread     calls, one after another
 
 A worker never outlives the process that started it: the reader thread ends it when the channel closes, and the kernel
@@ -19,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +89,7 @@ class WorkerContext:
         self.pause_points = PausePoints(self.waiting)
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()  # of the reader thread
         self._channel = channel
 
     @property
@@ -153,7 +157,7 @@ class WorkerContext:
     def hold(self, frame: ChannelFrame) -> None:
         """Hold a request at its next pause point, and say how many it has passed."""
         passed = encode(self.pause_points.hold(frame.request))
-        self._channel.send(ChannelFrame(FrameKind.HELD, frame.request, passed))
+        self.answers.put(ChannelFrame(FrameKind.HELD, frame.request, passed))
 
     def halt(self, frame: ChannelFrame) -> None:
         """End a request at a pause point."""
@@ -185,7 +189,8 @@ class Worker:
 
     def run(self, first_request: int) -> None:
         """Answer the WorkerConfig, then every call."""
-        threading.Thread(target=self._read, name="patchpar-reader", daemon=True).start()
+        for target, name in ((self._read, "patchpar-reader"), (self._send_answers, "patchpar-answers")):
+            threading.Thread(target=target, name=name, daemon=True).start()
         self._answer(first_request, self._prepare)
         while True:
             frame = self._calls.get()
@@ -207,18 +212,29 @@ class Worker:
             FrameKind.HOLD: context.hold,
             FrameKind.HALT: context.halt,
         }
+        code = 0
         try:
             while (frame := self._channel.receive()).kind is not FrameKind.STOP:
                 takes.get(frame.kind, self._calls.put)(frame)
+        except ChannelClosed:  # the caller has ended
+            pass
+        except BaseException:  # noqa: BLE001  the caller shows the last output of a worker that has ended
+            code = 1
+            traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
-            os._exit(0)  # the main thread may be inside any call, and there is nothing to clean up
+            os._exit(code)  # the main thread may be inside any call, and there is nothing to clean up
 
     def _pong(self, frame: ChannelFrame) -> None:
         self._context.heartbeat.show_work()
-        self._channel.send(ChannelFrame(FrameKind.PONG, frame.request))
+        self._context.answers.put(ChannelFrame(FrameKind.PONG, frame.request))
+
+    def _send_answers(self) -> None:
+        with contextlib.suppress(ChannelClosed):  # which ends the process, in the reader thread
+            while True:
+                self._channel.send(self._context.answers.get())
 
     def _answer(self, request: int, work: Callable[[], object]) -> None:
         self._context.request = request

@@ -6,6 +6,7 @@ Does not import torch, so that a caller need not.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -15,9 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class CallJournal:
-    """Denoiser calls of one job, from the first one on, as its ranks have recorded them."""
+    """Denoiser calls of one job, from the first one on, as its ranks have recorded them.
+
+    The job's thread adds them while another one may read them, to write the job down as it is.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._by_group: defaultdict[int, dict[int, RecordedPrediction]] = defaultdict(dict)
         self._groups = 1
         self.why_not = ""
@@ -31,15 +36,17 @@ class CallJournal:
 
     def begin(self, groups: int) -> tuple[RecordedPrediction, ...]:
         """Begin to make the call with so many prompt groups; return what it need not compute again."""
-        if groups != self._groups and self._by_group:
-            self.clear(f"its prompts were in {self._groups} groups, and are in {groups} now")
-        self._groups = groups
-        return self.calls
+        with self._lock:
+            if groups != self._groups and self._by_group:
+                self.clear(f"its prompts were in {self._groups} groups, and are in {groups} now")
+            self._groups = groups
+            return self.calls
 
     def add(self, event: RecordedPrediction | RecordingStopped) -> None:
         """Keep what a rank has sent."""
         if isinstance(event, RecordedPrediction):
-            self._by_group[event.group][event.number] = event
+            with self._lock:
+                self._by_group[event.group][event.number] = event
         elif event.loses:
             self.clear(event.reason)
         else:
@@ -47,10 +54,11 @@ class CallJournal:
 
     def clear(self, reason: str) -> None:
         """Forget all calls: the job starts from its beginning."""
-        if self._by_group:
-            log.warning("a job starts from its beginning: %s", reason)
-        self._by_group.clear()
-        self.why_not = reason
+        with self._lock:
+            if self._by_group:
+                log.warning("a job starts from its beginning: %s", reason)
+            self._by_group.clear()
+            self.why_not = reason
 
     @property
     def groups(self) -> int:
@@ -60,13 +68,15 @@ class CallJournal:
     @property
     def length(self) -> int:
         """Number of denoiser calls that need not be made again."""
-        return min(map(self._known, range(self._groups)))
+        with self._lock:
+            return min(map(self._known, range(self._groups)))
 
     @property
     def calls(self) -> tuple[RecordedPrediction, ...]:
         """Those calls, of each prompt group as many."""
-        count = self.length
-        return tuple(self._by_group[group][number] for group in range(self._groups) for number in range(count))
+        with self._lock:
+            count = self.length
+            return tuple(self._by_group[group][number] for group in range(self._groups) for number in range(count))
 
     def _known(self, group: int) -> int:
         known, count = self._by_group.get(group, {}), 0

@@ -27,6 +27,7 @@ from patchpar.pipeline.messages import (
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.pipeline.stragglers import StragglerMonitor
+from patchpar.pipeline.torch_switches import caller_switches
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import merge_outputs
 
@@ -127,6 +128,7 @@ class CallController:
             records=self.journal is not None,
             recorded=recorded,
             adapters=self.adapters,
+            switches=caller_switches() if self._kind == "local" else None,
         )
 
     @contextmanager

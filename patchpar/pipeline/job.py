@@ -19,6 +19,7 @@ from typing import Any
 
 from patchpar.errors import CallCancelled, CallSuspended, PlanError, UnsupportedModel
 from patchpar.pipeline.auto_plan import without
+from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController, output_of
 from patchpar.pipeline.caller_random import move_generators_on
@@ -119,10 +120,11 @@ class PipelineJob:
 
         None once it has ended.
         """
-        return None if self._caller.journal is None else self._as_it_is()
+        journal = self._caller.journal  # which the job's thread gives up at its end
+        return None if journal is None else self._as_it_is(journal)
 
-    def _as_it_is(self) -> SuspendedCall:
-        return SuspendedCall.of(self._caller, self._state.described.pipeline, self._generators)
+    def _as_it_is(self, journal: CallJournal) -> SuspendedCall:
+        return SuspendedCall.of(self._caller, journal, self._state.described.pipeline, self._generators)
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Return the output. If the task that awaits it is cancelled, the job is, too."""
@@ -165,9 +167,10 @@ class PipelineJob:
             earlier.wait()
             return self._call()
         except CallCancelled as error:
-            if self._is_cancelled or not self._is_to_suspend:
+            journal = self._caller.journal
+            if self._is_cancelled or not self._is_to_suspend or journal is None:
                 raise
-            self._suspended = self._as_it_is()
+            self._suspended = self._as_it_is(journal)
             raise CallSuspended(f"this job was suspended after {self._suspended.num_calls} denoiser calls") from error
         finally:
             self._caller.release()

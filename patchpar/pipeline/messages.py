@@ -1,6 +1,6 @@
 """Messages between caller and ranks for one pipeline call. Does not import torch, so that a caller need not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class CallOptions:
     rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
     call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
     one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
+    `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own.
     """
 
     plan: Plan
@@ -100,6 +101,7 @@ class CallOptions:
     records: bool = False
     recorded: tuple[RecordedPrediction, ...] = ()
     adapters: tuple[tuple[str, float], ...] | None = None
+    switches: Mapping[str, Any] | None = None
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)
@@ -112,7 +114,7 @@ class CallOptions:
     @property
     def to_install(self) -> dict[str, Any]:
         """What the ranks install before the call, unless they have."""
-        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory")
+        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory", "switches")
         return {name: getattr(self, name) for name in names} | {"ranks": self.members}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from patchpar.comm.pytree import map_leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
@@ -28,12 +29,15 @@ from patchpar.pipeline.messages import (
     preview_steps,
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
+from patchpar.pipeline.torch_switches import take_switches
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
+EMBEDDINGS = ("embeds", "attention_mask")
+"""Parts of the names of such arguments."""
 BAR = "_progress_bar_config"  # diffusers' attribute
 
 
@@ -59,8 +63,9 @@ class PipelineCall:
         self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
-        """Call the pipeline."""
-        arguments = dict(kwargs)
+        """Call the pipeline, with the caller's switches of torch. Networks keep nothing of a call that fails."""
+        take_switches(self.options.switches)
+        arguments = with_embeddings_on(self.context.device, kwargs)
         if self.options.has_callback:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
@@ -72,6 +77,7 @@ class PipelineCall:
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or not self.context.is_first:
                 stack.enter_context(_no_progress_bar(self.pipe))
+            stack.enter_context(_caches_reset_after_failure(self.pipe))
             return self.pipe(**arguments)
 
     def _pause_point(self) -> None:
@@ -134,6 +140,34 @@ class PipelineCall:
             if self.steps in preview_steps(self.options.previews, total):
                 latents = _latents_of(result, is_last=self.steps == total)
                 self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
+
+
+@contextmanager
+def _caches_reset_after_failure(pipe: Any) -> Iterator[None]:
+    """Reset diffusers' step caches after an exception, as a call does at its end: a cancelled one is in mid-steps."""
+    try:
+        yield
+    except BaseException:
+        for network in pipe.components.values():
+            if hasattr(network, "_reset_stateful_cache"):
+                network._reset_stateful_cache()
+        raise
+
+
+def with_embeddings_on(device: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a call with embeddings, and masks of them, on the device of this rank.
+
+    Some pipelines use them where they are, and a caller that is no rank has them on its own device or on the CPU.
+    Images stay: pipelines move them once they are prepared, which they are on the CPU.
+    """
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {
+        name: map_leaves(moved, value) if any(part in name for part in EMBEDDINGS) else value
+        for name, value in kwargs.items()
+    }
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:

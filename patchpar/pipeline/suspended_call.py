@@ -62,10 +62,10 @@ class SuspendedCall:
         return len(self.calls) // self.groups
 
     @classmethod
-    def of(cls, caller: CallController, pipeline: str, generators: tuple[TensorBytes, ...]) -> SuspendedCall:
+    def of(
+        cls, caller: CallController, journal: CallJournal, pipeline: str, generators: tuple[TensorBytes, ...]
+    ) -> SuspendedCall:
         """Return a job's call as it is now. `generators`: their states when the job began."""
-        journal = caller.journal
-        assert journal is not None
         calls, answers, reason = journal.calls, _answers(caller.answers), journal.why_not
         if answers is None:
             calls, answers, reason = (), (), "its callback has changed the pipeline by more than plain values"

@@ -223,7 +223,7 @@ class ImageGenerator:
         job.check()
         kept: UnfinishedCall = job.kept
         options["adapters"] = self.loras.adapters(call.loras)
-        suspended, kept.suspended = kept.suspended, None
+        suspended = kept.suspended
         arguments = seeded(call, seed)
         try:
             begun = self._submit(job, arguments, plan, ranks, resume=suspended, **options)

@@ -218,10 +218,9 @@ class Job:
     def _wait_again(self) -> None:
         self.is_suspending, self.suspensions = False, self.suspensions + 1
         self._on_suspend.clear()
-        if self._is_unwanted:
+        self._change(state="waiting", note="suspended")
+        if self._is_unwanted:  # also if it was cancelled just before it waited, which ended nothing
             self._end_with(Cancelled(), state="cancelled")
-        else:
-            self._change(state="waiting", note="suspended")
 
     def abandon(self, reason: Cancelled | None = None) -> None:
         """End a job that was cancelled and goes on all the same: whoever waits for its outcome has it now."""

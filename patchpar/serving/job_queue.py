@@ -159,6 +159,7 @@ class WorkQueue:
                 self._take_back(job)
                 self._update_positions()
                 self._changed.notify_all()
+            del job  # else its result would stay in memory until the next one
         with self._changed:
             self._threads -= 1
             if self._threads == 0:

@@ -53,14 +53,20 @@ def journaled(job: Job, source: JobSource, kept: KeptJob | None, model: str) -> 
 
 
 def write_journal(journal: RequestJournal, jobs: Sequence[Job], kept: KeptJobs, model: str) -> None:
-    """Write down jobs that have not ended, for the next server. Whoever waits for one is told its ID."""
+    """Write down jobs that have not ended, for the next server. Whoever waits for one is told its ID.
+
+    One that cannot be written is lost, unless an earlier server has written it: the next one begins with that.
+    """
     for job in jobs:
         if not isinstance(job.source, JobSource):
             continue  # of no request
+        known = kept.of(job)
         try:
-            entry = journaled(job, job.source, kept.of(job), model)
+            entry = journaled(job, job.source, known, model)
             journal.save(entry)
         except Exception:  # the others are written all the same
             log.exception("a request of %s could not be written to the journal", job.source.route)
-            continue
-        job.abandon(Journaled(entry.id))
+            if known is not None and journal.holds(known.id):
+                job.abandon(Journaled(known.id))
+        else:
+            job.abandon(Journaled(entry.id))

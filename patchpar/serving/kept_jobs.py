@@ -13,6 +13,7 @@ from typing import Any, Literal
 from patchpar.errors import PatchparError
 from patchpar.serving.job import Cancelled, Job, Journaled
 from patchpar.serving.partial_images import CompletedImage
+from patchpar.serving.refusals import loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import KeptResults
 
@@ -120,10 +121,13 @@ def new_id(kind: Kind) -> str:
 
 
 class KeptJobs:
-    """The kept jobs of a server. Results go one after another through a thread that encodes them."""
+    """The kept jobs of a server. Results go one after another through a thread that encodes them.
 
-    def __init__(self, limits: KeptResults) -> None:
-        self._limits = limits
+    `is_complete`: else those of an earlier server are still to come, and what is not there yet is no reason for a 404.
+    """
+
+    def __init__(self, limits: KeptResults, is_complete: bool = True) -> None:
+        self._limits, self.is_complete = limits, is_complete
         self._jobs: dict[str, KeptJob] = {}
         self._keys: dict[tuple[str, str], tuple[str, bytes]] = {}
         self._lock = threading.RLock()
@@ -170,10 +174,12 @@ class KeptJobs:
                 self._keys[kept.work.owner, kept.key] = kept.id, kept.digest
 
     def get(self, name: str, kind: Kind, owner: str) -> KeptJob:
-        """Return a job by its ID. Raises RequestError, 404, also for that of another owner."""
+        """Return a job by its ID. Raises RequestError: 404, also for another owner's; 503 for one still to come."""
         with self._lock:
             self._sweep()
             found = self._jobs.get(name)
+        if found is None and not self.is_complete:
+            raise loading()
         if found is None or found.work.kind != kind or found.work.owner != owner:
             raise RequestError(
                 f"there is no {kind} {name[:80]!r}: it has expired, was deleted, or never was",
@@ -183,7 +189,9 @@ class KeptJobs:
         return found
 
     def all_of(self, kind: Kind, owner: str) -> list[KeptJob]:
-        """Return the jobs of an owner, the oldest first."""
+        """Return the jobs of an owner, the oldest first. Raises RequestError, 503, while some are still to come."""
+        if not self.is_complete:
+            raise loading()
         with self._lock:
             self._sweep()
             return [each for each in self._jobs.values() if each.work.kind == kind and each.work.owner == owner]

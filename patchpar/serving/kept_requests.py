@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EarlierCall:
-    """What is known of a call that an earlier server has made. `size`: unknown, its result has one."""
+    """What is kept of a call that has ended. `size`: unknown of one of an earlier server, whose result has one."""
 
     seed: int
     size: tuple[int, int] = (0, 0)
@@ -41,7 +41,7 @@ class EarlierCall:
 
 @dataclass(frozen=True, slots=True)
 class EarlierRequest:
-    """A request that an earlier server has finished."""
+    """A request that has ended, also in an earlier server."""
 
     call: EarlierCall
 
@@ -106,6 +106,7 @@ def take_up(service: ImageService) -> int:
             count += 1
         except (RequestError, ValueError) as error:  # pydantic's are ValueErrors
             log.warning("%s stays in the journal, since this server refuses it: %s", entry.id, error)
+    service.kept.is_complete = True
     return count
 
 
@@ -159,5 +160,8 @@ def _stored(service: ImageService, wanted: Any, calls: list[QueuedImages], name:
 
 
 def _ended(service: ImageService, kept: KeptJob) -> None:
+    """Keep nothing of a job but its result: neither the images or frames of which that was made, nor uploads."""
+    queued: QueuedImages = kept.work.call[0]
+    kept.work.call[0] = EarlierRequest(EarlierCall(queued.call.seed, queued.call.size))
     if service.journal is not None and not isinstance(kept.error, Journaled):
         service.journal.remove(kept.id)

@@ -31,6 +31,8 @@ from patchpar.serving.uploaded_image import MAX_PIXELS, Uploads
 
 FORMAT = 1
 NAME = re.compile(r"(job|video)_[0-9a-f]{24}")
+PART, OLD = ".part", ".old"
+"""Ends of the names of folders that are being written, and of those that they replace."""
 REQUEST, CALL, MASK = "request.json", "call.safetensors", "mask.png"
 log = logging.getLogger(__name__)
 
@@ -93,31 +95,62 @@ class RequestJournal:
         except OSError as error:
             log.warning("--journal %s cannot be locked (%s): let no other server use it", folder, error.strerror)
             return
-        for path in folder.glob(".*.part"):  # of a server that was killed
+        self._recover()
+
+    def _recover(self) -> None:
+        """Clear up what a server has left that was killed while it wrote: each request is as it was, or as it is."""
+        for path in self._folder.glob(f".*{OLD}"):
+            target = self._folder / path.name[1 : -len(OLD)]
+            if target.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.replace(target)
+        for path in self._folder.glob(f".*{PART}"):
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Let another server use the folder. Idempotent."""
         self._unlock()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is neither a request nor a result."""
+        return not self._folders()
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of requests and results, in the order of their names."""
+        return sorted(path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir())
+
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Give a folder to write into, which stands under `name` afterwards, instead of what was there."""
-        target, part = self._folder / name, self._folder / f".{name}.part"
+        """Give a folder to write into, which stands under `name` afterwards, instead of what was there.
+
+        What was there stays until the new one stands, and stays if it cannot be written.
+        """
+        target, part, old = (self._folder / each for each in (name, f".{name}{PART}", f".{name}{OLD}"))
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(mode=0o700)
-        yield part
-        shutil.rmtree(target, ignore_errors=True)
+        try:
+            yield part
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)  # else it would take the room that others need
+            raise
+        if target.exists():
+            target.replace(old)
         part.replace(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a request of this ID."""
+        return (self._folder / name / REQUEST).exists()
 
     def read(self, file: str, read: Callable[[Path], Written], served: str) -> list[Written]:
         """Return what `read` makes of each folder with such a file, in the order of their names.
 
         What cannot be read stays where it is, and the log says why. Raises PlanError for another model than `served`.
         """
-        folders = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         found = []
-        for path in sorted(path for path in folders if (path / file).exists()):
+        for path in (each for each in self._folders() if (each / file).exists()):
             try:
                 found.append(read(path))
             except (PlanError, OSError, KeyError, TypeError, ValueError) as error:

@@ -109,13 +109,23 @@ class JobScheduler:
         return RunningRequest(request=request, degree=job.takes, end=now + request.costs.seconds(degree, request.steps))
 
 
-def check_not_late(facts: JobFacts) -> None:
-    """Raise RequestError, 504, for a job whose deadline has passed while it waited."""
-    late = time.monotonic() - facts.deadline
-    if late > 0:
+def check_not_late(job: Job) -> None:
+    """Raise RequestError, 504, for a job whose deadline has passed while it waited. One that has begun goes on."""
+    late = time.monotonic() - job.facts.deadline
+    if late > 0 and not job.suspensions:
         raise RequestError(
             f"deadline_ms: the deadline passed {late:.2g} s before devices were free: allow more time, or come later",
             status=504,
             param="deadline_ms",
             code="deadline_missed",
         )
+
+
+def ends_late(job: Job) -> bool:
+    """Return whether a job that has joined another one is late; it ends then."""
+    try:
+        check_not_late(job)
+    except RequestError as error:
+        job.fail(error)
+        return True
+    return False

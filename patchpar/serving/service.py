@@ -1,6 +1,7 @@
 """What a server does, without HTTP: loads a model, checks and queues requests, keeps results, drains."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.refusals import RETRY_SECONDS, draining, loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import RequestJournal
-from patchpar.serving.scheduler import JobFacts, JobScheduler, check_not_late
+from patchpar.serving.scheduler import JobFacts, JobScheduler, check_not_late, ends_late
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.settings import ServedModel, ServerSettings
@@ -46,12 +47,13 @@ class ImageService:
     def __init__(self, generator: ImageGenerator, settings: ServerSettings) -> None:
         self.settings, self.generator = settings, generator
         self.metrics = ServerMetrics()
-        self.kept, self.videos = KeptJobs(settings.kept), VideoFiles(settings.kept.folder)
+        self.journal: RequestJournal | None = None if settings.journal is None else RequestJournal(settings.journal)
+        is_complete = self.journal is None or self.journal.is_empty
+        self.kept, self.videos = KeptJobs(settings.kept, is_complete), VideoFiles(settings.kept.folder)
         self._devices = len(generator.served.devices)
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
         self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
         self._rules: CallRules | None = None
-        self.journal: RequestJournal | None = None if settings.journal is None else RequestJournal(settings.journal)
         self._is_draining = False
         self._seconds = float(RETRY_SECONDS)  # of the last request
         self.metrics.watch(queue_length=lambda: self.waiting, state=lambda: self.state)
@@ -79,7 +81,8 @@ class ImageService:
     @property
     def state(self) -> str:
         """One of loading, ready, lost and draining."""
-        return "draining" if self._is_draining else self.generator.state
+        found = self.generator.state if self.kept.is_complete else "loading"
+        return "draining" if self._is_draining else found
 
     @property
     def waiting(self) -> int:
@@ -122,7 +125,7 @@ class ImageService:
 
         `kept`: what an earlier server has of it.
         """
-        rules = self._open_rules(request)
+        rules = self._open_rules(request, is_earlier=kept is not None)
         if self.generator.makes_videos:
             raise RequestError("this model makes videos: use /v1/videos", code="unsupported_model", param="model")
         call = rules.call_of(request, uploads)
@@ -139,7 +142,7 @@ class ImageService:
         kept: UnfinishedCall | None = None,
     ) -> QueuedImages:
         """Check and queue a request for a video. Raises as `submit` does."""
-        rules = self._open_rules(request)
+        rules = self._open_rules(request, is_earlier=kept is not None)
         if not self.generator.makes_videos:
             raise RequestError(
                 "this model makes images: use /v1/images/generations", code="unsupported_model", param="model"
@@ -148,11 +151,12 @@ class ImageService:
         source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
         return QueuedImages(call, self._queued(source, call, lambda job: self._video(job, call), kept))
 
-    def _open_rules(self, request: PipelineFields) -> CallRules:
+    def _open_rules(self, request: PipelineFields, *, is_earlier: bool) -> CallRules:
+        """Return the rules. Raises RequestError. `is_earlier`: of the journal, which comes before new requests."""
         self.check_name(request.model or self.name)
         if self._is_draining:
             raise draining()
-        if self._rules is None:
+        if self._rules is None or not (is_earlier or self.kept.is_complete):
             raise loading()
         return self._rules
 
@@ -173,7 +177,8 @@ class ImageService:
                 kept=kept,
             )
         except QueueFull as error:
-            raise RequestError(str(error), status=503, code="queue_full", retry_after=self._wait_seconds()) from None
+            seconds = max(1, min(MAX_RETRY_SECONDS, round(self._seconds)))  # the queue is likely to be shorter then
+            raise RequestError(str(error), status=503, code="queue_full", retry_after=seconds) from None
         except QueueClosed:
             raise draining() from None
 
@@ -235,22 +240,27 @@ class ImageService:
         self.generator.close()
 
     def _batch(self, job: Job) -> GeneratedImages:
-        """Make the images of a job and of those that have joined it. Each has an event of its own image."""
-        calls = [each.source.call for each in (job, *job.peers)]
+        """Make the images of a job and of those that have joined it. Each has an event of its own image.
+
+        One that is late ends alone: if it is the job itself, the others wait again.
+        """
+        check_not_late(job)
+        joined = (job, *(peer for peer in job.peers if not ends_late(peer)))
+        calls = [each.source.call for each in joined]
         try:
             made: list[GeneratedImages] = self._run(job, lambda: self.generator.generate_batch(job, calls))
         except (Cancelled, Suspended):
             raise  # those who have joined wait again
         except Exception as error:
             if is_out_of_memory(error):
-                for each in (job, *job.peers):
+                for each in joined:
                     each.facts = replace(each.facts, batch_key=None)  # alone it may fit
                 raise Suspended from error
-            for peer in job.peers:
+            for peer in joined[1:]:
                 peer.fail(error)
             raise
         self.metrics.observe_batch(len(made))
-        for each, images in zip((job, *job.peers), made, strict=True):
+        for each, images in zip(joined, made, strict=True):
             each.send(completed(images))
             if each is not job:
                 each.finish(images)
@@ -260,11 +270,13 @@ class ImageService:
     def _images(self, job: Job, call: ImageCall) -> GeneratedImages:
         if job.peers:
             return self._batch(job)
+        check_not_late(job)
         images: GeneratedImages = self._run(job, lambda: self.generator.generate(job, call))
         self._ended(job, images.runs)
         return images
 
     def _video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+        check_not_late(job)
         video: GeneratedVideo = self._run(job, lambda: self.generator.generate_video(job, call))
         self._ended(job, [video.run])
         return video
@@ -276,8 +288,6 @@ class ImageService:
             self.scheduler.costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
 
     def _run(self, job: Job, generate: Callable[[], Any]) -> Any:
-        if not job.suspensions:  # one that has begun goes on
-            check_not_late(job.facts)
         try:
             return generate()
         except (WorkerError, LaunchError):
@@ -286,11 +296,5 @@ class ImageService:
 
     def _repair(self, takes: int) -> None:
         """Start lost workers before anything else takes their devices; requests on other devices go on meanwhile."""
-        try:
+        with suppress(QueueClosed):
             self._queue.put_first(self.generator.repair, takes=takes)
-        except QueueClosed:
-            return
-
-    def _wait_seconds(self) -> int:
-        """Return the seconds until the queue is likely to be shorter: those of the last request, for Retry-After."""
-        return max(1, min(MAX_RETRY_SECONDS, round(self._seconds)))

@@ -9,7 +9,6 @@ With constant costs this gives FPS = F / max(stage, link) and TTFF = S c + v + l
 table 5).
 """
 
-import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -25,21 +24,23 @@ from patchpar.stream.plan import StreamPlan, plans
 class StreamCosts:
     """Costs in seconds. `step`: one denoising step of a block. `decode`: one block. `link`: one block to the next rank.
 
-    `frames`: images per block. `inner_speedup`: speedup of a step for each doubling of its ranks. `jitter`: one-sided
-    spread of every cost, as a fraction. `source`: seconds between blocks of live audio; 0 if all audio is there at the
-    start. Raises PlanError.
+    `frames`: images per block. `exchange`: what ranks that share a step exchange, if a whole block's were sent over one
+    of their links: see StreamFolder.exchange_bytes; None if that is not known. `jitter`: one-sided spread of every
+    cost, as a fraction. `source`: seconds between blocks of live audio; 0 if all audio is there at the start. Raises
+    PlanError.
     """
 
     step: float
     decode: float
     frames: int
     link: float = 0.0
-    inner_speedup: float = 1.6
+    exchange: float | None = None
     jitter: float = 0.0
     source: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.step, self.decode, self.link, self.source, self.jitter) < 0 or self.step + self.decode == 0:
+        least = min(self.step, self.decode, self.link, self.source, self.jitter, self.exchange or 0.0)
+        if least < 0 or self.step + self.decode == 0:
             raise PlanError(f"{self}: costs must be at least 0, and step or decode above 0")
         if not is_whole(self.frames):
             raise PlanError(f"frames={self.frames!r}: it must be a whole number of at least 1")
@@ -69,11 +70,22 @@ class StreamForecast:
 
 
 def stage_seconds(plan: StreamPlan, costs: StreamCosts) -> tuple[float, ...]:
-    """Return the seconds of one block on each stage."""
-    fraction = costs.inner_speedup ** math.log2(plan.inner)
-    return tuple(
-        len(stage.steps) * costs.step / fraction + (costs.decode if stage.decodes else 0.0) for stage in plan.stages
-    )
+    """Return the seconds of one block on each stage. Raises PlanError for a shared step whose exchange is not known."""
+    step = step_seconds(plan.inner, costs)
+    return tuple(len(stage.steps) * step + (costs.decode if stage.decodes else 0.0) for stage in plan.stages)
+
+
+def step_seconds(ranks: int, costs: StreamCosts) -> float:
+    """Return the seconds of a step that `ranks` ranks share. Raises PlanError if their exchange is not known.
+
+    Each computes 1/N of it, and sends (N - 1)/N of its own 1/N of the tokens, by all-to-all (DeepSpeed-Ulysses,
+    arXiv:2309.14509).
+    """
+    if ranks == 1:
+        return costs.step
+    if costs.exchange is None:
+        raise PlanError(f"{ranks} ranks share each step: exchange= is missing, the seconds of what they exchange")
+    return costs.step / ranks + costs.exchange * (ranks - 1) / ranks**2
 
 
 def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
@@ -144,10 +156,13 @@ def _forecast(
 def best_plan(steps: int, ranks: int, costs: StreamCosts, *, fps: float = 0.0) -> StreamPlan:
     """Return the plan for at most `ranks` ranks with the earliest first frame among those that reach `fps`.
 
-    If none reaches it, the one with the most frames per second. Ties: more frames per second, then fewer ranks.
+    If none reaches it, the one with the most frames per second. Ties: more frames per second, then fewer ranks. Plans
+    that share a step are left out where what they exchange is not known.
     """
     known = []
     for plan in plans(steps, ranks):
+        if plan.inner > 1 and costs.exchange is None:
+            continue
         rate, first_frame = law(plan, costs)
         known.append((round(first_frame, 9), -round(rate, 9), plan.ranks, plan.sizes, plan))
     wanted = min(fps, max(-entry[1] for entry in known))

@@ -107,7 +107,7 @@ def description_of(model: tuple[str, Any, dict[str, Any]], folder: Path) -> Pipe
     return describe(load_pipeline(str(folder), {}))
 
 
-@pytest.mark.parametrize("name", DISTILLED)
+@pytest.mark.parametrize("name", first_of(DISTILLED, "sd-turbo", "FLUX.1-schnell"))
 def test_models_that_are_distilled_have_few_steps_and_no_guidance(name: str, tmp_path: Path) -> None:
     model = description_of(DISTILLED[name], tmp_path)
     found = defaults_of("org/name", model)

@@ -21,7 +21,9 @@ from app.requests import GenerateRequest
 from app.saved_video import SavedVideo
 from app.talking_face import TalkingFaceJob, TalkingFaceRequest
 from app.video_file import VideoFile
+from app.workers import AppConfig, AppWorkers
 from patchpar import PlanError
+from patchpar.launch.devices import resolve_devices
 from tests.unit.test_image_file import huge_png
 
 from .fakes import FakePipeline, FakeWorkers
@@ -266,6 +268,17 @@ def test_a_face_talks_until_it_is_stopped(queue: JobQueue, saved: Path) -> None:
         assert len([*container.decode(container.streams.video[0])]) == 8
         assert container.streams.video[0].average_rate == face.config.fps
         assert len(container.streams.audio) == 1
+
+
+def test_a_face_of_the_hub_that_does_not_exist_is_a_sentence(
+    queue: JobQueue, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    workers = AppWorkers(AppConfig(devices=resolve_devices(["cpu"]), face="org/none"))
+    job = TalkingFaceJob(workers, TalkingFaceRequest(), StreamControls(), VideoFeed(), SavedVideo(saved))
+    view = over(queue.submit("A", "stream", job.run))
+    assert view.state == "failed"
+    assert "'org/none' is no folder here, and as a name it could not be downloaded" in view.error
 
 
 def test_a_video_has_an_end() -> None:

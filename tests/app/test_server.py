@@ -188,7 +188,7 @@ def test_without_a_gpu_there_are_two_cpu_workers() -> None:
         (["--host", "0.0.0.0"], "everybody who reaches this machine"),
         (["--model", "nowhere"], "'nowhere' is no model"),
         (["--devices", "gpu"], "is not a device"),
-        (["--face", "nowhere"], "--face nowhere: there is no such folder"),
+        (["--face", "nowhere"], "--face nowhere: there is no such folder; give one, or a hub name such as org/model"),
         (["--auth", "ann"], "--auth: give NAME:PASSWORD"),
     ],
 )

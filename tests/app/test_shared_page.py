@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
 
+from app.feeds import LiveFeed
 from app.server import Address
 from app.shared_page import SharedPage
 from app.workers import AppConfig
@@ -75,6 +77,12 @@ def test_the_page_is_served_beside_the_routes(served: Any) -> None:
     assert client.get("/app/config").status_code == 401
     foreign = client.post("/app/gradio_api/queue/join", json={}, headers={"Origin": "http://evil.example"})
     assert foreign.status_code == 403
+    feed = page.state.feeds.add(LiveFeed())  # browsers send no keys; the name of a stream is its secret
+    with client.websocket_connect(f"ws://127.0.0.1{feed.address}/video") as socket:
+        socket.send_json({"type": "audio_begin", "rate": 500})
+        assert "500 samples per second" in socket.receive_json()["message"]
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("ws://127.0.0.1/v1/streams/a"):
+        pass
 
 
 @pytest.mark.parametrize(

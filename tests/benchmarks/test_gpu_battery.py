@@ -114,7 +114,7 @@ def part_program(tmp_path: Path, body: str) -> None:
 def test_a_part_in_its_own_process(tmp_path: Path, body: str, ok: bool, says: str) -> None:
     """Rows that were written before it was cut off or broke are kept."""
     part_program(tmp_path, body)
-    outcome = run_part(PARTS[0], sys.executable, "cpu", 6.0 if "sleep" in body else 100.0, tmp_path)
+    outcome = run_part(PARTS[0], sys.executable, "cpu", 4.0 if "sleep" in body else 100.0, tmp_path)
     assert outcome.ok == ok
     assert says in outcome.error
     assert [row["a"] for row in outcome.rows] == ([1] if body != "pass" else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import socket
@@ -346,7 +347,30 @@ def test_a_dry_run_says_who_would_do_what_and_how_fast(folder: Path) -> None:
     assert run("--model", folder, "--dry-run", "--devices", "4").exit_code == 2  # 3 ranks for 2 steps
 
 
-@pytest.mark.parametrize("text", ["step", "step=a,decode=1", "step=1", "step=1,decode=1,colour=2"])
+def test_ranks_that_share_a_step_are_priced_by_the_link_between_them(folder: Path) -> None:
+    words = ("--model", folder, "--dry-run", "--devices", 5)
+    assert "ranks that share a step: each sends " in run(*words).stdout
+    refused = run(*words, "--costs", "step=0.1,decode=0.05")
+    assert refused.exit_code == 2
+    assert "add the rate between them to --costs" in " ".join(refused.stderr.replace("│", " ").split())
+    found = json.loads(run(*words, "--json").stdout)["bytes_exchanged"]
+    text = json.loads((folder / "transformer" / "config.json").read_text())
+    width = text["num_attention_heads"] * text["attention_head_dim"]
+    stream, vae = (json.loads((folder / name).read_text()) for name in ("stream.json", "vae/config.json"))
+    area = math.prod(stream[side] // vae["scale_factor_spatial"] for side in ("height", "width"))
+    tokens = stream["blocks"]["frames"] * area // math.prod(text["patch_size"])
+    assert found == text["num_layers"] * 4 * tokens * width * 2 / 4
+    slow, fast = (
+        json.loads(run(*words, "--json", "--costs", f"step=0.1,decode=0.05,rate={found / seconds / 1e9}").stdout)
+        for seconds in (0.15, 0.01)
+    )
+    assert slow["forecast"]["fps"] == pytest.approx(4 / 0.2, rel=0.03)
+    assert fast["forecast"]["fps"] == pytest.approx(4 / 0.06, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "text", ["step", "step=a,decode=1", "step=1", "step=1,decode=1,colour=2", "step=1,decode=1,rate=0"]
+)
 def test_costs_that_are_none(text: str) -> None:
     with pytest.raises(PlanError, match=f"--costs {text}"):
         parse_costs(text)

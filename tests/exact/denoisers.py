@@ -10,6 +10,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from tests.tiny.copies import Copies
 from tests.tiny.weights import enliven, seeded
 
 FRAMES, TOKENS, WIDTH = 3, 7, 32
@@ -31,6 +32,8 @@ _PLAIN = {
     "norm_num_groups": 8,
 }
 Call = Callable[[int, int], dict[str, Any]]
+COPIES = Copies()
+"""Of the denoisers that this process has built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,10 @@ class Kind:
 
 def build(name: str) -> nn.Module:
     """The same weights every time, CPU, fp32."""
+    return COPIES.of(name, lambda: _built(name))
+
+
+def _built(name: str) -> nn.Module:
     with seeded():
         return enliven(KINDS[name].build().eval().requires_grad_(False))
 

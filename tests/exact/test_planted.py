@@ -52,7 +52,6 @@ def test_what_treats_each_image_alone_is_exact_with_prompts_on_several_ranks(
             ("noise", TWO, "before"),
         ],
         ("batch, later", TWO, "before"),
-        ("parity", THREE | UNGUIDED, "before"),
     ),
     ids=str,
 )
@@ -135,7 +134,6 @@ def test_without_the_comparison_patches_are_silently_wrong(ranks: Any, tmp_path:
             ("data=2", TWO | UNGUIDED, True),
         ],
         ("patch=2", {}, True),
-        ("cfg=2", {}, True),
     ),
     ids=str,
 )

@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change"), first_of(CASES, ("sd", "sliced"), ("sdxl", "cosines")))
+@pytest.mark.parametrize(("name", "change"), first_of(CASES, ("sdxl", "cosines")))
 def test_in_bands(ranks: Any, name: str, change: str) -> None:
     """Rows on two ranks, columns on three: the keys are everybody's, in the order of the whole image."""
     for world, size in ((2, (12, 8)), (3, odd_size(name, 3)[::-1])):

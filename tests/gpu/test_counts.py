@@ -123,8 +123,6 @@ DAILY = {
     ("sdxl", "fresh-edges"),
     ("sdxl", CFG),
     ("flux", "exact"),
-    ("flux", "exact:ulysses=4"),
-    ("flux", "displaced"),
     ("flux", "fresh-edges"),
     ("flux", "fresh-edges:context=pooled"),
 }

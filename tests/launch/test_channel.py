@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +19,11 @@ from typing import Any
 import pytest
 
 from patchpar.launch import process as process_module
-from patchpar.launch.channel import Channel, ChannelFrame, FrameKind
+from patchpar.launch import worker as worker_module
+from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.process import ProcessWork
+from patchpar.launch.worker import Worker, WorkerContext
 
 LARGE = EncodedMessage(stream=os.urandom(4 << 20))  # more than the buffers of a socket hold
 
@@ -84,3 +89,124 @@ def test_a_process_that_waits_for_a_core_has_work(
     work.process = SimpleNamespace(pid=77)  # type: ignore[assignment]
     assert work.has_grown(), "7 ticks, of which nothing was known"
     assert work.has_grown() == is_working
+
+
+def test_after_a_frame_that_was_read_in_part_no_other_follows() -> None:
+    """It would be read as the rest of that frame, and what then comes as anything at all."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, send_timeout=0.1)
+        with pytest.raises(TimeoutError):
+            channel.send(ChannelFrame(FrameKind.MESSAGE, 1, LARGE))
+        theirs.setblocking(False)
+        while select.select([theirs], [], [], 0)[0]:
+            theirs.recv(1 << 20)
+        with pytest.raises(TimeoutError, match="earlier message"):
+            channel.send(ChannelFrame(FrameKind.PING, 1))
+        assert not select.select([theirs], [], [], 0)[0]
+        channel.close()
+
+
+def test_an_end_that_is_closed_is_so_for_every_frame() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, send_timeout=0.1)
+    theirs.close()
+    for _ in range(2):
+        with pytest.raises(ChannelClosed):
+            channel.send(ChannelFrame(FrameKind.PING, 1))
+    channel.close()
+
+
+def test_an_end_from_which_nothing_has_come_after_all_is_not_closed() -> None:
+    """The system may say that there is something to read where there is nothing."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, send_timeout=0.1)
+    assert list(channel.receive_ready()) == []
+    Channel(theirs).send(ChannelFrame(FrameKind.PONG, 1))
+    assert [frame.kind for frame in channel.receive_ready()] == [FrameKind.PONG]
+    channel.close()
+    theirs.close()
+
+
+def test_the_block_of_a_frame_of_which_a_part_has_come_is_freed() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as file:
+        channel = Channel(ours)
+        socket.send_fds(theirs, [b"half"], [file.fileno()])
+        assert list(channel.receive_ready()) == []
+        (descriptor,) = channel._descriptors
+        channel.close()
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(descriptor)
+
+
+def test_a_block_for_which_there_is_no_descriptor_left_is_not_another_ones() -> None:
+    """The system drops a descriptor then: the next frame's would be taken for it."""
+    resource = pytest.importorskip("resource")
+    ours, theirs = socket.socketpair()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with theirs, tempfile.TemporaryFile() as file:
+        channel = Channel(ours)
+        socket.send_fds(theirs, [b"frame"], [file.fileno()])
+        free = os.dup(file.fileno())
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            with pytest.raises(OSError, match="ulimit"):
+                list(channel.receive_ready())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        channel.close()
+
+
+def worker_on(end: socket.socket) -> Worker:
+    config: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", deadline=1.0, session_key=b"")
+    heartbeat: Any = SimpleNamespace(beat=None, waiting=contextlib.nullcontext(), show_work=lambda: None)
+    channel = Channel(end)
+    return Worker(channel, config, WorkerContext(config, channel, heartbeat))
+
+
+@pytest.mark.parametrize("kind", [FrameKind.PING, FrameKind.HOLD])
+def test_a_worker_reads_on_while_its_caller_does_not(kind: FrameKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may be about to send more than the buffers hold: each would wait for the other to read."""
+    monkeypatch.setattr(worker_module.os, "_exit", lambda code: None)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    for size in (1 << 16, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                theirs.send(bytes(size))
+    theirs.setblocking(True)
+    worker, caller = worker_on(theirs), Channel(ours)
+    threads = [threading.Thread(target=each) for each in (worker._read, worker._send_answers)]
+    for thread in threads:
+        thread.start()
+    caller.send(ChannelFrame(kind, 1))
+    caller.send(ChannelFrame(FrameKind.CALL, 2))
+    try:
+        assert worker._calls.get(timeout=20).request == 2
+    finally:
+        caller.close()
+        worker._context.answers.put(ChannelFrame(FrameKind.PONG, 3))
+        for thread in threads:
+            thread.join(20)
+        theirs.close()
+
+
+def test_a_worker_whose_reader_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(worker_module.os, "_exit", codes.append)
+    ours, theirs = socket.socketpair()
+    Channel(ours).send(ChannelFrame(FrameKind.LINK, 0, EncodedMessage(stream=b"no descriptor")))
+    worker = worker_on(theirs)
+    with contextlib.suppress(AssertionError):
+        worker._read()
+    assert codes == [1]
+    assert "Traceback" in capsys.readouterr().err
+    ours.close()
+    worker._read()
+    assert codes == [1, 0], "its caller has ended"
+    assert capsys.readouterr().err == ""
+    theirs.close()

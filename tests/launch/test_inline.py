@@ -7,9 +7,9 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.torchrun import TorchrunExecutor
-from tests.launch.conftest import TOY
+from tests.launch.conftest import PLAIN, TOY
 from tests.launch.fake_gpus import FakeGpus, pretend
-from tests.launch.plain import Strange
+from tests.launch.plain import PlainEngine, Strange
 
 
 @pytest.fixture
@@ -46,6 +46,35 @@ def test_events_and_questions(inline):
 
     with pytest.raises(Strange, match="the caller's own"):
         inline.call("converse", 1, on_ask=refuse)
+
+
+def test_a_call_within_a_call_takes_neither_messages_nor_deadline_from_it():
+    class Engine(PlainEngine):
+        def hear(self):
+            self.context.emit("now")
+            return self.context.receive(0.0), self.context.deadline
+
+    def meanwhile(rank, event):
+        executor.call("rank", on_start=lambda send: send(0, "of the inner call"), expected=30.0)
+        senders[0](0, "of the outer call")
+
+    senders = []
+    with InlineExecutor("cpu", PLAIN, deadline=7.0) as executor:
+        executor._engine = Engine(executor._context)
+        found = executor.call("hear", on_event=meanwhile, on_start=senders.append)
+    assert found == [("of the outer call", 7.0)]
+
+
+def test_a_call_that_cannot_begin_leaves_its_functions_to_nobody(inline):
+    def refuse(send):
+        raise Strange("not now")
+
+    heard = []
+    with pytest.raises(Strange):
+        inline.call("count", 1, on_event=lambda *event: heard.append(event), on_start=refuse)
+    inline.call("count", 1)
+    assert heard == []
+    assert inline._context.callbacks.on_event is None
 
 
 def test_expected_time_lengthens_the_deadline(inline):

@@ -3,11 +3,14 @@
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from patchpar.launch import links
+from patchpar.launch.links import PeerLink
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN
 
@@ -93,3 +96,28 @@ def test_links_are_closed_where_they_were_made_and_once_is_enough():
         executor.start()
     if before:
         assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+@pytest.mark.parametrize("makes", ["offers", "accepts"])
+def test_a_line_that_is_made_while_its_link_is_shut_ends_too(makes, monkeypatch):
+    """The call has failed on another rank: nobody will say anything on that line, which would be waited for."""
+    ends = socket.socketpair()
+    lower, higher = PeerLink(0, 1, ends[0]), PeerLink(1, 0, ends[1])
+    name, link = ("send_descriptor", lower) if makes == "offers" else ("receive_descriptor", higher)
+    done = getattr(links, name)
+
+    def shut_meanwhile(*args):
+        found = done(*args)
+        link.shut()
+        return found
+
+    if makes == "accepts":
+        offered = lower.offer(time.monotonic() + 5)
+    monkeypatch.setattr(links, name, shut_meanwhile)
+    with pytest.raises(ConnectionResetError, match="ended"):
+        (link.offer if makes == "offers" else link.accept)(time.monotonic() + 5)
+    if makes == "accepts":
+        offered.settimeout(5)
+        assert offered.recv(1) == b""
+    lower.close()
+    higher.close()

@@ -149,8 +149,8 @@ def test_expected_time_lengthens_the_deadline(pool):
 
 def test_work_longer_than_the_deadline_is_fine_while_it_gets_on(pool):
     pids = pool.pids
-    assert pool.call("work", 5, 0.5) == [5, 5]
-    assert pool.call("sleep", 2.5, expected=2.0) == [None, None]
+    assert pool.call("work", 6, 0.4) == [6, 6]
+    assert pool.call("sleep", 2.2, expected=2.0) == [None, None]
     assert pool.pids == pids
 
 
@@ -158,7 +158,7 @@ def test_a_slow_callback_makes_nobody_late(pool):
     pids = pool.pids
 
     def think(question):
-        time.sleep(2.5)
+        time.sleep(2.2)
         return question["value"]
 
     pool.call("converse", 1, on_ask=think)

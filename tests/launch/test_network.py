@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import hmac
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +23,17 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import AuthenticationError, ExchangeError
 from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import decode, encode
-from patchpar.launch.network.handshake import READY, ConnectionKeys, admit, introduce, session_key
+from patchpar.launch.network import tagged_socket
+from patchpar.launch.network.handshake import CLIENT, READY, ConnectionKeys, admit, introduce, session_key
 from patchpar.launch.network.listener import RankListener
 from patchpar.launch.network.network_link import NetworkLink
+from patchpar.launch.network.remote_rank import ReadyRank
+from patchpar.launch.network.remote_worker import RemoteStarter
 from patchpar.launch.network.stream_channel import StreamChannel
-from patchpar.launch.network.tagged_socket import TaggedSocket, connect_to
+from patchpar.launch.network.tagged_socket import RankAddress, TaggedSocket, connect_to
+from patchpar.launch.rendezvous import this_host
+from patchpar.launch.worker_output import FirstPrinter
+from patchpar.launch.worker_start import WorkerPoolSpec
 
 HERE, SECONDS = "127.0.0.1", 10.0
 KEY, OTHER = session_key(b"the secret", bytes(32)), session_key(b"the secret", bytes(31) + b"1")
@@ -85,6 +95,79 @@ def test_what_the_taker_sends_at_once_does_not_overtake_the_handshake(
         with connect_to(listener.address, "two", KEY, TOKEN, soon()) as link, taken.result(SECONDS) as other:
             other.sendall(b".")
             assert link.recv(6, socket.MSG_WAITALL) == b"first."
+
+
+def test_a_client_that_gives_up_before_it_is_taken_is_not_taken(listener: RankListener) -> None:
+    with listener._changed, socket.socket(socket.AF_UNIX) as client:
+        client.connect("\0" + listener.address.name)
+        client.sendall(TOKEN + bytes(32))
+        answer = client.recv(64, socket.MSG_WAITALL)
+        client.sendall(hmac.digest(KEY, CLIENT + TOKEN + bytes(32) + answer[:32], "sha256"))
+    for thread in threading.enumerate():
+        if thread.name == "patchpar-handshake":
+            thread.join(SECONDS)
+    with connect_to(listener.address, "one", KEY, TOKEN, soon()) as link, listener.take(TOKEN, soon()) as other:
+        link.sendall(b".")
+        assert other.recv(1) == b"."
+
+
+def test_who_connects_to_what_is_forgotten_is_told_so_and_leaves_nothing(listener: RankListener) -> None:
+    listener.forget(TOKEN)
+    with pytest.raises(ConnectionResetError):
+        connect_to(listener.address, "two", KEY, TOKEN, soon()).close()
+    assert not listener._arrived
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_last(listener: RankListener) -> None:
+    asked: list[int] = []
+
+    class Failing:
+        def accept(self) -> tuple[socket.socket, str]:
+            asked.append(1)
+            if len(asked) == 1:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "the client has gone meanwhile")
+            listener.close()
+            raise OSError(errno.EINVAL, "it does not listen any more")
+
+    listener._accept(Failing())  # type: ignore[arg-type]
+    assert len(asked) == 2
+
+
+def test_a_queue_of_this_node_that_is_full_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, accepted = secrets.token_hex(16), list[socket.socket]()
+    monkeypatch.setattr(tagged_socket, "introduce", lambda *_: ConnectionKeys(b"", b""))
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as before:
+        server.bind("\0" + name)
+        server.listen(0)
+        before.connect("\0" + name)
+        monkeypatch.setattr(tagged_socket.time, "sleep", lambda seconds: accepted.append(server.accept()[0]))
+        connect_to(RankAddress("one", HERE, 0, name), "one", KEY, TOKEN, soon()).close()
+    assert len(accepted) == 1
+    accepted[0].close()
+
+
+def test_ranks_that_have_been_connected_are_known_before_one_fails() -> None:
+    """What the pool does not know it cannot end."""
+    spec = WorkerPoolSpec(
+        devices=("cpu",) * 2, engine="engine:E", deadline=1.0, start_timeout=9.0, start_method="spawn", preload=()
+    )
+    nothing: Any = lambda *_: None  # noqa: E731
+    ready = ReadyRank(host=this_host(), pid=1, address=RankAddress("one", HERE, 1, ""))
+    actor: Any = SimpleNamespace(prepare=nothing, ready=lambda give_up: ready, kill=nothing)
+    actors: Any = SimpleNamespace(node="one", start=lambda ranks, give_up: dict.fromkeys(ranks, actor))
+    starter = RemoteStarter(spec, actors, spec.devices, secret_file=None, trusted_network=True)
+
+    def fail(frame: ChannelFrame) -> None:
+        raise MemoryError
+
+    def worker(rank: int, *_: Any) -> Any:
+        return SimpleNamespace(rank=rank, channel=SimpleNamespace(send=fail))
+
+    starter._connected = worker  # type: ignore[method-assign]
+    known: list[int] = []
+    with pytest.raises(MemoryError):
+        known.extend(each.rank for each in starter.start((0, 1), None, FirstPrinter()))
+    assert known == [0, 1]
 
 
 def test_who_lacks_the_key_is_refused_on_both_sides(listener: RankListener) -> None:
@@ -191,6 +274,23 @@ def test_a_frame_that_was_changed_on_the_way_is_not_read(lines: tuple[TaggedSock
         theirs.close()
 
 
+@pytest.mark.parametrize("at", [0, 7, 8, 11, 12, 43])
+def test_lengths_that_were_changed_on_the_way_are_waited_for_by_nobody(
+    lines: tuple[TaggedSocket, TaggedSocket], at: int
+) -> None:
+    StreamChannel(lines[0]).send(ChannelFrame(FrameKind.CALL, 1, encode("text")))
+    data = bytearray(lines[1].recv(1 << 16))
+    data[at] ^= 4
+    there, here = socket.socketpair()
+    with there:
+        there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+        theirs = StreamChannel(TaggedSocket(here, _same(lines[1])))
+        with pytest.raises(AuthenticationError, match="changed on the way"):
+            theirs.receive()
+        theirs.close()
+
+
 def _same(link: TaggedSocket) -> ConnectionKeys:
     """The keys of a connection."""
     return ConnectionKeys(link.sent._key, link.received._key)
@@ -243,8 +343,31 @@ def test_a_message_that_was_changed_is_not_used(lines: tuple[TaggedSocket, Tagge
             if not is_refused:
                 assert torch.equal(work.wait()[0][0], torch.arange(9.0))
                 continue
-            with pytest.raises((AuthenticationError, ExchangeError)):
+            with pytest.raises(AuthenticationError):
                 work.wait()
+
+
+@pytest.mark.parametrize("at", [0, 14, 15, 22, 23, 24, 87])
+def test_no_memory_is_taken_for_a_length_that_the_peer_has_not_sent(
+    lines: tuple[TaggedSocket, TaggedSocket], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """`at`: the changed byte of a head, of the kind, the two lengths, or a tag."""
+    first, _ = transports(lines)
+    first.send_recv([Outgoing((1,), (torch.arange(9.0),))], [], "there")
+    lines[1].setblocking(True)
+    data = bytearray(lines[1].recv(1 << 16))
+    data[at] ^= 4
+    taken, empty = [0], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **rest: taken.append(*size) or empty(*size, **rest))
+    there, here = socket.socketpair()
+    with there:
+        there.sendall(data)
+        other = SharedMemoryTransport(1, {}, torch.device("cpu"), 0.5)
+        other._lines[0] = PeerStream(0, TaggedSocket(here, _same(lines[1])))
+        with pytest.raises(AuthenticationError, match="rank 0 should have sent was changed"):
+            other.send_recv([], [Incoming(0, (TensorSpec((9,), torch.float32),))], "there").wait()
+        other.close()
+    assert max(taken) <= 64
 
 
 def test_a_peer_that_is_gone_is_named(lines: tuple[TaggedSocket, TaggedSocket]) -> None:

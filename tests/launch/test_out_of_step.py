@@ -47,6 +47,29 @@ def test_a_rank_that_was_late_is_not_waited_for_again(call):
         assert "rank 1 has not finished within" in str(error)
 
 
+def test_ranks_that_were_interrupted_are_refused(monkeypatch):
+    """Each is somewhere else in the call, and what the others have sent it would be read by the next call."""
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=0.5)
+
+    def interrupted(rank):
+        def interrupt(call):
+            raise KeyboardInterrupt
+
+        executors[rank]._run_here = interrupt
+        try:
+            executors[rank].call("rank")
+        except KeyboardInterrupt:
+            del executors[rank]._run_here
+            return "interrupted"
+
+    assert on_ranks(interrupted, range(2)) == ["interrupted"] * 2
+    for rank, error in enumerate(on_ranks(lambda rank: executors[rank].call("rank"), range(2))):
+        assert isinstance(error, LaunchError)
+        assert f"rank was ended by a KeyboardInterrupt on rank {rank}" in str(error)
+    for executor in executors:
+        executor.close()
+
+
 def test_a_failed_exchange_leaves_messages_even_where_all_ranks_are_at_the_same_point():
     failed, lost = take_down(ValueError("own")), take_down(ExchangeError("rank 1 is gone"))
     assert _step_lost("generate", [failed, failed], [b"4", b"4"]) == ""

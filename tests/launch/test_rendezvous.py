@@ -70,7 +70,7 @@ def test_who_does_not_come_is_named(name):
 
 
 def test_two_of_one_rank(name):
-    found = met(name, [1, 1, 0], 2, deadline=3.0)
+    found = met(name, [1, 1, 0], 2, deadline=2.0)
     errors = [each for each in found if isinstance(each, str)]
     assert len(errors) == 1
     assert "rank 1" in errors[0] or "rank 0 has not started" in errors[0]

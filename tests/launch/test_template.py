@@ -3,16 +3,23 @@
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from patchpar.errors import LaunchError, WorkerDied
-from patchpar.launch import templates
+from patchpar.launch import fork_request, templates
+from patchpar.launch import template as template_module
+from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
+from patchpar.launch.started_process import FreshProcess, ProcessRequest
 from patchpar.launch.template_process import assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
@@ -195,7 +202,7 @@ def test_an_idle_template_ends_and_the_next_worker_gets_another(monkeypatch):
     with LocalExecutor(["cpu"], PLAIN) as executor:
         executor.call("rank")
         [first] = pids_of(own)
-        executor.call("sleep", 1.5)
+        executor.call("sleep", 1.2)
         assert is_running(first), "it has a worker"
     assert all_gone([first])
     give_up = time.monotonic() + 20
@@ -291,3 +298,50 @@ def test_which_way_workers_start_and_why(monkeypatch):
     with LocalExecutor(["cpu"], PLAIN) as executor:
         assert executor.start_method.name == "spawn"
         assert executor.call("rank") == [0]
+
+
+def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(monkeypatch):
+    """Another pool of this process has given up a worker that did not exist yet."""
+    found = template_module.Template.__new__(template_module.Template)
+    requests, end = socket.socketpair()
+    found._users, found.is_retired = weakref.WeakSet(), False
+    found._requests, found._write_life = requests, requests
+    monkeypatch.setattr(template_module, "send_request", lambda *_: found.retire())
+    request = ProcessRequest(channel=0, output=1, inherit=(), environment={}, path=(), modules=())
+    worker = found.fork(request)
+    assert requests.fileno() >= 0
+    with pytest.raises(TemplateEnded):
+        found.fork(request)
+    assert requests.fileno() >= 0
+    worker.kill()
+    assert requests.fileno() < 0, "it has no worker any more"
+    end.close()
+
+
+def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatch):
+    """It is in an import that does not end, and the requests before this one fill the socket."""
+    monkeypatch.setattr(fork_request, "SEND_SECONDS", 0.1, raising=False)
+    requests, end = socket.socketpair()
+    request = fork_request.ForkRequest(numbers=(), path=("x" * (4 << 20),), modules=(), environment={})
+    with requests, end, ThreadPoolExecutor() as threads:
+        sent = threads.submit(fork_request.send_request, requests, request, [])
+        try:
+            with pytest.raises(TemplateEnded, match="no request"):
+                sent.result(20)
+        finally:
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def test_what_a_worker_has_started_is_killed_though_the_worker_has_just_ended():
+    """A signal to it must not reap it: then nobody could be sure whose its process group is."""
+    process = FreshProcess.__new__(FreshProcess)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE, start_new_session=True
+    ) as process._popen:
+        child = int(process._popen.stdout.readline())
+        while process.is_alive():
+            time.sleep(0.01)
+        process.terminate()
+        process.dump_stack()
+        process.kill()
+    assert all_gone([child])

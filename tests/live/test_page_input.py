@@ -128,8 +128,13 @@ def test_another_site_may_send_nothing(served: Inputs) -> None:
     for path in ("/video", "/camera"):
         with opened(screen, path, origin=screen.page.url):
             pass
-        with pytest.raises(InvalidStatus, match="403"), opened(screen, path, origin="http://evil.example"):
+        with pytest.raises(InvalidStatus) as refused, opened(screen, path, origin="http://evil.example"):
             pass
+        answer = refused.value.response
+        assert (answer.status_code, answer.body) == (
+            403,
+            b"this request was made by another page: open this one itself",
+        )
 
 
 def test_a_page_that_may_send_nothing(served: Inputs) -> None:

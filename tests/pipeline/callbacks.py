@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from diffusers.callbacks import PipelineCallback
 from diffusers.models.attention_processor import AttnProcessor2_0
 
@@ -15,6 +16,16 @@ class Darken(PipelineCallback):
 
     def callback_fn(self, pipeline: Any, step_index: int, timesteps: Any, callback_kwargs: Any) -> Any:
         return {**callback_kwargs, "latents": callback_kwargs["latents"] * 0.8}
+
+
+class NotesSwitches(PipelineCallback):
+    """Notes a switch of torch in the process of a rank, as an attribute of its pipeline."""
+
+    tensor_inputs = ("latents",)
+
+    def callback_fn(self, pipeline: Any, step_index: int, timesteps: Any, callback_kwargs: Any) -> Any:
+        pipeline.noted_allow_tf32 = torch.backends.cudnn.allow_tf32
+        return callback_kwargs
 
 
 class Halved:

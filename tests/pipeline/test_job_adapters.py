@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from patchpar import ParallelPipeline, PlanError
+from tests.breadth import first_of
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, generator, relative_error
@@ -16,7 +17,8 @@ CALL = {**QUICK, "output_type": "latent"}
 SECONDS = 120.0
 
 
-def test_adapters_of_a_job(reloaded: ParallelPipeline, loras: Path) -> None:
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "cfg=2"))  # bands with adapters are in exact/
+def test_adapters_of_a_job(reloaded: ParallelPipeline, loras: Path, plan: str) -> None:
     parallel, plain = reloaded, build("sdxl").pipe
     for pipe in (parallel, plain):
         for name in ("ink", "snow"):
@@ -31,7 +33,7 @@ def test_adapters_of_a_job(reloaded: ParallelPipeline, loras: Path) -> None:
             else:
                 plain.disable_lora()
             want = plain(**CALL, generator=generator())
-            job = parallel.submit(**CALL, ranks=(0, 1), plan="patch=2", adapters=adapters, generator=generator())
+            job = parallel.submit(**CALL, ranks=(0, 1), plan=plan, adapters=adapters, generator=generator())
             assert relative_error(job.result(SECONDS), want) <= EXACT
             assert relative_error(before, want) > 100 * EXACT
         assert parallel.get_active_adapters() == ["snow"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks import FirstBlockCacheConfig
 
 from patchpar import CallCancelled, ParallelPipeline, Plan, PlanError, WorkerDied
 from patchpar.plan.part_ratio import ratio_of
@@ -133,6 +134,24 @@ def test_a_job_in_this_process_leaves_its_default_generator_alone(one: ParallelP
     assert relative_error(*images) == 0.0
 
 
+def test_a_step_cache_keeps_nothing_of_a_call_that_has_failed() -> None:
+    """Else the first step of the next request would get the residuals of this one."""
+    plain = build("flux")
+    plain.pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+    arguments = {**plain.call_kwargs, "num_inference_steps": 2, "output_type": "latent"}
+    want = plain.pipe(**arguments, generator=generator())
+    pipe = build("flux").pipe
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no more")
+
+    with ParallelPipeline(pipe, devices="cpu") as parallel:
+        with pytest.raises(ValueError, match="no more"):
+            parallel(**arguments, generator=generator(5), callback_on_step_end=fails)
+        assert relative_error(parallel(**arguments, generator=generator()), want) == 0.0
+
+
 @pytest.fixture
 def one() -> Iterator[ParallelPipeline]:
     with ParallelPipeline(build("sdxl").pipe, devices="cpu") as pipe:
@@ -222,6 +241,7 @@ def test_a_task_that_is_cancelled_cancels_its_job(four: ParallelPipeline) -> Non
         job.result(SECONDS)
 
 
+@pytest.mark.breadth  # tests/launch/test_some_ranks holds the same of calls, test_recovery of a job that goes on
 def test_a_lost_rank_is_replaced_alone(four: ParallelPipeline, plain: Any) -> None:
     """A job on other ranks goes on meanwhile, and the next one on these ranks makes its image."""
     before = four._executor.pids

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,11 @@ from safetensors.torch import load_file
 
 from patchpar import CallSuspended, ParallelPipeline, PlanError, SuspendedCall
 from patchpar.pipeline.auto_plan import choose
+from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
+from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.messages import RecordedPrediction
 from patchpar.pipeline.startup import plan_of
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
 from tests.tiny import BUILDERS, RARER, Tiny, build
@@ -61,7 +67,9 @@ def recorded(pipe: ParallelPipeline, plan: Any = None, **arguments: Any) -> tupl
     job._caller.release = lambda: None
     job.start()
     output = job.result(SECONDS)
-    return output, SuspendedCall.of(job._caller, pipe.description.pipeline, job._generators)
+    journal = job._caller.journal
+    assert journal is not None
+    return output, job._as_it_is(journal)
 
 
 def cut(suspended: SuspendedCall, count: int) -> SuspendedCall:
@@ -250,6 +258,48 @@ def test_what_keeps_more_than_predictions_starts_from_the_beginning() -> None:
         assert suspended.calls == ()
         assert "transformer has a cache (FirstBlockCacheConfig)" in suspended.why_from_start
         pipe.submit(**arguments_of(tiny), resume=suspended).result(SECONDS)
+
+
+class Ending(CallController):
+    """Of a job that ends just after somebody has looked at it."""
+
+    @property
+    def journal(self) -> Any:
+        found, self.left = self.left, None
+        return found
+
+    @journal.setter
+    def journal(self, value: Any) -> None:
+        self.left = value
+
+
+def test_a_snapshot_of_a_job_that_ends_meanwhile() -> None:
+    caller = Ending(None, {"prompt": "a fox"}, kind="inline", output_module="")
+    caller.journal = CallJournal()
+    state: Any = SimpleNamespace(described=SimpleNamespace(pipeline="P"))
+    job = PipelineJob(state, caller, CallPlacement(rule=choose))
+    found = job.snapshot()
+    assert found is not None
+    assert (found.pipeline, found.num_calls) == ("P", 0)
+    assert job.snapshot() is None, "it has ended"
+
+
+def test_calls_are_not_cleared_while_another_thread_reads_them() -> None:
+    journal, threads = CallJournal(), list[threading.Thread]()
+
+    class Group(dict[int, Any]):
+        def __getitem__(self, number: int) -> Any:
+            threads.append(threading.Thread(target=journal.clear, args=("others",)))
+            threads[-1].start()
+            threads[-1].join(0.05)
+            return super().__getitem__(number)
+
+    call = RecordedPrediction(number=0, group=0, checksum=1, form=None, tensors=())
+    journal._by_group[0] = Group({0: call, 1: replace(call, number=1)})
+    assert [each.number for each in journal.calls] == [0, 1]
+    for thread in threads:
+        thread.join()
+    assert journal.calls == ()
 
 
 @pytest.fixture(scope="module")

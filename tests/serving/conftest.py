@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from patchpar import ParallelPipeline
+from patchpar.serving import generation
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.warm_up import warm_up_arguments
 from tests.serving.fakes import FakeGenerator
 from tests.serving.requests import client_of
+
+SMALL_SIDE = 128  # pixels: previews are fitted to the first image
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_warm_up() -> Iterator[None]:
+    """Servers of these tests make their first images, which nobody sees, smaller than the model does by itself."""
+
+    def small(*of: Any) -> tuple[dict[str, Any], tuple[int, int]]:
+        arguments, (width, height) = warm_up_arguments(*of)
+        if "image" in arguments or min(width, height) <= SMALL_SIDE:
+            return arguments, (width, height)
+        return {**arguments, "width": SMALL_SIDE, "height": SMALL_SIDE}, (SMALL_SIDE, SMALL_SIDE)
+
+    with patch.object(generation, "warm_up_arguments", small):
+        yield
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,6 +120,20 @@ def test_an_error_is_that_of_all(batches: Any) -> None:
     fake.gate.set()
     assert ended(client, names) == ["failed", "failed"]
     assert client.post(PATH, json={"prompt": "c"}).status_code == 200
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["the first", "one that joins"])
+def test_one_of_a_batch_that_is_late_ends_alone(batches: Any, late: int) -> None:
+    client, fake, service = batches
+    bodies: list[dict[str, Any]] = [{"prompt": "a", "priority": 1}, {"prompt": "b"}, {"prompt": "c"}]
+    names = queued(client, fake, service, bodies)
+    job = service.kept.get(names[late], "job", "").job
+    job.facts = replace(job.facts, deadline=time.monotonic() - 1)
+    fake.gate.set()
+    wanted = ["failed" if number == late else "completed" for number in range(3)]
+    assert ended(client, names) == wanted
+    assert client.get(f"/v1/jobs/{names[late]}").json()["error"]["code"] == "deadline_missed"
+    assert fake.batches == [[body["prompt"] for number, body in enumerate(bodies) if number != late]]
 
 
 def test_images_that_do_not_fit_together_are_made_alone(batches: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,26 @@ def test_a_result_that_nobody_has_fetched_is_there_in_the_next_server(servers: S
     assert list(servers.folder.iterdir()) == []
 
 
+def test_while_the_journal_is_not_read_nothing_of_it_is_unknown(servers: Servers) -> None:
+    """Who polls an ID, or sends a request again with its key, is told to wait: a 404 would be taken for the end."""
+    _, client, _ = servers.next()
+    key = {"Idempotency-Key": "mine"}
+    created = client.post(f"{PATH}?async=true", json=BODY, headers=key).json()["id"]
+    until(ended(client, created), "its end")
+    service, client, _ = servers.next()  # its model is loaded
+    for answer in (
+        client.get(f"/v1/jobs/{created}"),
+        client.get("/v1/jobs"),
+        client.post(f"{PATH}?async=true", json=BODY, headers=key),
+    ):
+        assert error_of(answer, 503)["code"] == "loading"
+        assert answer.headers["Retry-After"]
+    assert client.get("/health/ready").json() == {"status": "loading"}
+    take_up(service)
+    assert client.get("/health/ready").json() == {"status": "ready"}
+    assert client.post(f"{PATH}?async=true", json=BODY, headers=key).json()["id"] == created
+
+
 def test_results_expire_in_the_next_server(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     _, client, _ = servers.next()
     created = client.post(f"{PATH}?async=true", json=BODY).json()["id"]
@@ -141,6 +164,68 @@ def test_a_request_that_cannot_be_written_does_not_lose_the_others(
     assert fake.is_closed
     assert [each.name for each in servers.folder.iterdir()] == [names[1]]
     assert "could not be written to the journal" in caplog.text
+
+
+def test_what_an_earlier_server_has_written_stays_where_the_next_one_cannot_write(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, for example."""
+    fake: Any = FakeGenerator()
+    _, client, _ = servers.next(fake)
+    fake.gate.clear()
+    name = client.post(f"{PATH}?async=true", json=BODY).json()["id"]
+    assert fake.started.wait(20)
+    fake = FakeGenerator()
+    fake.gate.clear()
+    service, _, _ = servers.next(fake)
+    assert take_up(service) == 1
+    assert fake.started.wait(20)
+
+    def full(*_: Any) -> None:
+        raise OSError("no space is left on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("patchpar.serving.request_journal.json.dumps", full)
+        service.close()
+    assert [each.name for each in servers.folder.iterdir()] == [name], "and nothing half-written"
+    service, client, _ = servers.next()
+    assert take_up(service) == 1
+    until(ended(client, name), "it")
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_server_that_is_killed_while_it_writes_leaves_the_old_or_the_new(tmp_path: Path, moment: int) -> None:
+    """`moment`: before it sets the old folder aside, between that and the new one's name, and before it is deleted."""
+    journal = RequestJournal(tmp_path)
+    name = f"job_{'1' * 24}"
+    for text in ("old", "new"):
+        with pytest.MonkeyPatch.context() as patch:
+            if text == "new":
+                patch.setattr("patchpar.serving.request_journal.shutil.rmtree", stopping(shutil.rmtree, moment == 3))
+                patch.setattr(Path, "replace", stopping(Path.replace, moment < 3, moment))
+            with contextlib.suppress(Killed), journal.writing(name) as part:
+                (part / "request.json").write_text(text)
+    journal.close()
+    journal = RequestJournal(tmp_path)
+    assert (tmp_path / name / "request.json").read_text() == ("new" if moment == 3 else "old")
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+    journal.close()
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
+
+
+def stopping(function: Any, stops: bool, at: int = 2) -> Any:
+    """A function that ends the process at its call number `at`, if `stops`."""
+    calls = itertools.count(1)
+
+    def called(*args: Any, **options: Any) -> Any:
+        if stops and next(calls) >= at:
+            raise Killed
+        return function(*args, **options)
+
+    return called
 
 
 @pytest.mark.parametrize("facts", [{"format": 2}, {"format": 1, "id": "../../x"}, {"format": 1}])

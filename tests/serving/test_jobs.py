@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -144,6 +146,17 @@ def test_results_expire_and_the_oldest_go_first(fake: Any, monkeypatch: pytest.M
     monkeypatch.setattr("patchpar.serving.kept_jobs.time.time", lambda: now + 61)
     assert client.get(f"/v1/jobs/{names[-1]}").status_code == 404
     service.close()
+
+
+def test_of_a_finished_job_only_its_result_stays_in_memory(
+    client: Any, service: ImageService, closed_gate: FakeGenerator
+) -> None:
+    """Not the images or frames that it was made of: as many results are kept as --max-kept says."""
+    name = client.post(LATER, json=BODY).json()["id"]
+    job = weakref.ref(service.kept.get(name, "job", "").job)
+    closed_gate.gate.set()
+    assert finished(client, name)["result"]["patchpar"]["seed"] == 3
+    until(lambda: gc.collect() >= 0 and job() is None, "the job to be freed")
 
 
 def test_administrators_need_a_key_of_their_own(fake: Any, client: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from patchpar.serving import service as service_module
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
-from patchpar.serving.job import Job
+from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.job_queue import WorkQueue
 from patchpar.serving.kept_requests import take_up
 from patchpar.serving.request_journal import RequestJournal
@@ -25,6 +26,7 @@ from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.unfinished_call import UnfinishedCall
 from tests.serving.fakes import FakeGenerator
 from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
@@ -88,6 +90,26 @@ def test_the_deadline_policy_suspends_the_one_with_most_slack() -> None:
     assert order == ["long", "urgent", "long again"]
     assert (first.suspensions, second.suspensions) == (1, 0)
     queue.close()
+
+
+def test_a_request_that_is_cancelled_just_before_it_waits_again_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold its turn, and be written down for the next server."""
+
+    def suspends(job: Job) -> None:
+        raise Suspended
+
+    job = Job(suspends)
+    change = job._change
+
+    def cancelled_before(**changes: Any) -> bool:
+        if changes.get("state") == "waiting":
+            job.cancel()
+        return change(**changes)
+
+    monkeypatch.setattr(job, "_change", cancelled_before)
+    job.run()
+    assert job.view.state == "cancelled"
+    assert isinstance(job.outcome.exception(0), Cancelled)
 
 
 def test_what_cannot_go_on_is_not_suspended() -> None:
@@ -173,6 +195,26 @@ def test_a_request_in_a_long_denoiser_call_is_written_as_it_was_before_it(
     (entry,) = RequestJournal(tmp_path).entries("embedded")
     assert entry.kept.suspended is not None
     assert 3 <= entry.kept.suspended.num_calls <= STEPS
+
+
+def test_an_image_that_is_finished_during_a_snapshot_is_not_made_twice() -> None:
+    """Else the next server would go on with the second image from the denoiser calls of the first one."""
+    unfinished = UnfinishedCall()
+    image: Any = SimpleNamespace(image_index=0)
+    ends = threading.Thread(target=unfinished.finish, args=(image,))
+
+    class Ends:
+        def snapshot(self) -> str:
+            ends.start()
+            ends.join(0.05)
+            return "calls of the first image"
+
+    unfinished.begin(Ends())  # type: ignore[arg-type]
+    found = unfinished.snapshot()
+    ends.join()
+    assert (found.done, found.suspended) == ([], "calls of the first image")
+    after = unfinished.snapshot()
+    assert (after.done, after.suspended) == ([image], None)
 
 
 @pytest.fixture

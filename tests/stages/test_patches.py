@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from patchpar.pipeline.validate import check_plan
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.breadth import first_of
-from tests.stages.on_threads import in_stages
+from tests.stages.on_threads import OfRank, in_stages
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
 
@@ -36,12 +38,26 @@ PIPELINES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where verifications are kept, so that what is wrong afterwards is not verified again."""
+    return tmp_path_factory.mktemp("verifications")
+
+
+@pytest.fixture(scope="module")
+def exchanged(folder: Path) -> Callable[[str, int, int], list[OfRank]]:
+    """What stages of patches predict, once for all tests of a network."""
+    return cache(lambda name, stages, patches: in_stages(name, stages, patches, folder / name, "on"))
+
+
 @pytest.mark.parametrize(("stages", "patches"), first_of([(2, 2), (3, 2), (2, 3)], (2, 2)))
 @pytest.mark.parametrize("name", first_of(NETWORKS, NETWORKS[0]))
-def test_stages_of_patches_are_the_same_patches(tmp_path: Path, name: str, stages: int, patches: int) -> None:
+def test_stages_of_patches_are_the_same_patches(
+    tmp_path: Path, exchanged: Any, name: str, stages: int, patches: int
+) -> None:
     """A call of a form three times: found and verified at the first, without others' weights in all of them."""
     wanted = in_stages(name, 1, patches, tmp_path / "patches", "on")
-    found = in_stages(name, stages, patches, tmp_path, "on")
+    found = exchanged(name, stages, patches)
     for number, each in enumerate(found):
         stage, patch = divmod(number, patches)
         assert all(map(torch.equal, each.predictions, wanted[patch].predictions))
@@ -57,10 +73,10 @@ def test_stages_of_patches_are_the_same_patches(tmp_path: Path, name: str, stage
 
 
 @pytest.mark.parametrize("name", first_of(NETWORKS, NETWORKS[0]))
-def test_without_the_exchange_it_is_wrong(tmp_path: Path, name: str) -> None:
-    wanted = in_stages(name, 2, 2, tmp_path, "on")
+def test_without_the_exchange_it_is_wrong(folder: Path, exchanged: Any, name: str) -> None:
+    wanted = exchanged(name, 2, 2)
     for off in ("stages", "patches"):
-        for found, right in zip(in_stages(name, 2, 2, tmp_path, off), wanted, strict=True):
+        for found, right in zip(in_stages(name, 2, 2, folder / name, off), wanted, strict=True):
             assert relative(found.predictions[0], right.predictions[0]) > 1e-3
 
 

@@ -20,7 +20,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan", "without"), first_of(CASES, ("sd3", "cfg=2,stage=2", "cfg=2")))
+@pytest.mark.parametrize(("name", "plan", "without"), first_of(CASES, ("flux", "stage=2", "")))
 def test_same_latents_as_without_stages(ranks: Any, tmp_path: Path, name: str, plan: str, without: str) -> None:
     found = [each for each in ranks.run("tests.stages.pipelines:in_stages", 4, name, plan, without, str(tmp_path))]
     assert found[0] is not None

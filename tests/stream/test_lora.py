@@ -16,6 +16,7 @@ from torch import Tensor
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.lora import LoraFile, merge_lora
 from patchpar.stream.causal.pipeline import StreamingPipeline
+from tests.stream.test_convert import Touch
 from tests.stream.tiny import transformer, write_folder
 from tests.tensors import noise
 
@@ -154,6 +155,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             LoraFile.of(text)
     with pytest.raises(PlanError, match="cannot be read as a checkpoint"):
         merge_lora(transformer(), LoraFile.of(tmp_path / "a.pt"))
+    torch.save({"lora_A": Touch(tmp_path / "touched")}, tmp_path / "code.pt")
+    with pytest.raises(PlanError, match="holds more than tensors, which could run code"):
+        merge_lora(transformer(), LoraFile.of(tmp_path / "code.pt"))
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_stream_with_a_lora(tmp_path: Path) -> None:

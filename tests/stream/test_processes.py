@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 
 from patchpar.stream.plan import StreamPlan
+from tests.breadth import first_of
 from tests.ranks import PoolRank
 from tests.stream.running import Outcome, Script, differing, serial, stage
 from tests.stream.test_stages import EVERYTHING
@@ -19,8 +21,10 @@ def on_rank(this: PoolRank, steps: int) -> Outcome:
     return stage(this.transport, {this.rank: stream(steps)}, plan, Script(EVERYTHING))[0]
 
 
-@pytest.mark.parametrize("through", ["shared_memory", "torch"])
-@pytest.mark.parametrize(("steps", "world"), [(3, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("steps", "world", "through"),
+    first_of(product((3,), (4, 2), ("shared_memory", "torch")), (3, 4, "shared_memory"), (3, 2, "torch")),
+)
 def test_processes_give_the_bits_of_one(ranks: Any, steps: int, world: int, through: str) -> None:
     *_, outcome = ranks.run("tests.stream.test_processes:on_rank", world, steps, through=through)
     assert differing(outcome, serial(stream(steps), EVERYTHING)) == []

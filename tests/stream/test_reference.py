@@ -13,6 +13,7 @@ from PIL import Image
 
 from patchpar.errors import PlanError
 from patchpar.stream.reference_image import load_reference_image
+from tests.unit.test_image_file import huge_png
 
 RED_ABOVE = np.zeros((8, 12, 3), np.uint8)
 RED_ABOVE[:4, :, 0] = 200
@@ -49,6 +50,12 @@ def test_an_image_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
     exif[0x0112] = 6  # to be turned by a quarter, clockwise
     image.save(tmp_path / "a.png", exif=exif)
     assert torch.equal(load_reference_image(tmp_path / "a.png", 8, 12), torch.from_numpy(RED_ABOVE))
+
+
+def test_an_image_that_would_take_gigabytes_is_not_decoded(tmp_path: Path) -> None:
+    path = huge_png(tmp_path / "huge.png", 20_000)
+    with pytest.raises(PlanError, match=r"huge.png has too many pixels: at most 80 million are taken"):
+        load_reference_image(path, 8, 12)
 
 
 @pytest.mark.parametrize(

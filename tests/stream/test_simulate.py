@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.stream.budget import onset
 from patchpar.errors import PlanError
 from patchpar.stream.plan import StreamPlan, plans
-from patchpar.stream.simulate import StreamCosts, StreamForecast, best_plan, law, simulate, stage_seconds
+from patchpar.stream.simulate import StreamCosts, StreamForecast, best_plan, law, simulate, stage_seconds, step_seconds
 
 LIVE_AVATAR = StreamCosts(step=12 / 45.2, decode=0.150, frames=12)
 """Live Avatar (arXiv:2512.04677v5), table 3: 45.2 frames/s in blocks of 12; decoding a block takes about 0.15 s."""
@@ -24,7 +26,7 @@ def test_table_5_of_live_avatar(steps: int, first_frame: float) -> None:
 @pytest.mark.parametrize(("step", "decode"), [(0.2, 0.1), (0.1, 0.5), (0.3, 0.3)])
 @pytest.mark.parametrize("plan", list(plans(4, 9)), ids=str)
 def test_the_law_within_three_per_cent(plan: StreamPlan, step: float, decode: float, link: float) -> None:
-    costs = StreamCosts(step=step, decode=decode, frames=12, link=link)
+    costs = StreamCosts(step=step, decode=decode, frames=12, link=link, exchange=step / 4)
     fps, first = law(plan, costs)
     forecast = simulate(plan, costs, lead=20)
     assert forecast.fps == pytest.approx(fps, rel=0.03)
@@ -103,17 +105,30 @@ def test_stages_that_cannot_keep_pace_have_no_budget() -> None:
 
 
 def test_ranks_that_share_a_step() -> None:
-    """Three ranks lie between two and four: the speed-up is for each doubling."""
-    costs = StreamCosts(step=1.0, decode=0.1, frames=12, inner_speedup=1.6)
+    """Each computes its part, and sends what of it the others need."""
+    costs = StreamCosts(step=1.0, decode=0.1, frames=12, exchange=0.8)
     seconds = [stage_seconds(StreamPlan(sizes=(1,), inner=inner), costs)[0] for inner in (1, 2, 3, 4)]
-    assert seconds == pytest.approx([1, 1 / 1.6, 1 / 1.6**1.585, 1 / 1.6**2], rel=1e-3)
+    assert seconds == pytest.approx([1, 0.7, 1 / 3 + 0.8 * 2 / 9, 0.4])
+    with pytest.raises(PlanError, match="2 ranks share each step: exchange= is missing"):
+        stage_seconds(StreamPlan(sizes=(1,), inner=2), LIVE_AVATAR)
+
+
+def test_two_ranks_of_live_avatar_that_share_a_step_send_more_than_they_gain() -> None:
+    """1.38 GB each way for a step of 14 billion weights at 720 x 400: as fast as one rank over 10 GB/s."""
+    tokens, layers, width, bf16 = 3 * 45 * 25, 40, 5120, 2
+    whole = layers * 4 * tokens * width * bf16
+    assert whole / 4 == pytest.approx(1.38e9, rel=0.01)
+    slow, fast = (step_seconds(2, replace(LIVE_AVATAR, exchange=whole / rate)) for rate in (10e9, 200e9))
+    assert slow > LIVE_AVATAR.step
+    assert fast == pytest.approx(0.53 * LIVE_AVATAR.step, rel=0.01)
 
 
 def test_the_best_plan() -> None:
     ranks = 9
-    assert best_plan(4, ranks, LIVE_AVATAR).inner == 2
-    alone = StreamCosts(step=0.265, decode=0.150, frames=12, inner_speedup=1.0)
-    assert best_plan(4, ranks, alone) == StreamPlan.even(4, 5)
+    assert best_plan(4, ranks, replace(LIVE_AVATAR, exchange=0.05)).inner == 2
+    alone = StreamCosts(step=0.265, decode=0.150, frames=12)
+    for costs in (alone, replace(alone, exchange=1.0)):
+        assert best_plan(4, ranks, costs) == StreamPlan.even(4, 5)
     assert best_plan(4, ranks, alone, fps=100) == StreamPlan.even(4, 5)
     assert law(best_plan(4, 3, alone, fps=45), alone)[0] == pytest.approx(12 / (2 * 0.265))
 

@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from patchpar.errors import PlanError
@@ -61,6 +62,19 @@ def test_latents_block_by_block_are_those_of_the_whole_video() -> None:
     alone = torch.cat([WanEncoder(WanDecoder(net)).encode(block, FRAMES) for block in blocks], 2)
     assert alone.shape == found.shape
     assert float((alone - found).abs().max()) > 1e-2, "the control: without the features of the block before"
+
+
+@torch.no_grad()
+def test_with_as_many_latent_frames_as_images_no_image_is_encoded_twice() -> None:
+    torch.manual_seed(2)
+    sizes: dict[str, Any] = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1], "num_res_blocks": 0}
+    factors: dict[str, Any] = {"scale_factor_temporal": 1, "scale_factor_spatial": 2}
+    net = AutoencoderKLWan(**sizes, **factors, temperal_downsample=[False]).eval()
+    video = scaled(images())[:5]
+    wanted = WanDecoder(net).normalized(net.encode(video.transpose(0, 1)[None]).latent_dist.mode())
+    encoder = WanEncoder(WanDecoder(net))
+    found = torch.cat([encoder.encode(video[:3], 3), encoder.encode(video[3:], 2)], 2)
+    assert float((found - wanted).abs().max()) < 1e-5
 
 
 class FromVideo(Script):

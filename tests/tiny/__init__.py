@@ -26,6 +26,7 @@ from . import (
     video_pipelines,
     video_transformer_pipelines,
 )
+from .copies import Copies
 from .weights import enliven, seeded
 
 diffusers.logging.set_verbosity_error()
@@ -139,6 +140,9 @@ TRANSFORMERS_PIPED: dict[str, Builder] = {
 UNETS = tuple(name for name in BUILDERS if name not in TRANSFORMERS_PIPED)
 """Those whose denoiser is a UNet."""
 
+COPIES = Copies()
+"""Of the pipelines that this process has built."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
@@ -158,13 +162,18 @@ def build(name: str) -> Tiny:
     builders = BUILDERS | RARER
     if name not in builders:
         raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(builders))}")
+    pipe, call_kwargs = COPIES.of(name, lambda: _built(builders[name]))
+    return Tiny(name=name, pipe=pipe, call_kwargs=call_kwargs)
+
+
+def _built(builder: Builder) -> tuple[Any, dict[str, Any]]:
     with seeded():
-        pipe, call_kwargs = builders[name]()
+        pipe, call_kwargs = builder()
         for component in pipe.components.values():
             if isinstance(component, torch.nn.Module):
                 enliven(component.eval().requires_grad_(False))
     pipe.set_progress_bar_config(disable=True)
-    return Tiny(name=name, pipe=pipe, call_kwargs=call_kwargs)
+    return pipe, call_kwargs
 
 
 def latents(tiny: Tiny, *, seed: int = 0, steps: int = 3, **overrides: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from .copies import Copies
 from .weights import enliven, seeded
 
 BATCH = 2
@@ -27,6 +28,8 @@ AUDIO = (35, 48)
 """Tokens of sequences without rows."""
 
 Call = Callable[[int], dict[str, Any]]
+COPIES = Copies()
+"""Of the transformers that this process has built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,9 @@ class Tiny:
 
     def build(self) -> nn.Module:
         """The same weights every time: CPU, fp32, random, with attention that decides the result."""
+        return COPIES.of(repr((self.name, self.config, self.empty)), self._built)
+
+    def _built(self) -> nn.Module:
         with seeded():
             model = getattr(diffusers, self.name)(**self.config)
             model = model.float().eval().requires_grad_(False)

@@ -7,15 +7,18 @@ import wave
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from patchpar import PlanError, StreamConfig, StreamingPipeline
 from patchpar.models.files import embedded_model
+from patchpar.stream.causal.decoder import WanDecoder, WanEncoder, as_pixels, from_pixels
 from training.evaluate_face import Avatar, Talk, frames_of, held_out_talk, packaged_avatar
 from training.face_data import openings, prompt_of
 from training.face_measure import correlation, identity_error, mouth_opening
 from training.faces import Pose, render_face, sample_identity
 from training.package import LIMIT_BYTES
-from training.package_face import FACE_FOLDER, STREAM
+from training.package_face import FACE_FOLDER, REFERENCE, STREAM
 from training.speech import RATE
 
 SECONDS = 3.0
@@ -51,6 +54,20 @@ def test_there_is_speech_to_try_it_with() -> None:
         samples = np.frombuffer(file.readframes(file.getnframes()), np.int16)
     assert 5 <= len(samples) / RATE <= 10
     assert np.abs(samples).max() > 3000
+
+
+def test_each_frame_of_a_video_is_encoded_as_well_as_the_first(avatar: Avatar) -> None:
+    """So that it can be streamed from a video."""
+    decoder = WanDecoder(avatar.vae)
+    encoder, state = WanEncoder(decoder), decoder.new_state()
+    face = np.asarray(Image.open(FACE_FOLDER / REFERENCE).convert("RGB").resize((STREAM.width, STREAM.height)))
+    images = from_pixels(torch.from_numpy(face.copy())).expand(3, -1, -1, -1)
+    with torch.no_grad():
+        blocks = [encoder.encode(images, 3) for _ in range(2)]
+        displayed = np.concatenate([as_pixels(decoder.decode(state, block)).numpy() for block in blocks])
+    assert torch.equal(*blocks)
+    assert torch.equal(blocks[0][:, :, :1], decoder.encode(images[:1]))
+    assert np.abs(displayed.astype(int) - face).mean((1, 2, 3)).max() < 5
 
 
 @pytest.mark.breadth  # of weights, which seldom change

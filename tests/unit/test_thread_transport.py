@@ -61,6 +61,17 @@ def test_a_late_rank_and_another_size_are_errors() -> None:
         other.send_recv([], [Incoming(0, (SPEC,))], "here").wait()
 
 
+def test_a_rank_that_has_waited_too_long_is_not_waited_for() -> None:
+    one, other = transports(deadline=600)
+    one.deadline = 0.05
+    with pytest.raises(ExchangeError, match="rank 1 has not answered rank 0"):
+        one.send_recv([], [Incoming(1, (SPEC,))], "here").wait()
+    work = other.send_recv([], [Incoming(0, (SPEC,))], "there")
+    assert work.is_here(0)
+    with pytest.raises(ExchangeError, match="rank 1 has not answered rank 0"):
+        work.wait()
+
+
 def test_a_rank_that_fails_ends_the_waits_of_others() -> None:
     one, two, three = transports(3, deadline=600)
     work = two.send_recv([], [Incoming(0, (SPEC,))], "here")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, arena, peer_socket
 from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
+from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.errors import ExchangeError
 from tests.breadth import first_of
 from tests.unit.threads import connected, on_threads
@@ -210,3 +214,101 @@ def test_one_column_of_a_map_is_packed_without_gaps() -> None:
     packed = pack([torch.arange(8.0).view(1, 2, 2, 2)[..., 1:]])
     assert packed.is_contiguous()
     assert packed.tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+def test_messages_that_nobody_waits_for_any_more_keep_no_memory() -> None:
+    """Of a call that was cancelled: the space of each would be kept, and the segments after it, each twice as large."""
+
+    both = threading.Barrier(2)
+
+    def run(transport: SharedMemoryTransport) -> int:
+        peer, x = 1 - transport.rank, torch.ones(1 << 18)  # four of them fill the first segment
+        for number in range(24):
+            incoming = [Incoming(peer, (TensorSpec.of(x),))]
+            work = transport.send_recv([Outgoing((peer,), (x,))], incoming, "there")
+            if number % 8:
+                assert torch.equal(work.wait()[0][0], x)
+            del work
+            both.wait(20)
+        return len(transport._arena.segments)
+
+    assert on_threads(2, run) == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["map_segment", "receive_with_descriptors"])
+def test_a_message_for_which_there_is_no_descriptor_left_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else the next one would be taken for it."""
+    first, second = connected(2)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with contextlib.closing(first), contextlib.closing(second):
+        for x in (torch.ones(3), torch.zeros(3)):
+            first.send_recv([Outgoing((1,), (x,))], [], "there")
+        works = [second.send_recv([], [Incoming(0, (TensorSpec.of(x),))], "there") for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(peer_socket, name, fail)
+            with pytest.raises(ExchangeError, match="Too many open files"):
+                works[0].wait()
+        assert second.state_of(0) == "ended"
+        with pytest.raises(ExchangeError, match="rank 0 is gone"):
+            works[1].wait()
+
+
+def test_more_descriptors_than_the_kernel_lets_be_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, failures = socket.send_fds, [OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")] * 2
+
+    def limited(*args: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return send(*args)
+
+    def run(transport: SharedMemoryTransport) -> bool:
+        peer, x = 1 - transport.rank, torch.arange(3.0)
+        work = transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "there")
+        return torch.equal(work.wait()[0][0], x)
+
+    monkeypatch.setattr(socket, "send_fds", limited)
+    assert on_threads(2, run) == [True, True]
+
+
+def test_groups_are_aborted_though_another_is_formed_meanwhile() -> None:
+    aborted: list[str] = []
+    groups = ProcessGroups("gloo", torch.device("cpu"), 1.0)
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            aborted.append(self.name)
+            groups._own[(0, 1, 2), False] = self  # type: ignore[assignment]
+
+    groups._own.update({((0, 1), bulk): Group(str(bulk)) for bulk in (False, True)})  # type: ignore[misc]
+    groups.abort()
+    assert aborted == ["False", "True"]
+
+
+@pytest.mark.parametrize("name", ["os.ftruncate", "mmap.mmap"])
+def test_memory_that_there_is_not_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    made: list[int] = []
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def new_file(_: str) -> int:
+        made.append(os.open(tmp_path / "memory", os.O_RDWR | os.O_CREAT))
+        return made[0]
+
+    monkeypatch.setattr(arena, "anonymous_file", new_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"patchpar.comm.transport.arena.{name}", fail)
+        with pytest.raises(OSError, match="allocate"):
+            arena.Arena().take(100)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(made[0])

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from patchpar.stream.config import StreamConfig
     from patchpar.stream.plan import StreamPlan
 
-COSTS = ("step", "decode", "link")
+COSTS = ("step", "decode", "link", "rate")
+ITEM = 2
+"""Bytes of a number in bfloat16, in which streams run on GPUs."""
 
 
 def forecast(request: StreamFlags) -> None:
@@ -41,7 +43,7 @@ def number_of(devices: str) -> int:
 
 
 def parse_costs(text: str) -> dict[str, float]:
-    """Parse costs such as `step=0.265,decode=0.15`, in seconds. Raises PlanError."""
+    """Parse costs such as `step=0.265,decode=0.15,rate=25`, in seconds and GB/s. Raises PlanError."""
     found = {}
     for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
@@ -49,8 +51,10 @@ def parse_costs(text: str) -> dict[str, float]:
             found[name] = float(value)
         except ValueError:
             raise PlanError(f"--costs {text}: {part!r} is no cost; write step=0.265,decode=0.15, in seconds") from None
+    if found.get("rate", 1.0) <= 0:
+        raise PlanError(f"--costs {text}: rate is in GB/s, and above 0")
     if not {"step", "decode"} <= set(found) <= set(COSTS):
-        raise PlanError(f"--costs {text}: give step and decode, and link if it is known, in seconds")
+        raise PlanError(f"--costs {text}: give step and decode, and link if it is known, in seconds; and rate in GB/s")
     return found
 
 
@@ -66,10 +70,26 @@ def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[
         "model_fps": folder.config.fps,
         "seconds_per_block": due,
     }
+    if plan.inner > 1:
+        found["bytes_exchanged"] = folder.exchange_bytes(ITEM) * (plan.inner - 1) // plan.inner**2
     if costs is not None:
-        outcome = simulate(plan, StreamCosts(frames=folder.frames, **_of_stages(parse_costs(costs), folder.config)))
+        known = _exchanged(plan, folder, parse_costs(costs))
+        outcome = simulate(plan, StreamCosts(frames=folder.frames, **_of_stages(known, folder.config)))
         found["forecast"] = {**asdict(outcome), "text": str(outcome), "keeps_up": outcome.fps >= folder.config.fps}
     return found
+
+
+def _exchanged(plan: StreamPlan, folder: StreamFolder, costs: dict[str, float]) -> dict[str, float]:
+    """The costs with what ranks that share a step exchange, in seconds, in place of the rate. Raises PlanError."""
+    rate = costs.pop("rate", None)
+    if plan.inner == 1:
+        return costs
+    if rate is None:
+        raise PlanError(
+            f"{plan.inner} ranks share each step, and how fast depends on what they exchange: add the rate between "
+            "them to --costs, in GB/s and each direction, such as rate=25"
+        )
+    return {**costs, "exchange": folder.exchange_bytes(ITEM) / (rate * 1e9)}
 
 
 def _of_stages(costs: dict[str, float], config: StreamConfig) -> dict[str, float]:
@@ -88,6 +108,9 @@ def _print(found: dict[str, Any]) -> None:
     )
     for stage in found["stages"]:
         typer.echo(f"  {stage}")
+    if "bytes_exchanged" in found:
+        sent = found["bytes_exchanged"] / 1e6
+        typer.echo(f"ranks that share a step: each sends {sent:.3g} MB per step and block in bfloat16, in attention")
     if "forecast" not in found:
         typer.echo("expected speed: add --costs step=SECONDS,decode=SECONDS, of one block on one device")
         return

@@ -61,8 +61,8 @@ class Arena:
 
     def _grow(self, num_bytes: int) -> Segment:
         sizes = [segment.memory.numel() for segment in self.segments.values() if not segment.is_kept]
-        descriptor = _anonymous_memory(max(2 * max(sizes, default=FIRST_SEGMENT // 2), aligned(num_bytes)))
-        return self._add(descriptor, map_segment(descriptor), is_kept=False)
+        descriptor, memory = _anonymous_memory(max(2 * max(sizes, default=FIRST_SEGMENT // 2), aligned(num_bytes)))
+        return self._add(descriptor, memory, is_kept=False)
 
     def _add(self, descriptor: int, memory: Tensor, *, is_kept: bool) -> Segment:
         number = next(self._numbers)
@@ -102,7 +102,12 @@ class Arena:
         self.segments.clear()
 
 
-def _anonymous_memory(num_bytes: int) -> int:
+def _anonymous_memory(num_bytes: int) -> tuple[int, Tensor]:
+    """Return a new file and its memory [bytes]. Raises OSError, with the file closed."""
     descriptor = anonymous_file("patchpar")
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        return descriptor, map_segment(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise

@@ -1,14 +1,17 @@
 """The socket between two ranks of one host: notifications of messages, and of memory that may be used again."""
 
+import errno
 import os
 import socket
 import struct
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 from torch import Tensor
 
 from patchpar.comm.transport.arena import Arena, Segment, map_segment
+from patchpar.errors import ExchangeError
+from patchpar.launch.descriptors import receive_with_descriptors
 
 FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
 MESSAGE, NEW_SEGMENT, DONE, DROPPED = 1, 2, 3, 4
@@ -40,6 +43,7 @@ class PeerSocket:
         self.arrived: dict[int, ArrivedMessage] = {}  # by number, until fetched
         self.num_arrived = 0  # messages so far
         self.expected = 0  # messages that have a number
+        self.unwanted: deque[int] = deque()  # numbers of those that nobody waits for any more
         self.known: set[int] = set()  # our segments that the peer has mapped
         self.unread: Counter[int] = Counter()  # messages to the peer in each of our segments
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here
@@ -48,16 +52,16 @@ class PeerSocket:
         self._descriptors: list[int] = []
 
     def read(self, arena: Arena) -> bool:
-        """Read the frames that have arrived; return whether there were any."""
+        """Read the frames that have arrived; return whether there were any.
+
+        Raises ExchangeError if this process can have no further descriptor or memory for a message.
+        """
         if self.closed:
             return False
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.link, 4096, 16)
+            data = self._received()
         except BlockingIOError:
             return False
-        except OSError:
-            data, descriptors = b"", []
-        self._descriptors += descriptors
         self.closed = not data
         data = self._rest + data
         whole = len(data) // FRAME.size * FRAME.size
@@ -71,12 +75,38 @@ class PeerSocket:
                 del self.mapped[segment]
                 continue
             if kind == NEW_SEGMENT:
-                descriptor = self._descriptors.pop(0)
-                self.mapped[segment] = map_segment(descriptor)
-                os.close(descriptor)
+                self.mapped[segment] = self._next_segment()
             self.arrived[self.num_arrived] = ArrivedMessage(segment, self.mapped[segment], offset, num_bytes)
             self.num_arrived += 1
         return True
+
+    def _received(self) -> bytes:
+        """Return what has come; nothing once the connection has ended. Raises BlockingIOError, ExchangeError."""
+        try:
+            data, descriptors = receive_with_descriptors(self.link, 4096, 16)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                return b""
+            raise self._unread(error) from error
+        self._descriptors += descriptors
+        return data
+
+    def _next_segment(self) -> Tensor:
+        """Return the memory [bytes] of the next descriptor. Raises ExchangeError."""
+        descriptor = self._descriptors.pop(0)
+        try:
+            return map_segment(descriptor)
+        except OSError as error:
+            raise self._unread(error) from error
+        finally:
+            os.close(descriptor)
+
+    def _unread(self, error: OSError) -> ExchangeError:
+        """Return the error for a message that cannot be read; those behind it would be taken for it."""
+        self.closed = True
+        return ExchangeError(f"a message of rank {self.peer} cannot be read: {error.strerror}")
 
     def frame_of(self, segment: Segment, offset: int, num_bytes: int) -> OutgoingFrame:
         """Return the frame of a message of `num_bytes` that lies in a segment, to be read there."""

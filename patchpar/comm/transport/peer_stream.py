@@ -1,9 +1,11 @@
 """The socket to a peer on another node: messages with their values, which no memory carries.
 
-    message:  [FRAME: kind, 0, bytes of the room that the tensors lie in, bytes of the tensors] [tag 32 bytes]  values
+    message:  [FRAME: kind, 0, bytes of the room that the tensors lie in, bytes of the tensors] [tag] [tag]  values
 
-The values lie as in shared memory, each tensor aligned. The tag covers the number of the message, its frame and its
-values, so that nothing is read that another process has sent or changed; it costs a pass of SHA-256 over them.
+The values lie as in shared memory, each tensor aligned. Tags have 32 bytes: the first covers the frame, so that no
+memory is taken for a length that the peer has not sent, the second the values. Both cover how many tags came before, so
+that nothing is read that another process has sent, changed, repeated or left out. They cost a pass of SHA-256 over the
+values, and some microseconds.
 """
 
 import hmac
@@ -20,7 +22,7 @@ from patchpar.launch.network.tagged_socket import TAG_BYTES, TaggedSocket
 
 NOWHERE = -1
 """The segment of what has been read from the socket."""
-HEAD_BYTES = FRAME.size + TAG_BYTES
+HEAD_BYTES = FRAME.size + 2 * TAG_BYTES
 NOTHING = OutgoingFrame(memoryview(b""))
 
 
@@ -38,14 +40,14 @@ class PeerStream(PeerSocket):
         self._tags = link
         self._take: Callable[[memoryview], None] = self._take_head
         self._target, self._filled = memoryview(bytearray(HEAD_BYTES)), 0
-        self._head = b""
+        self._num_bytes, self._tag = 0, b""  # of the values that come next
 
     def frame_of(self, segment: Segment, offset: int, num_bytes: int) -> OutgoingFrame:
         """See PeerSocket: the message itself, so that its space may be used again at once."""
         room = aligned(num_bytes) if segment.is_kept else segment.used - offset
         values = segment.memory[offset : min(offset + room, segment.memory.numel())].numpy().data
-        frame = FRAME.pack(MESSAGE, 0, len(values), num_bytes)
-        return OutgoingFrame(memoryview(b"".join((frame, self._tags.sent.next(frame, values), values))))
+        frame, tags = FRAME.pack(MESSAGE, 0, len(values), num_bytes), self._tags.sent
+        return OutgoingFrame(memoryview(b"".join((frame, tags.next(frame), tags.next(values), values))))
 
     def done_with(self, segment: int) -> OutgoingFrame:
         """See PeerSocket: the sender knows."""
@@ -73,19 +75,22 @@ class PeerStream(PeerSocket):
             take(target)
 
     def _take_head(self, head: memoryview) -> None:
-        self._head = bytes(head)
-        _, _, room, _ = FRAME.unpack_from(self._head)
+        frame, self._tag = head[: FRAME.size], bytes(head[FRAME.size + TAG_BYTES :])
+        self._check(head[FRAME.size : FRAME.size + TAG_BYTES], frame)
+        _, _, room, self._num_bytes = FRAME.unpack(frame)
         self._memory = torch.empty(room, dtype=torch.uint8)
         self._expect(self._take_values, self._memory.numpy().data)
 
     def _take_values(self, values: memoryview) -> None:
-        frame, tag = self._head[: FRAME.size], self._head[FRAME.size :]
-        if not hmac.compare_digest(tag, self._tags.received.next(frame, values)):
+        self._check(self._tag, values)
+        self.arrived[self.num_arrived] = ArrivedMessage(NOWHERE, self._memory, 0, self._num_bytes)
+        self.num_arrived += 1
+        self._expect(self._take_head, memoryview(bytearray(HEAD_BYTES)))
+
+    def _check(self, tag: bytes | memoryview, data: memoryview) -> None:
+        if not hmac.compare_digest(tag, self._tags.received.next(data)):
             self.closed = True
             raise AuthenticationError(
                 f"a message that rank {self.peer} should have sent was changed on the way, or somebody else has sent "
                 "it. It was not used. Create the pipeline again, on a network that only its nodes can reach"
             )
-        self.arrived[self.num_arrived] = ArrivedMessage(NOWHERE, self._memory, 0, FRAME.unpack(frame)[3])
-        self.num_arrived += 1
-        self._expect(self._take_head, memoryview(bytearray(HEAD_BYTES)))

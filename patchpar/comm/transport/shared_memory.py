@@ -13,6 +13,7 @@ Measured on two CPU cores against gloo's point-to-point messages: benchmarks/tra
 """
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -31,6 +32,7 @@ from patchpar.comm.transport.peer_stream import PeerStream, is_between_nodes
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
+from patchpar.launch.links import RETRY_SECONDS
 
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
 
@@ -115,6 +117,8 @@ class SharedMemoryTransport(Poisonable):
     def _send(self, message: Outgoing, where: str) -> None:
         for line in self._lines.values():
             line.read(self._arena)  # messages that have been read free their space
+            if line.unwanted:
+                self._free_unwanted(line, where)
         segment, offset, total = self._registered(message) or self._copied(message)
         for peer in message.peers:
             line = self._lines[peer]
@@ -138,6 +142,16 @@ class SharedMemoryTransport(Poisonable):
             at, total = at + aligned(num_bytes), total + num_bytes
         return segment, offset, total
 
+    def _free_unwanted(self, line: PeerSocket, where: str) -> None:
+        """Let the sender use the space of messages again that nobody waits for any more, of those that have come."""
+        for _ in range(len(line.unwanted)):  # to which the garbage collector may add some at any time
+            number = line.unwanted.popleft()
+            if number not in line.arrived:
+                line.unwanted.append(number)
+                continue
+            with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
+                self._send_frame(line, line.done_with(line.arrived.pop(number).segment), where)
+
     def _send_frame(self, line: PeerSocket, frame: OutgoingFrame, where: str) -> None:
         give_up, (data, descriptor) = time.monotonic() + self.deadline, frame
         while data:
@@ -149,7 +163,10 @@ class SharedMemoryTransport(Poisonable):
             except BlockingIOError:  # the peer's buffer is full: read meanwhile, or both ranks would block
                 self._sleep(give_up, where, line, writing=True)
             except OSError as error:
-                raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
+                if error.errno != errno.ETOOMANYREFS:
+                    raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
+                time.sleep(RETRY_SECONDS)  # the kernel limits descriptors that have been sent and not received
+                self._sleep(give_up, where, line, writing=True)
 
     def fetch(self, message: Incoming, numbered: Numbered, where: str) -> list[Tensor]:
         """Wait for a message of `message.peer` and return its tensors, of any shape. `numbered`: see `number`.
@@ -236,6 +253,12 @@ class SharedMemoryWork(Work[Messages]):
     def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[Incoming], where: str) -> None:
         super().__init__(incoming, where)
         self._transport, self._numbers = transport, [transport.number(message) for message in incoming]
+
+    def __del__(self) -> None:
+        """After a call that has ended early nobody waits for what it expected, whose space the sender would keep."""
+        for found, (line, number) in zip(self._received, getattr(self, "_numbers", ()), strict=False):
+            if found is None:
+                line.unwanted.append(number)
 
     def is_here(self, index: int) -> bool:
         """Whether one message can be fetched without blocking."""

@@ -125,10 +125,12 @@ class ThreadTransport(Poisonable):
         with self.waiting:
             found = self.mailboxes.take(key, self.deadline)
         if found is None:
-            raise ExchangeError(
+            text = (
                 f"rank {self.rank} at {where}: rank {message.peer} has not answered rank {self.rank} for "
                 f"{time.monotonic() - start:.3g} s; expected from it: {_shapes(message.specs)}"
             )
+            self.mailboxes.fail(text)  # or the others would wait in turn for this rank, which has given up
+            raise ExchangeError(text)
         if found.copied is not None:
             device_module(self.device.type).current_stream(self.device).wait_event(found.copied)
         sent = [TensorSpec.of(x) for x in found.tensors]

@@ -62,7 +62,7 @@ class TorchCollectives:
 
     def abort(self) -> None:
         """End exchanges in symmetric memory that are on their way."""
-        for peers in self._peers.values():
+        for peers in list(self._peers.values()):  # from the thread of deadlines, while another may form one
             peers.give_up()
 
     def covers(self, ranks: tuple[int, ...]) -> bool:

@@ -49,7 +49,7 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """End all operations in flight, so that whoever waits for them goes on. The groups cannot be used again."""
-        for group in self._own.values():
+        for group in list(self._own.values()):  # from the thread of deadlines, while another may form one
             owner = group if hasattr(group, "abort") else group._get_backend(self._device)  # up to torch 2.6
             with contextlib.suppress(RuntimeError, AttributeError):  # gloo's waits have deadlines of their own
                 owner.abort()

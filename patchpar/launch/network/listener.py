@@ -15,6 +15,7 @@ from patchpar.launch.network.tagged_socket import RankAddress, TaggedSocket
 
 HANDSHAKE_SECONDS = 10.0  # for a process that has connected to prove that it may
 MOST_HANDSHAKES = 64  # at a time: strangers may connect, too
+RETRY_SECONDS = 0.1  # after a connection that could not be accepted
 
 
 class RankListener:
@@ -26,6 +27,8 @@ class RankListener:
     def __init__(self, node: str, host: str, key: bytes) -> None:
         self._key, self._changed = key, threading.Condition()
         self._arrived: dict[bytes, deque[TaggedSocket]] = defaultdict(deque)  # by token, in order
+        self._forgotten: set[bytes] = set()
+        self._is_closed = False
         self._handshakes = threading.BoundedSemaphore(MOST_HANDSHAKES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sockets = [socket.create_server((host, 0), family=family, backlog=MOST_HANDSHAKES)]
@@ -54,14 +57,16 @@ class RankListener:
             return self._arrived[token].popleft()
 
     def forget(self, token: bytes) -> None:
-        """Close the connections to what `token` names that nobody has taken."""
+        """Close the connections to what `token` names that nobody has taken, and those that come later."""
         with self._changed:
+            self._forgotten.add(token)
             for link in self._arrived.pop(token, ()):
                 link.close()
             self._changed.notify_all()
 
     def close(self) -> None:
         """Accept no further connections. Idempotent."""
+        self._is_closed = True
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # else `accept` would go on to wait
@@ -71,8 +76,11 @@ class RankListener:
         while True:
             try:
                 link, _ = server.accept()
-            except OSError:
-                return
+            except OSError:  # that client has gone meanwhile, or there are too many descriptors for now
+                if self._is_closed:
+                    return
+                time.sleep(RETRY_SECONDS)
+                continue
             self._handshakes.acquire()
             threading.Thread(target=self._admit, args=(link,), name="patchpar-handshake", daemon=True).start()
 
@@ -84,13 +92,19 @@ class RankListener:
                 if link.family != getattr(socket, "AF_UNIX", None):
                     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 link.settimeout(None)
-                tagged = TaggedSocket(link, keys)
                 with self._changed:
-                    self._arrived[token].append(tagged)
-                    # Queued first, so that what the client connects next comes behind it; and within the lock, so
-                    # that who takes it sends nothing that the client would read in the place of READY.
-                    tagged.sendall(READY)
-                    self._changed.notify_all()
+                    if token not in self._forgotten:
+                        self._queue(token, TaggedSocket(link, keys))
         finally:
             link.close()
             self._handshakes.release()
+
+    def _queue(self, token: bytes, link: TaggedSocket) -> None:
+        """Let a connection be taken, with the lock held: who takes it sends nothing that the client reads as READY."""
+        try:
+            link.sendall(READY)
+        except OSError:  # the client has given up: what it connects next must not come behind this
+            link.close()
+            raise
+        self._arrived[token].append(link)
+        self._changed.notify_all()

@@ -17,7 +17,6 @@ class NetworkLink(RankLink):
     def __init__(self, rank: int, peer: int, own: RankListener, address: RankAddress, key: bytes, token: bytes) -> None:
         super().__init__(rank, peer)
         self._own, self._address, self._key, self._token = own, address, key, token
-        self._is_shut = False
 
     def offer(self, give_up: float) -> socket.socket:
         """See RankLink."""
@@ -32,13 +31,8 @@ class NetworkLink(RankLink):
         self._check()
         return self._known(self._own.take(self._token, give_up, lambda: self._is_shut))
 
-    def _check(self) -> None:
-        if self._is_shut:
-            raise ConnectionResetError("the link has ended")
-
     def shut(self) -> None:
         """See RankLink."""
-        self._is_shut = True
         super().shut()
         self._own.forget(self._token)
 

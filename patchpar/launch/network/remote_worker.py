@@ -170,8 +170,8 @@ class RemoteStarter:
                 actor.kill()
             raise
         where = f"tcp://{workers[0].address.host}:{ready[ranks[0]].store_port}" if store else None
+        yield from workers  # all before any can fail: the pool ends those that it knows
         for worker in workers:
-            yield worker
             config = replace(self._spec.config(worker.rank, store, 1, None), device=self._devices[worker.rank])
             message = encode(replace(config, group_store=where))
             with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed by the RequestLoop

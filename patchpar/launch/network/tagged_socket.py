@@ -10,6 +10,7 @@ from patchpar.launch.network.handshake import LEAST_SECONDS, ConnectionKeys, int
 
 TAG_BYTES = 32
 NUMBER = struct.Struct("<Q")
+RETRY_SECONDS = 0.01
 
 
 class RankAddress(NamedTuple):
@@ -63,10 +64,21 @@ def connect_to(address: RankAddress, node: str, key: bytes, token: bytes, give_u
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         if link.family == getattr(socket, "AF_UNIX", None):
-            link.connect("\0" + address.name)
+            _connect_here(link, "\0" + address.name, give_up)
         keys = introduce(link, key, token, give_up)
         link.settimeout(None)
         return TaggedSocket(link, keys)
     except BaseException:
         link.close()
         raise
+
+
+def _connect_here(link: socket.socket, name: str, give_up: float) -> None:
+    """Connect to an abstract socket of this node. Unlike TCP it does not wait while the other end's queue is full."""
+    while True:
+        try:
+            return link.connect(name)
+        except BlockingIOError as error:
+            if time.monotonic() > give_up:
+                raise TimeoutError("it does not accept connections") from error
+            time.sleep(RETRY_SECONDS)

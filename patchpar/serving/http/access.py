@@ -75,7 +75,8 @@ class RequestGuard:
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a WebSocket with a key or a ticket. What is refused is closed before it is accepted, which is 403."""
         try:
-            scope.setdefault("state", {})["owner"] = self._ticket_of(scope) or self._key_of(scope)
+            if not scope["path"].startswith(self._pages or NO_PATH):
+                scope.setdefault("state", {})["owner"] = self._ticket_of(scope) or self._key_of(scope)
             await self._app(scope, receive, send)
         except RequestError as error:
             await send({"type": "websocket.close", "code": REFUSED, "reason": str(error)[:MAX_REASON]})

@@ -113,7 +113,7 @@ class WanEncoder:
         self._state.features = self._state.features or [None] * vae._cached_conv_counts["encoder"]
         if is_new:
             latents.append(self._encoded(images[:, :, :1]))
-        if is_new and images.shape[2] == count * per_latent:
+        if is_new and images.shape[2] == count * per_latent and per_latent > 1:
             latents.clear()  # in the middle of a video, the first image is for the features only
         elif is_new:
             images = images[:, :, 1:]

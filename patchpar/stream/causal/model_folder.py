@@ -1,10 +1,12 @@
 """Streaming properties of a model folder, read without loading weights."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patchpar.errors import PlanError
 from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
 from patchpar.plan.json_files import read_object
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
@@ -48,6 +50,24 @@ class StreamFolder:
     def frames(self) -> int:
         """Images of one block, in the steady state."""
         return self.config.blocks.frames * self.per_latent
+
+    def exchange_bytes(self, itemsize: int) -> int:
+        """Return the bytes of queries, keys, values and outputs of all layers, of the tokens of a block.
+
+        `itemsize`: bytes of a number. Of N ranks that share a step each sends (N - 1)/N² of it. Raises PlanError.
+        """
+        index = Path(self.path) / HIGH_NOISE / "config.json"
+        facts, vae = read_object(index), read_object(Path(self.path) / "vae" / "config.json")
+        patch = facts.get("patch_size")
+        if not isinstance(patch, list) or len(patch) != 3:
+            raise PlanError(f"{index}: patch_size={patch!r:.80}: it must be three numbers, of frames, rows and columns")
+        known = [*zip(("frames", "rows", "columns"), patch, strict=True)]
+        known += [(name, facts.get(name)) for name in ("num_layers", "num_attention_heads", "attention_head_dim")]
+        frames, rows, columns, *sizes = (whole(f"{index}: {name}", value, 1, 2**20) for name, value in known)
+        side = whole("scale_factor_spatial of the vae", vae.get("scale_factor_spatial"), 1, 2**10)
+        config = self.config
+        tokens = config.blocks.frames // frames * (config.height // side // rows) * (config.width // side // columns)
+        return 4 * itemsize * tokens * math.prod(sizes)
 
 
 def _fact(file: Path, name: str) -> int | None:

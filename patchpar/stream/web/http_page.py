@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 
@@ -35,6 +35,7 @@ MAX_OFFER = 1 << 16
 """Bytes of a session description."""
 NOT_OURS = 1008
 """Close code of a refused WebSocket (RFC 6455: policy violation)."""
+FOREIGN = "this request was made by another page: open this one itself"
 FRESH = {"Cache-Control": "no-store"}
 NO_INPUTS = PageInputs()
 
@@ -65,7 +66,7 @@ def video_page(
 
     async def video(socket: WebSocket) -> None:
         if not is_own_origin(socket):
-            await socket.close(NOT_OURS)
+            await _refuse(socket)
             return
         await socket.accept()
         receiver = PageReceiver(socket, inputs.microphone)
@@ -86,7 +87,7 @@ def video_page(
 def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
     async def offer(request: Request) -> JSONResponse:
         if not is_own_origin(request):
-            return JSONResponse({"message": "this offer was made by another page: open this one itself"}, 403)
+            return JSONResponse({"message": FOREIGN}, 403)
         if int(request.headers.get("content-length", MAX_OFFER + 1)) > MAX_OFFER:
             return JSONResponse({"message": f"an offer has at most {MAX_OFFER} bytes"}, 413)
         try:
@@ -100,7 +101,7 @@ def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
 def _add_camera(app: FastAPI, camera: PageCamera) -> None:
     async def images(socket: WebSocket) -> None:
         if not is_own_origin(socket):
-            await socket.close(NOT_OURS)
+            await _refuse(socket)
             return
         await socket.accept()
         try:
@@ -132,6 +133,11 @@ def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageIn
     app.add_api_route("/", page, methods=["GET"], response_model=None)
     app.add_api_route("/status", state, methods=["GET"])
     return app
+
+
+async def _refuse(socket: WebSocket) -> None:
+    """Answer the handshake with the reason, which browsers show in their network log only."""
+    await socket.send_denial_response(PlainTextResponse(FOREIGN, 403))
 
 
 async def _sent_whole(socket: WebSocket, feed: VideoFeed) -> None:

@@ -1,0 +1,89 @@
+"""The pool's own account of its workers, where another thread closes it and where a link cannot be made."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from patchpar.errors import LaunchError, WorkerError
+from patchpar.launch.channel import EMPTY, Channel
+from patchpar.launch.executor import Callbacks
+from patchpar.launch.hang_detection import HangLimits, RankActivity
+from patchpar.launch.pool import WorkerPool
+from patchpar.launch.remote_errors import take_down
+from patchpar.launch.request_loop import RequestLoop, RequestOutcome
+from patchpar.launch.worker_start import WorkerPoolSpec
+
+
+@dataclass
+class Starter:
+    """Makes links, but the first time there is no descriptor left."""
+
+    linked: list[tuple[int, int]] = field(default_factory=list)
+    fails: int = 1
+
+    def link(self, one: Any, other: Any) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise OSError("Too many open files")
+        self.linked.append((one.rank, other.rank))
+
+
+def worker(rank: int, **rest: Any) -> Any:
+    nothing = dict.fromkeys(("kill", "release", "ask_to_stop"), lambda: None)
+    rest.setdefault("heartbeat", SimpleNamespace(sign=RankActivity(0, 0.0, False)))
+    return SimpleNamespace(rank=rank, wait=lambda give_up: True, is_alive=lambda: True, **nothing, **rest)
+
+
+@pytest.fixture
+def pool() -> WorkerPool:
+    spec = WorkerPoolSpec(
+        devices=("cpu", "cpu"), engine="", deadline=1.0, start_timeout=1.0, start_method="spawn", preload=()
+    )
+    found = WorkerPool(spec, Starter())  # type: ignore[arg-type]
+    found._workers.update({rank: worker(rank) for rank in range(2)})
+    return found
+
+
+def test_a_link_that_could_not_be_made_is_made_by_the_next_call(pool: WorkerPool) -> None:
+    with pytest.raises(OSError, match="Too many"):
+        pool._connect((0, 1))
+    for _ in range(2):
+        pool._connect((0, 1))
+    assert pool._starter.linked == [(0, 1)]  # type: ignore[attr-defined]
+
+
+def test_a_link_that_cannot_be_made_hides_no_failure(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has failed, the other has ended the call, and both get a new link."""
+    failed = RequestOutcome(failures={0: take_down(ValueError("of the engine"))}, unwound=[1], beats={0: 1, 1: 2})
+    pool._is_single, pool._starter.fails = True, 0  # type: ignore[attr-defined]
+
+    def run(loop: RequestLoop, opening: Any) -> RequestOutcome:
+        pool._starter.fails = 1  # type: ignore[attr-defined]
+        return failed
+
+    monkeypatch.setattr(RequestLoop, "run", run)
+    with pytest.raises(WorkerError, match="of the engine"):
+        pool.call((0, 1), EMPTY, Callbacks(), 0.0)
+    pool._connect((0, 1))
+    assert pool._starter.linked == [(0, 1)] * 2  # type: ignore[attr-defined]
+
+
+def test_a_pool_that_another_thread_closes_says_so(pool: WorkerPool) -> None:
+    pool.close()
+    with pytest.raises(LaunchError, match="closed"):
+        pool.call((0, 1), EMPTY, Callbacks(), 0.0)
+    pool._connect((0, 1))  # at the end of a call that was running
+
+
+def test_a_worker_whose_channel_another_thread_has_closed_has_died() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    channel.close()
+    theirs.close()
+    loop = RequestLoop([worker(0, channel=channel)], 1, Callbacks(), limits=HangLimits.of_call(1.0, 0.0))
+    assert loop.run([]).died == [0]
