@@ -96,7 +96,7 @@ def pytest_configure() -> None:
 
 def file_of(kind: Any) -> str:
     """The file of a class, as `inspect.getfile`. Raises OSError for Gradio's own, as for those that are in no file."""
-    if getattr(kind, "__module__", "").startswith("gradio."):
+    if str(getattr(kind, "__module__", "")).startswith("gradio."):
         raise OSError(f"{kind} is not looked for")
     return FILE_OF(kind)
 
