@@ -11,11 +11,10 @@ from .fields import Fields, Forms, clears_error, image_fields, result, result_pa
 from .handler_errors import reports_errors
 from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_updates import updates_of
+from .job_tab import JobTab
 from .presets import Preset, preset_named
 from .state import AppState
 
-KIND = "compare"
 HINT = "Press Compare: the same image is generated with both presets, one after the other, and compared."
 
 
@@ -24,11 +23,13 @@ def failed(message: str) -> tuple[Any, ...]:
     return gr.skip(), gr.skip(), html.failure(message), gr.skip(), *buttons(None)
 
 
-class CompareTab:
+class CompareTab(JobTab):
     """Event handlers of the tab."""
 
+    kind = "compare"
+
     def __init__(self, state: AppState) -> None:
-        self._state = state
+        super().__init__(state, show, failed)
 
     def submit(self, owner: str, fields: tuple[Any, ...], labels: tuple[str, str]) -> Job:
         """Queue the job. Raises PlanError."""
@@ -38,19 +39,13 @@ class CompareTab:
         def work(job: Job) -> tuple[ComparedImages, tuple[Preset, Preset]]:
             return compare(state.image_runner, job, request, (first, second)), (first, second)
 
-        return state.job_queue.submit(owner, KIND, work)
+        return self._queue(owner, work)
 
     @reports_errors(failed)
     async def run(self, owner: str, one: str, other: str, *fields: Any) -> AsyncIterator[Any]:
         """The button."""
         job = self.submit(owner, fields, (one, other))
-        async for update in updates_of(job, show):
-            yield update
-
-    @reports_errors(failed)
-    async def resume(self, owner: str) -> AsyncIterator[Any]:
-        """The page was reloaded."""
-        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+        async for update in self._updates(owner, job):
             yield update
 
 
@@ -73,12 +68,13 @@ def _label(found: ComparedImages) -> str:
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[CompareTab, list[Any]]:
     """Build the tab. Returns it, and the outputs of `resume`."""
     tab = CompareTab(state)
-    labels = [preset.label for preset in state.workers.presets]
+    presets = state.workers.presets
+    labels, choices = [each.label for each in presets], [(each.title, each.label) for each in presets]
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             fields = image_fields(forms)
-            one = gr.Dropdown(labels, value=labels[min(1, len(labels) - 1)], label="Left")
-            other = gr.Dropdown(labels, value=labels[-2 if len(labels) > 2 else 0], label="Right")
+            one = gr.Dropdown(choices, value=labels[min(1, len(labels) - 1)], label="Left")
+            other = gr.Dropdown(choices, value=labels[-2 if len(labels) > 2 else 0], label="Right")
             with gr.Row():
                 start = gr.Button("Compare", variant="primary", interactive=False, elem_id="compare-run")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="compare-cancel")
@@ -88,7 +84,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[CompareTab, l
             difference = result("Difference", "compare-difference", height=240)
     table = gr.HTML(elem_id="compare-table")
     filled = [pair, difference, status, table, start, cancel]
-    gr.on([start.click], tab.run, [owner, one, other, *fields.components], filled, show_progress="hidden")
-    clears_error(status, HINT, [*fields.components, one, other])
+    gr.on([start.click], tab.run, [owner, one, other, *fields.components, *forms.loras], filled, show_progress="hidden")
+    clears_error(status, HINT, [*fields.components, one, other, *forms.loras])
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
     return tab, filled

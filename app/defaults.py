@@ -12,12 +12,13 @@ UNKNOWN_SIDE = 1024  # pixels, of a model that has not been loaded or does not s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """Sizes in pixels."""
+    """Sizes in pixels; those of images are multiples of `grid`."""
 
     height: int = UNKNOWN_SIDE
     width: int = UNKNOWN_SIDE
     steps: int = 20
     guidance: float = 4.0
+    grid: int = 8
 
     def times(self, factor: int) -> tuple[int, int]:
         """Height and width in pixels, `factor` times as large."""
@@ -44,4 +45,5 @@ def defaults_of(model: str, description: PipelineInfo | None) -> Defaults:
         width=max(MIN_SIDE, width),
         steps=min(steps, MAX_STEPS) if isinstance(steps, int) else before.steps,
         guidance=float(guidance) if isinstance(guidance, (int, float)) else before.guidance,
+        grid=description.size_unit,
     )

@@ -12,12 +12,12 @@ from .handler_errors import reports_errors
 from .image_parameters import add_parameters
 from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_updates import updates_of
+from .job_tab import JobTab
+from .loras import loras_of
 from .mask_editor import mask_editor
 from .requests import MAX_PROMPT, MAX_STEPS, MIN_SIDE
 from .state import AppState
 
-KIND = "edit"
 HINT = "Choose an image. What you paint over is generated anew; without paint all of it is."
 
 
@@ -26,11 +26,13 @@ def failed(message: str) -> tuple[Any, ...]:
     return gr.skip(), html.failure(message), gr.skip(), *buttons(None)
 
 
-class EditTab:
+class EditTab(JobTab):
     """Event handlers of the tab."""
 
+    kind = "edit"
+
     def __init__(self, state: AppState) -> None:
-        self._state = state
+        super().__init__(state, show, failed)
 
     def submit(self, owner: str, request: ImageEdit) -> Job:
         """Queue the job. Raises PlanError."""
@@ -43,20 +45,15 @@ class EditTab:
             state.job_queue.store(owner, "run", found.run)
             return found
 
-        return state.job_queue.submit(owner, KIND, work)
+        return self._queue(owner, work)
 
     @reports_errors(failed)
     async def generate(self, owner: str, painted: Any, side: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
-        """The button. `fields`: prompt, negative prompt, steps, guidance scale, seed."""
+        """The button. `fields`: prompt, negative prompt, steps, guidance scale, seed, then the page's LoRAs."""
         names = ("prompt", "negative", "steps", "guidance", "seed")
-        request = ImageEdit.of(painted, side, strength, **dict(zip(names, fields, strict=True)))
-        async for update in updates_of(self.submit(owner, request), show):
-            yield update
-
-    @reports_errors(failed)
-    async def resume(self, owner: str) -> AsyncIterator[Any]:
-        """The page was reloaded: show its last job."""
-        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+        own, loras = dict(zip(names, fields[:5], strict=True)), loras_of(fields[5:])
+        request = ImageEdit.of(painted, side, strength, **own, loras=loras)
+        async for update in self._updates(owner, self.submit(owner, request)):
             yield update
 
 
@@ -84,8 +81,8 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[EditTab, list
             status = gr.HTML(html.notice(HINT), elem_id="edit-status")
             facts = gr.HTML(elem_id="edit-facts")
     filled = [image, status, facts, start, cancel]
-    start.click(tab.generate, [owner, painted, *fields], filled, show_progress="hidden")
-    clears_error(status, HINT, fields)
+    start.click(tab.generate, [owner, painted, *fields, *forms.loras], filled, show_progress="hidden")
+    clears_error(status, HINT, [*fields, *forms.loras])
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
     return tab, filled
 

@@ -11,7 +11,10 @@ import gradio as gr
 
 from . import html
 from .defaults import Defaults
+from .handler_errors import reports_errors
+from .loras import loras_of
 from .requests import MAX_PROMPT, MAX_SEED, MAX_STEPS, MIN_SIDE, GenerateRequest
+from .sizes import RATIOS, size_of_ratio, unit_of
 
 CAPTIONS = (
     "a red house on the left and a pine on the right, green hills at sunset",
@@ -34,8 +37,9 @@ class Fields:
 
     @staticmethod
     def request(*values: Any) -> GenerateRequest:
-        """The request that the components describe. Raises PlanError."""
-        return GenerateRequest.of(**dict(zip(NAMES, values, strict=True)))
+        """The request that the components describe, and the page's LoRAs after them. Raises PlanError."""
+        own, loras = values[: len(NAMES)], values[len(NAMES) :]
+        return GenerateRequest.of(**dict(zip(NAMES, own, strict=True)), loras=loras_of(loras))
 
     @staticmethod
     def values(request: GenerateRequest) -> list[Any]:
@@ -49,10 +53,14 @@ InitialValues = Callable[[Defaults], dict[str, Any]]
 class Forms:
     """The fields of all tabs that have defaults; updated with the model's own defaults once it is loaded."""
 
-    def __init__(self, before: Defaults) -> None:
+    def __init__(self, before: Defaults, known: Callable[[], Defaults] | None = None) -> None:
         self._before = before
+        self.known = known or (lambda: before)
+        """The defaults of the model that is loaded now."""
         self._initial: list[InitialValues] = []
         self.components: list[Any] = []
+        self.loras: list[Any] = []
+        """The fields of the page's LoRAs, which belong to each request; empty on a page that has none."""
 
     def add(self, kind: Callable[..., Any], initial: InitialValues, **options: Any) -> Any:
         """Add a component of this kind. `initial`: its arguments that depend on the defaults, "value" among them."""
@@ -85,6 +93,7 @@ def image_fields(forms: Forms, *, times: int = 1, max_steps: int = MAX_STEPS) ->
     with gr.Row():
         width = sliding(lambda each: {"value": times * each.width, **_sides(each)}, label="Width")
         height = sliding(lambda each: {"value": times * each.height, **_sides(each)}, label="Height")
+    _ratios(forms, times, [width, height])
     with gr.Row():
         count = sliding(
             lambda each: {"value": min(each.steps, max_steps)}, minimum=1, maximum=MAX_STEPS, step=1, label="Steps"
@@ -96,6 +105,22 @@ def image_fields(forms: Forms, *, times: int = 1, max_steps: int = MAX_STEPS) ->
         guidance = forms.add(gr.Slider, lambda each: {"value": each.guidance}, **initial)
         negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
     return Fields(prompt, [prompt, negative, width, height, count, guidance, seed])
+
+
+def _ratios(forms: Forms, times: int, sides: list[Any]) -> None:
+    """Add a button for each ratio, which sets width and height."""
+    with gr.Row(elem_classes=["ratios"]):
+        for name in RATIOS:
+            button = gr.Button(name, size="sm", min_width=44)
+            button.click(_size_of(name, forms, times), None, sides, show_progress="hidden")
+
+
+def _size_of(name: str, forms: Forms, times: int) -> Callable[[], tuple[int, int]]:
+    def size() -> tuple[int, int]:
+        return size_of_ratio(name, forms.known(), times)
+
+    size.__name__ = f"size_{name.replace(':', '_')}"
+    return reports_errors()(size)
 
 
 def seed_field() -> gr.Number:
@@ -110,7 +135,7 @@ def _sides(known: Defaults) -> dict[str, int]:
     """Range of a size slider: from half of the model's own size to four times it."""
     sides = (known.height, known.width)
     least = max(MIN_SIDE, min(sides) // 2 // UNIT * UNIT)
-    return {"minimum": least, "maximum": 4 * max(sides), "step": gcd(UNIT, *sides)}
+    return {"minimum": least, "maximum": 4 * max(sides), "step": gcd(UNIT, unit_of(known), *sides)}
 
 
 def clears_error(status: gr.HTML, hint: str, fields: Iterable[Any]) -> None:

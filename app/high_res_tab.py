@@ -12,12 +12,12 @@ from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
 from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_updates import updates_of
+from .job_tab import JobTab
 from .limits import read_image
+from .loras import loras_of
 from .requests import MAX_PROMPT, MAX_SEED, MAX_STEPS, GenerateRequest
 from .state import AppState
 
-KIND = "high-res"
 EXPLAINED = (
     "Above its native size a model repeats objects: two horizons, three balloons. Structure guidance first generates "
     "the whole image at native size, which then guides overlapping windows. All devices share the windows."
@@ -34,11 +34,13 @@ def failed(message: str) -> tuple[Any, ...]:
     return gr.skip(), gr.skip(), html.failure(message), gr.skip(), *_buttons(None)
 
 
-class LargeTab:
+class LargeTab(JobTab):
     """Event handlers of the tab."""
 
+    kind = "high-res"
+
     def __init__(self, state: AppState) -> None:
-        self._state = state
+        super().__init__(state, show, failed)
 
     @reports_errors(failed)
     async def generate(self, owner: str, options: str, baseline: bool, *fields: Any) -> AsyncIterator[Any]:
@@ -51,29 +53,23 @@ class LargeTab:
                 owner, lambda job: generate_high_res(state.image_runner, job, request, preset, baseline=bool(baseline))
             )
 
-        async for update in self._started(start):
+        async for update in self._started(owner, start):
             yield update
 
     @reports_errors(failed)
     async def upscale(self, owner: str, image: Any, scale: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
-        """The button of the image tab. `fields`: prompt, steps, seed."""
+        """The button of the image tab. `fields`: prompt, steps, seed, then the page's LoRAs."""
 
         def start() -> Job:
-            prompt, steps, seed = fields
-            request = GenerateRequest.of(prompt=prompt, steps=steps, seed=seed)
+            prompt, steps, seed, *loras = fields
+            request = GenerateRequest.of(prompt=prompt, steps=steps, seed=seed, loras=loras_of(loras))
             small = read_image(image)
             upscale = UpscaleRequest(
                 image=small, generate=request, scale=float(scale or 0), strength=float(strength or 0)
             )
             return self._submit(owner, lambda job: upscale_image(self._state.image_runner, job, upscale))
 
-        async for update in self._started(start):
-            yield update
-
-    @reports_errors(failed)
-    async def resume(self, owner: str) -> AsyncIterator[Any]:
-        """The page was reloaded."""
-        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+        async for update in self._started(owner, start):
             yield update
 
     def _submit(self, owner: str, generated: Callable[[Job], UpscaleResult]) -> Job:
@@ -84,11 +80,11 @@ class LargeTab:
             self._state.job_queue.store(owner, "run", found.generated.run)
             return found
 
-        return self._state.job_queue.submit(owner, KIND, work)
+        return self._queue(owner, work)
 
-    async def _started(self, start: Callable[[], Job]) -> AsyncIterator[Any]:
+    async def _started(self, owner: str, start: Callable[[], Job]) -> AsyncIterator[Any]:
         job = await asyncio.to_thread(start)  # decodes an image, which must not block other pages
-        async for update in updates_of(job, show):
+        async for update in self._updates(owner, job):
             yield update
 
 
@@ -127,9 +123,9 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[LargeTab, lis
             figures = gr.HTML(elem_id="high-res-facts")
             pair = result_pair("Comparison", "high-res-pair", visible=False)
     filled = [image, pair, status, figures, prompted.start, again.start, cancel]
-    prompted.start.click(tab.generate, [owner, *prompted.components], filled, show_progress="hidden")
-    again.start.click(tab.upscale, [owner, *again.components], filled, show_progress="hidden")
-    clears_error(status, HINT, [*prompted.components, *again.components])
+    prompted.start.click(tab.generate, [owner, *prompted.components, *forms.loras], filled, show_progress="hidden")
+    again.start.click(tab.upscale, [owner, *again.components, *forms.loras], filled, show_progress="hidden")
+    clears_error(status, HINT, [*prompted.components, *again.components, *forms.loras])
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
     return tab, filled
 

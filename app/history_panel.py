@@ -11,7 +11,7 @@ from . import html
 from .fields import Fields
 from .handler_errors import reports_errors
 from .image_history import ImageHistory
-from .image_parameters import read_parameters
+from .image_parameters import loras_in, read_parameters
 from .requests import GenerateRequest
 from .state import AppState
 
@@ -41,24 +41,26 @@ class HistoryPanel:
     @reports_errors(lambda message: (html.failure(message), *[gr.skip()] * FIELDS))
     def reuse(self, owner: str, name: str) -> list[Any]:
         """Status and fields: those of the chosen image, or the newest."""
-        return _filled(self._request(owner, name))
+        path = self._path(owner, name)
+        return _filled(read_parameters(path), loras_in(path))
 
     @reports_errors(lambda message: (html.failure(message), gr.skip()))
     def reuse_seed(self, owner: str, name: str) -> list[Any]:
         """Status and seed."""
-        seed = self._request(owner, name).seed
+        seed = read_parameters(self._path(owner, name)).seed
         return [html.notice(f"Seed {seed}."), seed]
 
     @reports_errors(lambda message: (html.failure(message), *[gr.skip()] * FIELDS))
     def read(self, path: str | None) -> list[Any]:
         """Status and fields: those that a PNG file was generated with."""
-        return _filled(read_parameters(path))
+        request = read_parameters(path)
+        return _filled(request, loras_in(str(path)))
 
-    def _request(self, owner: str, name: str) -> GenerateRequest:
+    def _path(self, owner: str, name: str) -> Path:
         names = self._history.names(owner)
         if not names:
             raise PlanError("there is no image yet: generate one first")
-        return self._history.request(owner, name or names[0])
+        return self._history.path(owner, name or names[0])
 
     @property
     def _history(self) -> ImageHistory:
@@ -97,8 +99,10 @@ class HistoryPanel:
         return [panel, gallery, chosen]
 
 
-def _filled(request: GenerateRequest) -> list[Any]:
-    return [html.notice("The fields have the parameters of that image."), *Fields.values(request)]
+def _filled(request: GenerateRequest, loras: str) -> list[Any]:
+    """`loras`: those of the image, whose files only a person can name."""
+    more = f" It was generated with LoRA {loras}: choose that under LoRA." if loras else ""
+    return [html.notice(f"The fields have the parameters of that image.{more}"), *Fields.values(request)]
 
 
 def _facts(request: GenerateRequest) -> list[tuple[str, str]]:

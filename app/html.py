@@ -8,6 +8,8 @@ from patchpar.pipeline.report import readable_bytes
 
 from .job_queue import JobView
 
+SCROLLING = '<div class="wide" tabindex="0">'  # scrolls sideways within a narrow page, also by the keyboard
+
 
 def status(view: JobView | None, hint: str = "") -> str:
     """State of a job: one line and a progress bar; `hint` before the first job."""
@@ -75,7 +77,7 @@ def table(
         for number, row in enumerate(rows)
     )
     kind = "figures stacked" if stacked else "figures"
-    return f'<div class="wide"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'{SCROLLING}<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _cell(name: str, text: str) -> str:

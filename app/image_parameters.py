@@ -20,10 +20,12 @@ from PIL import Image
 
 from patchpar import PlanError
 
+from . import loras
 from .limits import FILE, check_size
 from .requests import GenerateRequest
 
 CHUNK = "parameters"
+LORAS = "LoRA"
 NEGATIVE = "\nNegative prompt:"
 SETTINGS = "\nSteps: "
 SETTING = re.compile(r'([^:,]+):\s*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')
@@ -39,6 +41,7 @@ def text_of(request: GenerateRequest, facts: Mapping[str, str]) -> str:
         "CFG scale": f"{request.guidance:g}",
         "Seed": str(request.seed),
         "Size": f"{request.width}x{request.height}",
+        **({LORAS: loras.text_of(request.loras)} if request.loras else {}),
         **facts,
     }
     line = ", ".join(f"{name}: {_quoted(value)}" for name, value in settings.items())
@@ -70,6 +73,16 @@ def request_of(text: str) -> GenerateRequest:
     before, has_negative, negative = written.rpartition(NEGATIVE)
     prompt, negative = (before, negative.strip()) if has_negative else (negative, "")
     return GenerateRequest.of(prompt=prompt, negative=negative, **_settings_in(SETTINGS + line))
+
+
+def loras_in(path: str | Path) -> str:
+    """Names and weights of the LoRAs that an image was made with, which a file has without their paths; or empty.
+
+    Raises PlanError, as `read_parameters` does.
+    """
+    line = SETTINGS + _text_in(path).rpartition(SETTINGS)[2]
+    found = {name.strip(): value.strip() for name, value in SETTING.findall(line)}.get(LORAS, "")
+    return str(json.loads(found)) if found.startswith('"') else found
 
 
 def _settings_in(line: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from patchpar.models.task import ANY_PROMPT
 from patchpar.serving.latent_preview import ColourMap
 
 from .job_queue import Job
+from .loras import LoadedLoras, text_of
 from .presets import Preset
 from .requests import GenerateRequest
 from .workers import AppWorkers
@@ -47,7 +48,7 @@ class ImageJobRunner:
 
     def __init__(self, workers: AppWorkers) -> None:
         self.workers = workers
-        self.colours = ColourMap()
+        self.colours, self._loras = ColourMap(), LoadedLoras()
 
     def forget_colours(self) -> None:
         """Another model has been loaded, whose latents have other colours."""
@@ -69,6 +70,7 @@ class ImageJobRunner:
         job.check()
         job.show(note=options.title, step=0, steps=request.steps)
         pipe = self.workers.image_pipeline(preset)
+        self._load(pipe, job, request)
         arguments = {**request.arguments(pipe.description.parameters), **own_arguments(pipe.description)}
         if options.exact:
             arguments["output_type"] = "np"
@@ -81,6 +83,7 @@ class ImageJobRunner:
         job.check()
         job.show(note="starting the image-to-image workers")
         pipe = self.workers.upscaler()
+        self._load(pipe, job, request)
         arguments = request.arguments(set(pipe.description.parameters) - {"height", "width"})
         arguments |= own_arguments(pipe.description)
         with self._watched(pipe, job, RunOptions(title="upscaling")) as watched:
@@ -92,12 +95,21 @@ class ImageJobRunner:
         job.check()
         job.show(note=f"starting the workers for {'inpainting' if mask is not None else 'image-to-image'}")
         pipe = self.workers.upscaler() if mask is None else self.workers.inpainter()
+        self._load(pipe, job, request)
         known = pipe.description.parameters
         sizes = {"height", "width"} if mask is None else set()  # of a call with a mask, which would resize both
         arguments = {**request.arguments(set(known) - sizes), **own_arguments(pipe.description), "image": image}
         arguments |= {"strength": strength} if "strength" in known else {}
         arguments |= {} if mask is None else {"mask_image": mask}
         return self._call(pipe, arguments, job, RunOptions(title="generating"))
+
+    def _load(self, pipe: ParallelPipeline, job: Job, request: GenerateRequest) -> None:
+        """Let the request's LoRAs act in the next call, and no others. Raises PlanError."""
+        if request.loras:
+            if not self.workers.may_change:
+                raise PlanError("this page takes no LoRAs: they are for pages that other machines cannot reach")
+            job.show(note=f"loading LoRA {text_of(request.loras)}")
+        self._loras.prepare(pipe, request.loras)
 
     def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, options: RunOptions) -> JobImage:
         with self._watched(pipe, job, options) as watched:

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ from patchpar.models.files import EMBEDDED
 
 from . import html
 from .fields import Fields, Forms, captions, clears_error, image_fields, result
+from .forecast_panel import ForecastPanel
 from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
 from .image_parameters import add_parameters
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
+from .job_tab import JobTab
 from .job_updates import updates_of
 from .presets import CUSTOM, CUSTOM_MEANING, Preset, custom_preset, preset_named
 from .requests import GenerateRequest, as_whole, check_whole
 from .state import AppState
 
-KIND = "image"
 MAX_IMAGES = 8  # of one job
 HINT = "Press Generate: a preview is shown after every step, run statistics at the end."
 
@@ -33,11 +33,13 @@ def failed(message: str) -> tuple[Any, ...]:
     return gr.skip(), html.failure(message), gr.skip(), *buttons(None), *UNCHANGED
 
 
-class ImageTab:
+class ImageTab(JobTab):
     """Event handlers of the tab."""
 
+    kind = "image"
+
     def __init__(self, state: AppState) -> None:
-        self._state = state
+        super().__init__(state, show, failed)
         self.history = HistoryPanel(state)
 
     @reports_errors(lambda message: (html.failure(message), gr.skip(), gr.skip()))
@@ -74,7 +76,7 @@ class ImageTab:
                 state.history.add(owner, add_parameters(image.image, request, self._facts(image)))
             return image
 
-        return state.job_queue.submit(owner, KIND, work)
+        return self._queue(owner, work)
 
     def _facts(self, image: JobImage) -> dict[str, str]:
         """What the file of an image says beside the request. A folder goes by its name, not by its path."""
@@ -84,23 +86,18 @@ class ImageTab:
 
     @reports_errors(failed)
     async def generate(self, owner: str, label: str, degrees: str, strategy: str, *rest: Any) -> AsyncIterator[Any]:
-        """The button. `rest`: whether to trace, how many images, then the fields of a request."""
+        """The button. `rest`: whether to trace, how many images, then the fields of a request and the page's LoRAs."""
         traced, count, *fields = rest
         requests = with_seeds(Fields.request(*fields), count)
         job = self.submit(owner, requests, self.preset(label, degrees, strategy), bool(traced))
-        async for update in updates_of(job, partial(self.show, owner)):
+        async for update in self._updates(owner, job):
             yield update
 
-    @reports_errors(failed)
-    async def resume(self, owner: str) -> AsyncIterator[Any]:
-        """The page was reloaded: show its last job."""
-        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), partial(self.show, owner)):
-            yield update
-
-    def show(self, owner: str, view: JobView | None) -> tuple[Any, ...]:
-        """The view of a job, and the history where it may have changed."""
-        is_over = view is None or view.is_over
-        return *show(view), *(self.history.updates(owner) if is_over else UNCHANGED)
+    async def _updates(self, owner: str, job: Job | None) -> AsyncIterator[Any]:
+        """The view of the job, and the history where it may have changed."""
+        async for view in updates_of(job, lambda view: view):
+            is_over = view is None or view.is_over
+            yield *show(view), *(self.history.updates(owner) if is_over else UNCHANGED)
 
 
 def with_seeds(request: GenerateRequest, count: Any) -> list[GenerateRequest]:
@@ -132,6 +129,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
         with gr.Column(scale=5, min_width=320):
             fields = image_fields(forms)
             chosen, traced = _plan_fields(tab, state)
+            ForecastPanel(state).build(owner, fields)
             count = gr.Slider(1, MAX_IMAGES, 1, step=1, label="Images (seeds that follow)")
             with gr.Row():
                 start = gr.Button("Generate", variant="primary", interactive=False, elem_id="image-generate")
@@ -145,8 +143,8 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
     if state.workers.setup.model in EMBEDDED:
         captions(fields.prompt)
     filled = [image, status, facts, start, cancel, *history]
-    clears_error(status, HINT, [*fields.components, *chosen, count])
-    inputs = [owner, *chosen, traced, count, *fields.components]
+    clears_error(status, HINT, [*fields.components, *chosen, count, *forms.loras])
+    inputs = [owner, *chosen, traced, count, *fields.components, *forms.loras]
     gr.on([start.click, fields.prompt.submit], tab.generate, inputs, filled, show_progress="hidden")
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
     file.upload(tab.history.read, file, [status, *fields.components], show_progress="hidden")
@@ -157,7 +155,9 @@ def _plan_fields(tab: ImageTab, state: AppState) -> tuple[list[Any], gr.Checkbox
     """Add preset, custom plan and strategy, which are returned first, and whether to record a timeline."""
     presets = state.workers.presets
     preset = gr.Dropdown(
-        [*(each.label for each in presets), CUSTOM], value=presets[0].label, label="Devices and strategy"
+        [*((each.title, each.label) for each in presets), CUSTOM],
+        value=presets[0].label,
+        label="Speed and quality: devices and strategy",
     )
     meaning = gr.HTML(html.notice(presets[0].meaning))
     with gr.Accordion("Custom plan", open=False):

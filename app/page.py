@@ -7,11 +7,12 @@ from typing import Any
 import gradio as gr
 
 from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
-from .defaults import defaults_before, defaults_of
+from .defaults import Defaults, defaults_before, defaults_of
 from .fields import Forms
 from .handler_errors import ErrorReportingBlocks, reports_errors
 from .job_queue import JobView
 from .job_updates import updates_of
+from .lora_fields import lora_fields
 from .model_chooser import ModelChooser, heading
 from .sessions import PAGE_NAME_JS
 from .state import AppState
@@ -43,12 +44,13 @@ def theme() -> Any:
 def build(state: AppState) -> gr.Blocks:
     """The whole page."""
     with ErrorReportingBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
-        forms = Forms(defaults_before(state.workers.setup.model))
+        forms = Forms(defaults_before(state.workers.setup.model), lambda: _known(state))
         owner, page_name = gr.State(""), gr.Textbox(visible="hidden")
         title = gr.HTML(heading(state))
         chooser = ModelChooser(state, forms) if state.workers.may_change else None
         if chooser is not None:
             chooser.build()
+            forms.loras += lora_fields()
         ready = gr.HTML(html.notice("Starting."), elem_id="ready")
         with gr.Tabs():
             with gr.Tab("Image"):
@@ -97,10 +99,14 @@ def _filling(state: AppState, forms: Forms) -> Callable[..., Any]:
 
     @reports_errors()
     def fill(*values: Any) -> list[Any]:
-        workers = state.workers
-        return forms.filled(defaults_of(workers.setup.model, workers.model), values)
+        return forms.filled(_known(state), values)
 
     return fill
+
+
+def _known(state: AppState) -> Defaults:
+    """Those of the model that is loaded."""
+    return defaults_of(state.workers.setup.model, state.workers.model)
 
 
 class _Readiness:

@@ -13,12 +13,21 @@ CUSTOM_MEANING = "Plan and strategy as written below. Exact, unless the strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """An entry of the list. `degrees`: "auto", "single", or as in Plan.parse. `meaning`: an explanation."""
+    """An entry of the list. `degrees`: "auto", "single", or as in Plan.parse. `meaning`: an explanation.
+
+    `purpose`: what it is the first choice for; empty for the others.
+    """
 
     label: str
     degrees: str
     strategy: str = "exact"
     meaning: str = ""
+    purpose: str = ""
+
+    @property
+    def title(self) -> str:
+        """The label, after the purpose."""
+        return f"{self.purpose}: {self.label}" if self.purpose else self.label
 
     def plan(self, count: int) -> Plan | str:
         """As `ParallelPipeline` takes it, for `count` devices. Raises PlanError."""
@@ -44,6 +53,7 @@ def automatic(count: int) -> Preset:
         label=f"Automatic, {count} devices",
         degrees=AUTOMATIC,
         meaning="The plan is chosen for each image and never approximate: any number of devices gives the same image.",
+        purpose="Exact",
     )
 
 
@@ -87,13 +97,23 @@ def _bands(count: int) -> list[Preset]:
             label=f"{count} bands, exact",
             degrees=bands,
             meaning="Each device computes a band and gets what it needs of the others layer by layer. Exact.",
+            purpose="Fast links",
         ),
         Preset(
             label=f"{count} bands, fresh edges",
             degrees=bands,
             strategy="fresh-edges",
             meaning="Halo rows are exchanged at once; keys and values are one step old, so no rank waits. "
-            "Approximate, and close.",
+            "Approximate, and close. With guidance, guidance branches send less still.",
+            purpose="Slow links",
+        ),
+        Preset(
+            label=f"{count} bands, pooled context",
+            degrees=bands,
+            strategy="fresh-edges:context=pooled,bits=4",
+            meaning="Fresh edges; of distant keys and values only averages are sent, as changes in 4 bits. "
+            "Approximate. Fewest bytes of all that divide the image.",
+            purpose="Fewest bytes",
         ),
         Preset(
             label=f"{count} bands, displaced",
@@ -112,8 +132,8 @@ def _bands(count: int) -> list[Preset]:
             label=f"{count} bands, partially conditioned",
             degrees=bands,
             strategy="pcpp",
-            meaning="PCPP: a band attends only to the nearest part of its neighbours, one step old. Fewest bytes, "
-            "lowest accuracy.",
+            meaning="PCPP: a band attends only to the nearest part of its neighbours, one step old. "
+            "Approximate, with the lowest accuracy.",
         ),
     ]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from patchpar import PlanError
 from patchpar.plan.scalars import is_whole
+from patchpar.serving.lora_registry import RegisteredLora
 
 MAX_PROMPT = 1000  # characters
 MAX_STEPS = 150
@@ -16,7 +17,7 @@ WHOLE = ("height", "width", "steps", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A request for one image. Sizes in pixels. Raises PlanError."""
+    """A request for one image. Sizes in pixels. `loras`: those that act, and no others. Raises PlanError."""
 
     prompt: str
     negative: str = ""
@@ -25,6 +26,7 @@ class GenerateRequest:
     steps: int = 20
     guidance: float = 4.0
     seed: int = 0
+    loras: tuple[RegisteredLora, ...] = ()
 
     def __post_init__(self) -> None:
         for what, text in (("prompt", self.prompt), ("negative prompt", self.negative)):

@@ -18,6 +18,7 @@ from .handler_errors import reports_errors
 from .image_stream import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
 from .image_tab import buttons
 from .job_queue import Job, JobView
+from .job_tab import JobTab
 from .job_updates import updates_of
 from .limits import read_audio_file, read_image
 from .requests import MAX_PROMPT
@@ -26,7 +27,6 @@ from .state import AppState
 from .talking_face import MAX_SECONDS, TalkingFaceJob, TalkingFaceRequest
 from .video_file import MAX_RATE, VideoFile
 
-KIND = "stream"
 SOURCES = {"The prompt alone": "prompt", "An image": "image", "A video": "video", "The camera": "camera"}
 HINT = "The stream is shown here until you stop it. The prompt can be changed while it runs."
 NOTHING = "Stopped before the first image: there is nothing to show or to save."
@@ -39,11 +39,13 @@ def failed(message: str) -> tuple[Any, ...]:
     return gr.skip(), html.failure(message), gr.skip(), gr.skip(), *_buttons(None)
 
 
-class StreamTab:
+class StreamTab(JobTab):
     """Event handlers of the tab."""
 
+    kind = "stream"
+
     def __init__(self, state: AppState) -> None:
-        self._state = state
+        super().__init__(state, show, failed)
 
     @reports_errors(failed)
     async def generate(self, owner: str, source: str, *fields: Any) -> AsyncIterator[Any]:
@@ -72,7 +74,7 @@ class StreamTab:
     @reports_errors(html.failure)
     def set_prompt(self, owner: str, prompt: str) -> str:
         """Change the prompt while the stream runs."""
-        job = self._state.job_queue.job_of(owner, KIND)
+        job = self._state.job_queue.job_of(owner, self.kind)
         controls = self._state.job_queue.stored(owner, "controls")
         if job is None or job.view.is_over or controls is None:
             return html.failure("no stream is running: start one first")
@@ -82,7 +84,7 @@ class StreamTab:
     @reports_errors()
     def stop(self, owner: str) -> None:
         """Stop after the images in flight; a waiting job is cancelled."""
-        job, controls = self._state.job_queue.job_of(owner, KIND), self._state.job_queue.stored(owner, "controls")
+        job, controls = self._state.job_queue.job_of(owner, self.kind), self._state.job_queue.stored(owner, "controls")
         if controls is not None:
             controls.is_stopped = True
         if job is not None and job.view.state == "waiting":
@@ -95,29 +97,23 @@ class StreamTab:
         if controls is not None and frame is not None:
             controls.frame = frame
 
-    @reports_errors(failed)
-    async def resume(self, owner: str) -> AsyncIterator[Any]:
-        """The page was reloaded."""
-        async for update in self._updates(owner):
-            yield update
-
     def _submit(self, owner: str, feed: Any, stream: Callable[[StreamControls, Any, SavedVideo], Any]) -> Job:
         """Queue the job, and store its controls and its feed for the page. Raises PlanError, without changes."""
         state, controls = self._state, StreamControls()
         saved = SavedVideo(state.folder_of(owner) / NAME)
-        job = state.job_queue.submit(owner, KIND, stream(controls, feed, saved).run)
+        job = self._queue(owner, stream(controls, feed, saved).run)
         state.job_queue.store(owner, "controls", controls)
         state.job_queue.store(owner, "feed", state.feeds.add(feed))
         return job
 
     async def _started(self, owner: str, start: Callable[[], Job]) -> AsyncIterator[Any]:
-        await asyncio.to_thread(start)  # decodes images and audio, which must not block other pages
-        async for update in self._updates(owner):
+        job = await asyncio.to_thread(start)  # decodes images and audio, which must not block other pages
+        async for update in self._updates(owner, job):
             yield update
 
-    async def _updates(self, owner: str) -> AsyncIterator[Any]:
+    async def _updates(self, owner: str, job: Job | None) -> AsyncIterator[Any]:
         feed, is_visible = self._state.job_queue.stored(owner, "feed"), False
-        async for view in updates_of(self._state.job_queue.job_of(owner, KIND), lambda view: view):
+        async for view in updates_of(job, lambda view: view):
             window = gr.skip() if is_visible or view is None or view.state == "waiting" else live(feed)
             is_visible = is_visible or (view is not None and view.state != "waiting")
             yield window, *show(view)

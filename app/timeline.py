@@ -15,6 +15,8 @@ import numpy as np
 from patchpar import Run
 from patchpar.comm.trace import RankTrace, TraceEvent
 
+from .html import SCROLLING
+
 COLUMNS = 480
 WIDTH, LANE, GAP, LEFT, TOP = 960, 56, 14, 64, 22  # of the diagram, in pixels
 KINDS = ("compute", "check", "send", "wait")  # from below
@@ -103,7 +105,7 @@ def to_svg(traces: Sequence[RankTrace], first: int, last: int) -> str:
     lanes = "".join(_lane(trace, window, TOP + number * (LANE + GAP)) for number, trace in enumerate(traces))
     label = f"what {len(traces)} ranks did in {window.seconds:.2f} seconds"
     return (
-        f'<div class="wide"><svg class="timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
+        f'{SCROLLING}<svg class="timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
         f"{_step_lines(traces, window, height)}{lanes}{_axis(window, height)}</svg></div>{_legend()}"
     )
 

@@ -72,8 +72,9 @@ ONLY = {
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.
 THE_APP_MAY = {
     *("PUBLIC", "plan", "launch", "comm.trace", "models", "strategies", "stream"),
-    *("serving.job", "serving.job_queue", "serving.latent_preview"),
+    *("serving.job", "serving.job_queue", "serving.latent_preview", "serving.lora_registry"),
     *("pipeline.auto_plan", "pipeline.image_metrics", "pipeline.report", "pipeline.validate"),
+    *("pipeline.planner.forecast", "pipeline.planner.search", "pipeline.planner.simulate", "pipeline.planner.tune"),
 }
 NAMES_OF_ACCELERATORS = {"cuda", "xpu", "npu", "mps"}
 # Everything else asks launch.accelerators, so that a device of another type is no special case.

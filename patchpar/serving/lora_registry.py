@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.serving.pipeline_fields import MAX_SCALE, LoraField
 from patchpar.serving.request_error import RequestError, nearest
 
@@ -43,12 +43,21 @@ class RegisteredLora:
         where = (str(path.parent), {"weight_name": path.name}) if path.is_file() else (self.source, {})
         try:
             pipe.load_lora_weights(where[0], adapter_name=self.name, **where[1])
+            if not any(self.name in names for names in pipe.get_list_adapters().values()):
+                raise ValueError("it has no weights for the networks of this model")
             pipe.disable_lora()
-        except (ValueError, KeyError, TypeError, OSError) as error:  # of diffusers, for other models' files
+        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:  # of diffusers and torch
+            if isinstance(error, PatchparError) and not isinstance(error, PlanError):  # of a rank, not of the file
+                raise
             with suppress(Exception):  # what was loaded of it until then
                 pipe.delete_adapters(self.name)
-            reason = str(error).splitlines()[0][:300] if str(error) else "no message"
-            raise PlanError(f"LoRA {self.name}: {self.source} cannot be loaded: {reason}") from error
+            raise PlanError(f"LoRA {self.name}: {self.source} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of a message that says why: of torch, which lists tensors, the first whose shape is another."""
+    lines = str(error).splitlines() or ["no message"]
+    return next((line.strip() for line in lines if "size mismatch" in line), lines[0])[:300]
 
 
 class LoraRegistry:

@@ -37,6 +37,14 @@ def findings(page: Page) -> list[str]:
     ]
 
 
+def unfold(page: Page) -> None:
+    """Open all that is folded on the tab, so that axe-core sees it."""
+    folded = page.locator("button.label-wrap:not(.open)").locator("visible=true")
+    for _ in range(folded.count()):
+        folded.first.click()
+    expect(folded).to_have_count(0)
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of the page on workers that generate at once: what it looks like does not depend on them."""
@@ -61,6 +69,7 @@ def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, schem
     found = {}
     for name in TABS:
         tab(page, name)
+        unfold(page)
         found[name] = findings(page)
     page.context.close()
     assert [(name, each) for name, rules in found.items() for each in rules] == []
@@ -70,8 +79,11 @@ def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, schem
 def test_nor_in_what_real_workers_did(opened: Any) -> None:
     page = opened(color_scheme="dark", **WINDOWS[390])
     small(page, steps=2)
+    press(page, "image-forecast")
+    expect(page.locator("#forecast-status table")).to_be_visible(timeout=4 * TIMEOUT_MS)
     press(page, "image-generate")
     done(page, "image")
+    assert findings(page) == []
     tab(page, "Timeline")
     expect(page.locator("#timeline-diagram svg path.wait")).to_have_count(2)
     assert findings(page) == []

@@ -9,7 +9,7 @@ OURS = tuple(
     map(
         re.compile,
         (
-            r"(\S )?[a-z][\w ,:]* [━╸╺ ]+ \d+/(\d+|\?) \d+:\d\d(:\d\d)?",  # a progress bar, as it is left at the end
+            r"(\S )?[a-z][\w ,:=.+-]* [━╸╺ ]+ \d+/(\d+|\?) \d+:\d\d(:\d\d)?",  # a progress bar, as left at the end
             r"Starting the page\.|Ending the page and its workers\.",
             r"ended by SIG(INT|TERM)(, in the middle of a computation)?",
             r"Loading \S+ on cpu, cpu\.|Finishing what was accepted\.",

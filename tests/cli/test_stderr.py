@@ -129,6 +129,6 @@ def test_every_verb_is_here() -> None:
     ],
 )
 def test_what_a_library_says_would_be_seen(line: str) -> None:
-    bar = "  generating ━━━━━━━━━━━━━━━━━━━━ 2/2 0:00:03\n"
+    bar = "  generating ━━━━━━━━━━━━━━━━━━━━ 2/2 0:00:03\n  under patch=2,strategy=exact ━━━━━ 2/2 0:01:35\n"
     assert foreign(bar) == []
     assert foreign(bar + line + "\n") == [line]

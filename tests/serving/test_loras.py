@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
 from patchpar import PlanError
 from patchpar.serving.api_keys import ApiKeys
@@ -32,7 +33,7 @@ SMALL = {"prompt": "a small red house", "size": "128x128", "num_inference_steps"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and two adapters beside it."""
+    """A tiny model, two adapters beside it, and two of other models."""
     found = tmp_path_factory.mktemp("model")
     build("sdxl").pipe.save_pretrained(found)
     for seed, name in enumerate(("ink", "snow")):
@@ -41,6 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_v"]))
         layers = get_peft_model_state_dict(pipe.unet)
         pipe.save_lora_weights(found, unet_lora_layers=layers, weight_name=f"{name}.safetensors")
+    weights = load_file(found / "ink.safetensors")
+    save_file({name.replace("unet", "transformer"): each for name, each in weights.items()}, found / "flux.safetensors")
+    save_file({name: each.repeat(2, 2) for name, each in weights.items()}, found / "wide.safetensors")
     return found
 
 
@@ -98,6 +102,9 @@ def test_each_request_has_its_own(tiny_service: ImageService, folder: Path, plai
     assert differs([], {}) <= 1
     other = admin.post("/admin/lora", json={"name": "other", "path": str(folder / "unet")})
     assert "cannot be loaded" in error_of(other, 400)["message"]
+    for name, reason in (("flux", "no weights for the networks of this model"), ("wide", "size mismatch")):
+        path = str(folder / f"{name}.safetensors")
+        assert reason in error_of(admin.post("/admin/lora", json={"name": name, "path": path}), 400)["message"]
     assert differs([{"name": "ink"}], {"ink": 0.5}) <= 1
 
 
@@ -109,6 +116,9 @@ class LoraPipeline:
 
     def load_lora_weights(self, source: str, adapter_name: str, **options: Any) -> None:
         self.loaded.append(adapter_name)
+
+    def get_list_adapters(self) -> dict[str, list[str]]:
+        return {"unet": self.loaded}
 
     def disable_lora(self) -> None: ...
 

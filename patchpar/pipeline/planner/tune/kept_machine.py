@@ -33,7 +33,7 @@ class KeptMachines:
         if found is None:
             raise PlanError(
                 f"{', '.join(devices)} of this machine: not measured by this version of patchpar: run patchpar tune "
-                f"--devices {_argument(devices)}, or name a machine such as 8xH100-nvlink"
+                f"--devices {devices_argument(devices)}, or name a machine such as 8xH100-nvlink"
             )
         return found
 
@@ -53,5 +53,6 @@ def _facts(devices: Sequence[str]) -> dict[str, Any]:
     return {"devices": list(devices)}
 
 
-def _argument(devices: Sequence[str]) -> str:
+def devices_argument(devices: Sequence[str]) -> str:
+    """Return the value of --devices for these devices."""
     return f"cpu:{len(devices)}" if set(devices) == {"cpu"} else ",".join(devices)

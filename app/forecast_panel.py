@@ -1,0 +1,48 @@
+"""Below the list of presets: what each would take for the fields as they are."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from . import html
+from .fields import Fields
+from .handler_errors import reports_errors
+from .job_queue import Job, JobView
+from .job_tab import JobTab
+from .preset_forecasts import HEAD, PresetForecasts, forecast_presets
+from .requests import GenerateRequest
+from .state import AppState
+
+
+class ForecastPanel(JobTab):
+    """Event handlers."""
+
+    kind = "forecast"
+
+    def __init__(self, state: AppState) -> None:
+        super().__init__(state, show, html.failure)
+
+    def submit(self, owner: str, request: GenerateRequest) -> Job:
+        """Queue the job. Raises PlanError."""
+        return self._queue(owner, lambda job: forecast_presets(self._state.workers, job, request))
+
+    @reports_errors(html.failure)
+    async def forecast(self, owner: str, *fields: Any) -> AsyncIterator[Any]:
+        """The button."""
+        async for update in self._updates(owner, self.submit(owner, Fields.request(*fields))):
+            yield update
+
+    def build(self, owner: gr.State, fields: Fields) -> None:
+        """Add the button and the table."""
+        start = gr.Button("Forecast seconds, bytes and memory of presets", size="sm", elem_id="image-forecast")
+        table = gr.HTML(elem_id="forecast-status")
+        start.click(self.forecast, [owner, *fields.components], table, show_progress="hidden")
+
+
+def show(view: JobView | None) -> str:
+    """Progress, then the table and what its numbers are."""
+    if view is None or view.state != "done":
+        return html.status(view)
+    found: PresetForecasts = view.result
+    return html.table(HEAD, found.rows, stacked=True) + html.notice(found.note)

@@ -1,0 +1,34 @@
+"""A tab whose button queues a job: its page follows the job, also after a reload."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
+
+from .handler_errors import reports_errors
+from .job_queue import Job, JobView
+from .job_updates import updates_of
+from .state import AppState
+
+Show = Callable[[JobView | None], Any]
+
+
+class JobTab:
+    """Event handlers. `kind`: of the tab's jobs. `failed`: the outputs of `resume` for an error message."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, state: AppState, show: Show, failed: Callable[[str], Any]) -> None:
+        self._state, self._show = state, show
+        self.resume = reports_errors(failed)(self._resume)
+        """The page was reloaded: its last job of this tab."""
+
+    def _queue(self, owner: str, work: Callable[[Job], Any]) -> Job:
+        """Queue a job of this tab. Raises PlanError."""
+        return self._state.job_queue.submit(owner, self.kind, work)
+
+    def _updates(self, owner: str, job: Job | None) -> AsyncIterator[Any]:
+        """The tab's outputs after every change of the job; once without one."""
+        return updates_of(job, self._show)
+
+    async def _resume(self, owner: str) -> AsyncIterator[Any]:
+        async for update in self._updates(owner, self._state.job_queue.job_of(owner, self.kind)):
+            yield update
