@@ -168,7 +168,7 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
             stream.generate(OWNER, "A video", None, str(image), 8, 0.6, *fields()),
             "the file cannot be read as a video: use .mp4",
         ),
-        (stream.talk(OWNER, None, None, "", 500), "500 seconds: the limit is more than 0 and at most 120"),
+        (stream.talk(OWNER, None, None, "", 500, False), "500 seconds: the limit is more than 0 and at most 120"),
     ):
         assert word in message_of(displayed)
     assert "no stream is running" in stream.set_prompt(OWNER, "a pine")
@@ -194,7 +194,7 @@ def test_a_folder_of_a_face_that_is_none_is_a_sentence(state: AppState, tmp_path
         raise PlanError(f"{tmp_path} has no model_index.json, so it is no diffusers model folder")
 
     state.workers.face_stream = no_face  # type: ignore[method-assign]
-    assert "no diffusers model folder" in message_of(StreamTab(state).talk(OWNER, None, None, "", 1))
+    assert "no diffusers model folder" in message_of(StreamTab(state).talk(OWNER, None, None, "", 1, False))
 
 
 def test_the_questions_are_those_of_the_real_pipeline() -> None:

@@ -86,8 +86,8 @@ def test_a_file_that_has_been_deleted_is_to_be_chosen_again(state: AppState, tmp
     stream, high_res = StreamTab(state), LargeTab(state)
     gone = str(tmp_path / "gone")
     for displayed in (
-        stream.talk(OWNER, gone, None, "", 1),
-        stream.talk(OWNER, None, gone, "", 1),
+        stream.talk(OWNER, gone, None, "", 1, False),
+        stream.talk(OWNER, None, gone, "", 1, False),
         stream.generate(OWNER, "An image", gone, None, 8, 0.6, *fields()),
         stream.generate(OWNER, "A video", None, gone, 8, 0.6, *fields()),
         high_res.upscale(OWNER, gone, 2, 0.35, "a fox", 30, 0),
