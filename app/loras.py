@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from patchpar import PlanError
 from patchpar.models.adapters import check_source
+from patchpar.plan.scalars import is_number
 from patchpar.serving.lora_registry import METHOD, RegisteredLora
 
 MAX_LORAS = 3  # of a request
@@ -63,7 +64,7 @@ class LoadedLoras:
 
 
 def _lora(number: int, source: str, weight: Any) -> RegisteredLora:
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+    if not is_number(weight):
         raise PlanError(f"LoRA {source}: weight {weight!r}: it is a number, such as 0.8")
     check_source("LoRA", source, None, None)
     stem = re.sub(r"[^A-Za-z0-9_-]", "-", Path(source).stem)

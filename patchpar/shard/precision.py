@@ -1,5 +1,6 @@
 """Floating-point format of sums, and of products of fp32 numbers on GPUs."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,19 +25,46 @@ def has_rounded_products(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and any(getattr(*each) not in (False, EXACT) for each in _switches())
 
 
+class _FullPrecision:
+    """torch's switches, which a whole process has: off from the first thread that asks for it to the last."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def begin(self) -> None:
+        """Switch them off, unless another thread has."""
+        with self._lock:
+            self._threads += 1
+            if self._threads > 1:
+                return
+            self._before = [(owner, name, getattr(owner, name)) for owner, name in _switches()]
+            for owner, name, value in self._before:
+                if value not in (False, EXACT):
+                    setattr(owner, name, EXACT if isinstance(value, str) else False)
+
+    def end(self) -> None:
+        """Set them to what they were before, unless another thread still computes with them."""
+        with self._lock:
+            self._threads -= 1
+            if self._threads:
+                return
+            for owner, name, value in self._before:
+                if getattr(owner, name) != value:
+                    setattr(owner, name, value)
+
+
+_FULL_PRECISION = _FullPrecision()  # one for the process, as the switches are
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Context in which products of fp32 numbers are not rounded to TF32 on GPUs."""
-    before = [(owner, name, getattr(owner, name)) for owner, name in _switches()]
+    """Context in which products of fp32 numbers are not rounded to TF32 on GPUs. Of several threads at a time."""
+    _FULL_PRECISION.begin()
     try:
-        for owner, name, value in before:
-            if value not in (False, EXACT):
-                setattr(owner, name, EXACT if isinstance(value, str) else False)
         yield
     finally:
-        for owner, name, value in before:
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
+        _FULL_PRECISION.end()
 
 
 def _switches() -> Iterator[tuple[Any, str]]:

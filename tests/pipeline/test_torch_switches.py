@@ -18,8 +18,9 @@ from tests.pipeline.conftest import QUICK
 @pytest.fixture
 def switches() -> Iterator[Any]:
     """As they are in a new process."""
-    before = caller_switches()
-    yield before
+    torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("highest")
+    yield caller_switches()
     torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("highest")
 

@@ -18,7 +18,7 @@ from patchpar.serving.warm_up import warm_up_arguments
 from tests.serving.fakes import FakeGenerator
 from tests.serving.requests import client_of
 
-SMALL_SIDE = 128  # pixels: previews are fitted to the first image
+SMALL_SIDE = 192  # pixels: previews are fitted to the first image
 
 
 @pytest.fixture(autouse=True, scope="session")

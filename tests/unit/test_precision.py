@@ -36,6 +36,18 @@ def test_it_is_off_within_and_as_before_afterwards(matrices: bool) -> None:
     assert (CONVOLUTIONS.allow_tf32, MATRICES.allow_tf32) == (True, matrices)
 
 
+def test_a_thread_that_ends_leaves_it_to_another_one() -> None:
+    """Ranks that are threads of a process verify at the same time, and end in any order."""
+    CONVOLUTIONS.allow_tf32 = True
+    first, second = full_precision(), full_precision()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not CONVOLUTIONS.allow_tf32
+    second.__exit__(None, None, None)
+    assert CONVOLUTIONS.allow_tf32
+
+
 @pytest.mark.skipif(not hasattr(MATRICES, "fp32_precision"), reason="torch before 2.9 has the old switches only")
 def test_switches_of_newer_programs() -> None:
     """torch refuses to read the old switch of matrices then."""
