@@ -36,11 +36,14 @@ class StreamSocket:
         await self._socket.accept(subprotocol=accepted_protocol(self._socket.scope.get("subprotocols", ())))
         parts = (send_video(self._socket, self._stream.video), self._receive(), self._send_states())
         tasks = [asyncio.create_task(part) for part in parts]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        for error in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect):
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the server ends this
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for error in [task.exception() for task in tasks if not task.cancelled()]:
+            if error is not None and not isinstance(error, WebSocketDisconnect):
                 log.error("a WebSocket of %s failed", self._stream.id, exc_info=error)
         if self._socket.application_state is WebSocketState.CONNECTED and tasks[0].done():
             await self._socket.close()

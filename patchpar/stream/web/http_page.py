@@ -71,10 +71,13 @@ def video_page(
         await socket.accept()
         receiver = PageReceiver(socket, inputs.microphone)
         tasks = [asyncio.create_task(_sent_whole(socket, feed)), asyncio.create_task(receiver.run())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the server ends this
+            for task in tasks:
+                task.add_done_callback(_forget_error)
+                task.cancel()
+            await asyncio.wait(tasks)
 
     app.add_api_websocket_route("/video", video)
     if inputs.camera is not None:
@@ -138,6 +141,12 @@ def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageIn
 async def _refuse(socket: WebSocket) -> None:
     """Answer the handshake with the reason, which browsers show in their network log only."""
     await socket.send_denial_response(PlainTextResponse(FOREIGN, 403))
+
+
+def _forget_error(task: asyncio.Task[None]) -> None:
+    """Take the error of a task that has ended with its browser, which asyncio would log."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _sent_whole(socket: WebSocket, feed: VideoFeed) -> None:
