@@ -23,6 +23,7 @@ COLOURS = 256  # of an image in the docs, so that it is small
 def save_screenshot(page: Page, name: str) -> None:
     """The window, as a small file."""
     path = FOLDER / f"{name}.png"
+    page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(500)  # what moves has come to rest
     page.screenshot(path=path)
     Image.open(path).convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)

@@ -278,6 +278,10 @@ def test_every_tab_can_be_read(opened: Any, position: str, scheme: Any) -> None:
     expect(page.locator("#ready")).to_be_hidden()  # until then there is nothing to plan for
     for name in TABS:
         tab(page, name)
+        if name in ("Image", "Compare"):
+            page.evaluate("scrollTo(0, 0)")
+            button = page.locator("#image-generate" if name == "Image" else "#compare-run")
+            expect(button).to_be_in_viewport(ratio=1)  # however many fields are above it
         if name == "Plan":
             expect(page.locator("#plan-table table")).to_be_visible()
         check_looks(page, f"{position}-{scheme}-{name.lower().replace(' ', '-')}")
