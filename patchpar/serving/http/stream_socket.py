@@ -17,7 +17,7 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.socket_tickets import accepted_protocol
 from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import parse_control
-from patchpar.stream.web.http_page import send_video
+from patchpar.stream.web.http_page import send_video, until_one_ends
 
 MAX_MESSAGE = 1 << 20
 """Bytes of audio in one message."""
@@ -35,13 +35,7 @@ class StreamSocket:
         """Serve the client until it leaves or the stream ends."""
         await self._socket.accept(subprotocol=accepted_protocol(self._socket.scope.get("subprotocols", ())))
         parts = (send_video(self._socket, self._stream.video), self._receive(), self._send_states())
-        tasks = [asyncio.create_task(part) for part in parts]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also where the server ends this
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        tasks = await until_one_ends(*parts)
         for error in [task.exception() for task in tasks if not task.cancelled()]:
             if error is not None and not isinstance(error, WebSocketDisconnect):
                 log.error("a WebSocket of %s failed", self._stream.id, exc_info=error)

@@ -7,7 +7,7 @@ answered with {"type": "error", "message"}.
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -70,14 +70,7 @@ def video_page(
             return
         await socket.accept()
         receiver = PageReceiver(socket, inputs.microphone)
-        tasks = [asyncio.create_task(_sent_whole(socket, feed)), asyncio.create_task(receiver.run())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # also where the server ends this
-            for task in tasks:
-                task.add_done_callback(_forget_error)
-                task.cancel()
-            await asyncio.wait(tasks)
+        await until_one_ends(_sent_whole(socket, feed), receiver.run())
 
     app.add_api_websocket_route("/video", video)
     if inputs.camera is not None:
@@ -141,6 +134,22 @@ def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageIn
 async def _refuse(socket: WebSocket) -> None:
     """Answer the handshake with the reason, which browsers show in their network log only."""
     await socket.send_denial_response(PlainTextResponse(FOREIGN, 403))
+
+
+async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
+    """Run the parts of a connection until one ends, and cancel the others. Returns them as tasks that have ended.
+
+    Errors are left in the tasks.
+    """
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also where the server ends this
+        for task in tasks:
+            task.add_done_callback(_forget_error)
+            task.cancel()
+        await asyncio.wait(tasks)
+    return tasks
 
 
 def _forget_error(task: asyncio.Task[None]) -> None:
