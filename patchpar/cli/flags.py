@@ -87,9 +87,7 @@ class ModelFlags:
     def for_loading(self) -> dict[str, Any]:
         """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
         graphs = "auto" if self.graphs else None
-        return given(
-            torch_dtype=self.dtype, variant=self.variant, vae=self.vae, deadline=self.deadline, graphs=graphs
-        )
+        return given(torch_dtype=self.dtype, variant=self.variant, vae=self.vae, deadline=self.deadline, graphs=graphs)
 
     def for_sampling(self) -> dict[str, Any]:
         """Return steps and guidance by diffusers' names."""

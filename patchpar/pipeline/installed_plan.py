@@ -54,9 +54,7 @@ class InstalledPlan:
     `pipeline.graph_option` says.
     """
 
-    def __init__(
-        self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False
-    ) -> None:
+    def __init__(self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False) -> None:
         self.pipe, self._held, self._wanted = pipe, held, graphs
         self._recorder: StepRecorder | None = None
         self.mesh: Mesh | None = None

@@ -103,7 +103,8 @@ def test_images_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, name: 
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), first_of([("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "data=2"), ("sdxl", "patch=1")], ("sdxl", "patch=1"))
+    ("name", "plan"),
+    first_of([("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "data=2"), ("sdxl", "patch=1")], ("sdxl", "patch=1")),
 )
 def test_calls_of_one_rank_are_replayed(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
     """Whole networks, with nothing to exchange in a call: on one device, or with guidance or prompts on several."""

@@ -112,7 +112,8 @@ def _copy_seconds(device: str, weights: ShardedWeights, store: HostStore) -> lis
     """Return how long the bytes of each block take into a slot, with nothing beside."""
     slot = torch.empty(max(map(store.rows, weights.blocks)), dtype=torch.uint8, device=store.device)
     return [
-        seconds_of(device, lambda index=index: store.start(index, slot).wait())[0] for index in range(len(weights.blocks))
+        seconds_of(device, lambda index=index: store.start(index, slot).wait())[0]
+        for index in range(len(weights.blocks))
     ]
 
 
