@@ -132,7 +132,6 @@ def test_what_cannot_be_without_a_gpu(no_gpu, asked, says):
         ("cuda:3", "'cuda:3' does not exist: there are cuda:0, cuda:1, cuda:2"),
         (["cuda:0", "cpu"], "cannot work together"),
         (["cuda"], "not a device"),
-        (["cuda:1", "cuda:1", "cuda:2"], "cuda:1 repeats"),
     ],
     ids=str,
 )

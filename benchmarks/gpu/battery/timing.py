@@ -205,6 +205,7 @@ def seconds_of(device: str, call: Callable[[], object]) -> Times:
 
 
 def wait(device: str) -> None:
+    """Block until a GPU has done what was enqueued."""
     if device == "cuda":
         torch.cuda.synchronize()
 
