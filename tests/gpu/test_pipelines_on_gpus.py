@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 FACE = Path(__file__).parents[2] / "assets" / "face-stream"
 PROMPT, STEPS, SIZE = "a red house on the left, green hills at noon", 6, 256
 PLANS = ("cfg=2", "patch=2", "patch=2,weights=sharded", "patch=2,weights=hosted", "stage=2", "tensor=2")
+"""The last one is for transformers."""
 APPROXIMATE = ("patch=2,strategy=displaced", "patch=2,strategy=pcpp", "patch=2,strategy=fresh-edges")
 EXACT_PSNR, OTHER_PSNR = 55.0, 25.0
 """dB of images from 0 to 1. GPUs round convolutions in fp32 to TF32, and a band may be convolved by another kernel."""
@@ -56,7 +57,8 @@ def pair(request: pytest.FixtureRequest, card: str) -> Iterator[tuple[ParallelPi
 
 def test_plans_on_one_card(pair: tuple[ParallelPipeline, Tensor]) -> None:
     pipe, alone = pair
-    found = {plan: psnr(image(pipe, plan), alone) for plan in PLANS}
+    plans = PLANS if pipe.description.splits_into_tokens else PLANS[:-1]
+    found = {plan: psnr(image(pipe, plan), alone) for plan in plans}
     assert min(found.values()) > EXACT_PSNR, found
     assert psnr(image(pipe, "patch=2", seed=1), alone) < OTHER_PSNR, "another seed is another image"
 
