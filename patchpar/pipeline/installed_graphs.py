@@ -3,23 +3,27 @@
 import logging
 from typing import Any
 
+import torch
+
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.accelerators import has_graphs, kind_of
+from patchpar.launch.accelerators import has_graphs
 from patchpar.models.info import refuse_compiled_denoisers
 from patchpar.pipeline.graph_option import WAY_OUT, why_no_graphs
+from patchpar.pipeline.messages import CallOptions
 from patchpar.plan.plan import Plan
 from patchpar.shard.graphs.recorder import StepRecorder, recorder_for
 
 log = logging.getLogger(__name__)
 
 
-def needs_hooks(pipe: Any, plan: Plan, wanted: bool | str, device: str) -> bool:
-    """Whether a plan of one rank on `device` is installed for its graphs alone. Raises UnsupportedModel, PlanError.
+def needs_hooks(pipe: Any, options: CallOptions, device: torch.device) -> bool:
+    """Whether a plan of one rank on `device` is installed for its graphs alone. Raises UnsupportedModel.
 
     Not with graphs="auto" for a denoiser that is compiled as a whole, which may have graphs of its own.
     """
-    if not wanted or plan.world_size > 1 or not has_graphs(kind_of(device)):
+    plan, wanted = options.plan, options.graphs
+    if not wanted or plan.world_size > 1 or not has_graphs(device.type):
         return False
     try:
         refuse_compiled_denoisers(pipe)

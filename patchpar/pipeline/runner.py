@@ -154,8 +154,7 @@ class PipelineRunner:
         wanted = CallOptions(plan=plan, **options)
         mesh, held = plan.mesh(self.context.rank, wanted.members), self._held.take(plan, wanted.members)
         one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
-        works = plan.world_size > 1 or one_rank or wanted.vae == "tiled"
-        works |= needs_hooks(self.pipe, plan, wanted.graphs, self.context.device)
+        works = plan.world_size > 1 or one_rank or wanted.vae == "tiled" or needs_hooks(self.pipe, wanted, self.device)
         if self.context.world_size > 1 or works:
             watched(self._connected(), self.context)  # whose limit may have been that of loading
         if self._transport is not None:  # also on ranks that stay idle

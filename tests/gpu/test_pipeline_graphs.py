@@ -106,7 +106,7 @@ def test_images_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, name: 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    first_of([("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "data=2"), ("sdxl", "patch=1")], ("sdxl", "patch=1")),
+    first_of([("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "cfg=2"), ("sdxl", "patch=1")], ("sdxl", "patch=1")),
 )
 def test_calls_of_one_rank_are_replayed(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
     """Whole networks, with nothing to exchange in a call: on one device, or with guidance or prompts on several."""
@@ -129,13 +129,17 @@ def test_a_change_ends_the_graphs_of_one_rank(monkeypatch: pytest.MonkeyPatch) -
 def test_a_denoiser_that_is_compiled_as_a_whole_has_no_graphs_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_graphs, "has_graphs", lambda kind: True)
     pipe = tiny.build("sdxl").pipe
-    assert needs_hooks(pipe, Plan(), "auto", "cuda:0")
-    assert not needs_hooks(pipe, Plan(patch=2), "auto", "cuda:0"), "which has hooks anyhow"
-    assert not needs_hooks(pipe, Plan(), False, "cuda:0")
+
+    def needs(graphs: bool | str, patch: int = 1) -> bool:
+        return needs_hooks(pipe, CallOptions(plan=Plan(patch=patch), graphs=graphs), torch.device("cuda", 0))
+
+    assert needs("auto")
+    assert not needs("auto", patch=2), "which has hooks anyhow"
+    assert not needs(False)
     pipe.unet.compile()
-    assert not needs_hooks(pipe, Plan(), "auto", "cuda:0")
+    assert not needs("auto")
     with pytest.raises(UnsupportedModel, match="is compiled as a whole"):
-        needs_hooks(pipe, Plan(), True, "cuda:0")
+        needs(True)
 
 
 DISPLACED = PLANS[1]

@@ -124,10 +124,10 @@ def _block_seconds(device: str, network: nn.Module, forward: Callable[[], object
     """
     begun: list[Any] = []
 
-    def mark(*_: object) -> None:
+    def note(*_: object) -> None:
         begun.append(_now(device))
 
-    hooks = [block.register_forward_pre_hook(mark) for block in blocks_of(network).values()]
+    hooks = [block.register_forward_pre_hook(note) for block in blocks_of(network).values()]
     begun.append(_now(device))
     forward()
     begun.append(_now(device))
