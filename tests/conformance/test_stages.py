@@ -64,7 +64,7 @@ def streamed(plan: StreamPlan, cards: Sequence[str], blocks: int = 6) -> tuple[l
     return on_gpus(stand_in, links, cards, lambda each: stage(each, models, plan, rests)), stand_in
 
 
-@pytest.mark.parametrize("plan", first_of(PLANS, PLANS[0], PLANS[3]), ids=str)
+@pytest.mark.parametrize("plan", first_of(PLANS, PLANS[1]), ids=str)
 def test_latents_go_from_device_to_device(plan: StreamPlan) -> None:
     found, stand_in = streamed(plan, [f"gpu {rank}" for rank in range(plan.ranks)])
     assert stand_in.faults == []
@@ -120,7 +120,7 @@ class Directed(RankGroup):
         return super().recv(tensors, self.ranks[source], tag)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("has_cards", [True, False])
+@pytest.mark.parametrize("has_cards", first_of([True, False], True))
 def test_ranks_of_one_step_never_go_through_the_host(has_cards: bool) -> None:
     """The first rank of a step forwards headers and changes, and the others send nothing there; else everything."""
     plan = StreamPlan(sizes=(1, 1), inner=2, decode="own")
@@ -142,7 +142,7 @@ def test_ranks_of_one_step_never_go_through_the_host(has_cards: bool) -> None:
     assert [BLOCK in found[rank][1] for rank in (0, 2)] == [not has_cards] * 2
 
 
-@pytest.mark.parametrize("plan", first_of(FIFO_PLANS[1:], FIFO_PLANS[-1]), ids=str)
+@pytest.mark.parametrize("plan", first_of(FIFO_PLANS[1:], FIFO_PLANS[1]), ids=str)
 def test_a_queue_of_frames_on_gpus(plan: StreamPlan) -> None:
     back = [(receiver, sender) for sender, receiver in plan.links]
     stand_in = StandIn(plan.ranks)
