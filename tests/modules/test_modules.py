@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
@@ -91,6 +94,22 @@ def test_a_copy_that_fails_ends_the_call_of_all(tmp_path: Path) -> None:
             team(**call_of("unet"))
         replicas[1].middle_block[0].emb_layers[1].fails = False
         assert torch.equal(team(**call_of("unet")), want)
+
+
+def test_threads_enter_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of CPUs there are none: what a GPU does with them is seen in tests/gpu."""
+    entered: list[tuple[str, str]] = []
+
+    @contextmanager
+    def in_stream(stream: str) -> Iterator[None]:
+        entered.append((threading.current_thread().name.rpartition("_")[0], stream))
+        yield
+
+    with Team(copies("unet"), verify=tmp_path) as team:
+        monkeypatch.setattr("patchpar.pipeline.module.team.in_stream", in_stream)
+        monkeypatch.setattr("patchpar.pipeline.module.team.current_streams", lambda _: ["side"])
+        team.begin()
+    assert sorted(entered) == [("patchpar-0", "side"), ("patchpar-1", "side")]
 
 
 class Counts(nn.Module):
