@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 
 from patchpar import ParallelPipeline
 from patchpar.models.files import resolve_model
+from patchpar.models.loading import load_pipeline
 from patchpar.pipeline import recovery
 
 RANKS, PLAN = 3, "patch=3"
@@ -76,7 +76,8 @@ def measure_regroups(runs: int) -> list[Regroup]:
 
 
 def _measured(runs: int, folder: Path, decisions: Decisions) -> list[Regroup]:
-    plain = DiffusionPipeline.from_pretrained(resolve_model("embedded", {})[0])
+    model, options, _ = resolve_model("embedded", {})
+    plain = load_pipeline(model, options)
     plain.unet.conv_in = TimedLayer(plain.unet.conv_in, folder)
     found = []
     with ParallelPipeline(plain, devices=f"cpu:{RANKS}", verify=False) as pipe:

@@ -142,6 +142,11 @@ def served(fake: Any, **settings: Any) -> Iterator[tuple[Any, Any, ImageService]
     service.close()
 
 
+def pids_of(generator: ImageGenerator) -> tuple[int, ...]:
+    executor: Any = generator.pipe._executor
+    return tuple(executor.pids)
+
+
 def states(client: Any) -> list[str]:
     return [each["state"] for each in client.get(RANKS).json()["data"]]
 
@@ -229,11 +234,11 @@ def test_real_workers_are_ended_asked_and_replaced(pipe: ParallelPipeline, monke
         client = client_of(application(service), KEY)
         body = {"prompt": "a red house", "size": "128x128", "num_inference_steps": 3, "seed": 4}
         want = client.post(PATH, json={**body, "degree": 1}).json()["data"]
-        before = generator.pipe._executor.pids
+        before = pids_of(generator)
         os.kill(before[1], signal.SIGKILL)
         until(lambda: generator.ranks.states == ("free", "free"), "nothing to be wrong")
-        until(lambda: len(generator.pipe._executor.pids) == 2 != before, "the worker to be replaced by a ping")
-        os.kill(generator.pipe._executor.pids[1], signal.SIGSTOP)
+        until(lambda: pids_of(generator) not in (before, before[:1]), "the worker to be replaced by a ping")
+        os.kill(pids_of(generator)[1], signal.SIGSTOP)
         until(lambda: client.get("/health/ready").status_code == 503, "its silence to be noticed")
         until(lambda: client.get("/health/ready").status_code == 200, "it to be replaced")
         assert client.delete(f"{RANKS}/0").status_code == 200
