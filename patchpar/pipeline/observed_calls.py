@@ -25,8 +25,8 @@ class ObservedCalls:
         Raises PlanError for a rank that does not exist, and as a call of the pipeline does for its worker: one that has
         ended is started again. `is_cancelled`: see `Executor.call`.
         """
-        (found,) = self._state.ranks.call("free_memory", ranks=(rank,), is_cancelled=is_cancelled)
-        return found
+        results = self._state.ranks.call("free_memory", ranks=(rank,), is_cancelled=is_cancelled)
+        return results[0]  # others are of ranks that hold parts of the same model
 
     @property
     def slow_ranks(self) -> dict[int, float]:
