@@ -281,9 +281,10 @@ class ImageService:
         self.generator.close()
 
     def _lose(self, rank: int) -> None:
-        """Replace a rank that does not answer."""
-        self.generator.ranks.lose((rank,))
-        self._repair(1)
+        """Replace a rank that does not answer, and those that are started together with it."""
+        lost = (rank,) if self.generator.pipe.can_release else tuple(range(self._devices))
+        self.generator.ranks.lose(lost)
+        self._repair(len(lost))
 
     def _repair(self, takes: int) -> None:
         """Start lost workers before anything else takes their devices; requests on other devices go on meanwhile."""

@@ -184,6 +184,28 @@ def test_a_rank_is_removed_and_put_back(four: Any) -> None:
     assert fake.pipe.calls == [("release", 1), ("take_back", 1)]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_rank_that_has_failed_is_replaced_with_those_it_was_started_with(quick_pings: None, alone: bool) -> None:
+    fake, repaired, fails = RemovableGenerator(), list[int](), [1]
+    fake.pipe.can_release = alone
+    repair = fake.repair
+
+    def ping(rank: int, is_cancelled: Any) -> None:
+        if rank in fails:
+            fails.remove(rank)
+            raise WorkerHung("rank 1 stands still", rank=rank)
+
+    def noted(job: Job) -> None:
+        repaired.append(len(fake.ranks.lost))
+        repair(job)
+
+    fake.pings._ping, fake.repair = ping, noted  # type: ignore[method-assign]
+    for _ in served(fake):
+        until(lambda: repaired != [], "it to be replaced")
+        until(lambda: fake.ranks.states == ("free",) * 4, "it to be there")
+        assert repaired == [1 if alone else 4]
+
+
 def test_a_rank_that_does_not_start_stays_out(four: Any) -> None:
     client, fake, _ = four
     client.delete(f"{RANKS}/3")
