@@ -10,6 +10,7 @@ Stale keys are DistriFusion's (arXiv:2402.19481); near keys, averages and correc
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,18 +107,22 @@ def _attend_now(
         pending.wait()
         return attend_to_tokens(call, fresh, call.attn_mask)
 
-    def partials() -> Iterator[Partial]:
-        if text is None:
-            yield _attend_here(grid, call, patch.group_rank)
-        else:
-            own = _own(grid, call, patch.group_rank)
-            yield _attend_to(call, own, _columns(grid, call, patch.group_rank, here=False))
-        for group_rank, (tokens, *_) in zip(patch.axis.others, pending.arriving(), strict=True):
-            yield _attend_to(call, in_batches(tokens), _columns(grid, call, group_rank, here=False))
-        if text is not None:
-            yield _attend_to(call, in_batches(fresh[: text.total]), _columns_of_common(grid, call))
+    return merge_partials(_arriving(patch, grid, call, pending, None if text is None else fresh[: text.total])).out_BNlD
 
-    return merge_partials(partials()).out_BNlD
+
+def _arriving(
+    patch: LocalPatch, grid: LevelGrid, call: AttentionCall, pending: Work[Any], text: Tensor | None
+) -> Iterator[Partial]:
+    """Yield attention to the local tokens, and to each rank's as they arrive; then to a `text` [t, 2, B, N, D]."""
+    mine = patch.group_rank
+    if text is None:
+        yield _attend_here(grid, call, mine)
+    else:
+        yield _attend_to(call, _own(grid, call, mine), _columns(grid, call, mine, here=False))
+    for group_rank, (tokens, *_) in zip(patch.axis.others, pending.arriving(), strict=True):
+        yield _attend_to(call, in_batches(tokens), _columns(grid, call, group_rank, here=False))
+    if text is not None:
+        yield _attend_to(call, in_batches(text), _columns_of_common(grid, call))
 
 
 def _gather(patch: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> Work[Messages]:

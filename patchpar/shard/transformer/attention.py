@@ -24,7 +24,7 @@ from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.transformer.attention_backend import BackendKernel
-from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens, TextKeys
+from patchpar.shard.transformer.split_tokens import CallRuns, PlacedCall, SplitTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges, spread
 from patchpar.shard.transformer.token_runs import Runs
 
@@ -118,22 +118,28 @@ def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionC
     if call.attn_mask is not None and call.attn_mask.ndim == 2 and runs.runs[0][0].mask_dims == 4:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = call._replace(attn_mask=call.attn_mask[:, None, None])
-    queries, keys, first, text = runs.placed(call.query.shape[-2], call.key.shape[-2])
+    placed = runs.placed(call.query.shape[-2], call.key.shape[-2])
+    queries, keys, first, _ = placed
     if not first:
         return call._replace(attn_mask=queries.rows(call.attn_mask)).run()
     if call.attn_mask is not None or call.is_causal:
         mask = _whole_mask(split, where, call, queries, keys, first)
         call = call._replace(attn_mask=mask, is_causal=False)
     remembered = split.attend_remembered(where, keys, queries, runs.runs[0][1], call)
-    if remembered is not None:
-        return remembered
+    return _attend_with_others(split, where, runs, call, placed) if remembered is None else remembered
+
+
+def _attend_with_others(
+    split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall, placed: PlacedCall
+) -> Tensor:
+    queries, keys = placed[:2]
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return call._replace(attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
     of_text = runs.runs[0][0].keys is None  # alone, which is never stale
     entry = None if split.patch is None or of_text else split.patch.entry(where, split.patch.policy.context)
     if entry is not None:
-        return _attend_with_past(split, where, runs.rows, call, (queries, keys, text), entry)
+        return _attend_with_past(split, where, runs.rows, call, placed, entry)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
@@ -145,11 +151,11 @@ def _attend_with_past(
     where: str,
     grid: LevelGrid,
     call: AttentionCall,
-    placed: tuple[SplitTokens, SplitTokens, TextKeys | None],
+    placed: PlacedCall,
     entry: StaleEntry,
 ) -> Tensor:
     """Attend to stale tokens of the image. Of a text that is split, the tokens of all ranks are of this step."""
-    queries, keys, text = placed
+    queries, keys, _, text = placed
     assert split.patch is not None
     slots, columns = None, None
     if text is not None and text.is_alone and isinstance(split.patch.policy.context, StaleKV):

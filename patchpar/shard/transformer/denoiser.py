@@ -243,9 +243,8 @@ class TokenDenoiser(SharedDenoiser):
     def _facts(self, call: Call) -> dict[str, Any]:
         """Return what the verification result depends on."""
         (comm, axis), policy = self.mesh, self.patch.policy
-        ranks = axis.ratio or axis.size
-        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": ranks}
-        split |= {"text": policy.text} if policy.text == "whole" else {}
+        cut, ranks = f"{cut_for(policy)}, text {policy.text}", axis.ratio or axis.size
+        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut, "ranks": ranks}
         return facts_of(self.denoiser, comm.transport.device, call, **split)
 
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
