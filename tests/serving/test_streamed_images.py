@@ -74,6 +74,28 @@ def test_previews_are_the_latents_of_the_scheduler(pipe: ParallelPipeline) -> No
     assert not torch.equal(found[0][2], found[1][2])
 
 
+def test_a_call_reports_the_estimate_of_clean_latents_of_every_step(pipe: ParallelPipeline) -> None:
+    """Nearer to the end than the noisy latents, which a callback gets."""
+    found: list[Any] = []
+    noisy: list[Any] = []
+
+    def keep(_: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        noisy.append(tensors["latents"].clone())
+        return {}
+
+    arguments = {"height": 64, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
+    pipe.on_latents = lambda step, steps, latents: found.append(latents)
+    try:
+        generator = torch.Generator().manual_seed(7)
+        latents = pipe(PROMPT, generator=generator, callback_on_step_end=keep, **arguments).images
+    finally:
+        pipe.on_latents = None
+    assert len(found) == len(noisy) == STEPS
+    assert torch.equal(found[-1], latents.float())
+    for clean, before in zip(found[:-1], noisy[:-1], strict=True):
+        assert distance(clean, latents) < distance(before, latents)
+
+
 @pytest.mark.parametrize(
     ("count", "steps", "wanted"), [(0, 9, ()), (3, 4, (1, 2, 3, 4)), (3, 2, (1, 2)), (2, 30, (10, 20, 30)), (2, 0, ())]
 )
