@@ -34,7 +34,7 @@ ARGUMENTS = {  # of a pipeline's call, by the field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoRequest:
+class VideoJobRequest:
     """A request for one video. Sizes in pixels; None is the pipeline's own. `fps`: frames in a second of the file.
 
     Raises PlanError.
@@ -72,7 +72,7 @@ class VideoRequest:
             raise PlanError(f"guidance scale {self.guidance:g}: it is a number from 0 to 50")
 
     @classmethod
-    def of(cls, **fields: Any) -> "VideoRequest":
+    def of(cls, **fields: Any) -> "VideoJobRequest":
         """From the fields of a page; an empty field is None or an empty text. Raises PlanError."""
         texts = {name: (fields[name] or "").strip() for name in ("model", "prompt")}
         numbers = {name: as_whole(fields[name]) for name in (*LIMITS, "guidance")}
@@ -90,7 +90,7 @@ class VideoRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedVideo:
+class VideoJobResult:
     """A file, how many frames it has, and the run."""
 
     path: Path
@@ -100,8 +100,8 @@ class GeneratedVideo:
 
 
 def generate_video(
-    runner: ImageJobRunner, job: Job, request: VideoRequest, preset: Preset, folder: Path
-) -> GeneratedVideo:
+    runner: ImageJobRunner, job: Job, request: VideoJobRequest, preset: Preset, folder: Path
+) -> VideoJobResult:
     """Generate a video into a folder. Raises PlanError, Cancelled, and what the pipeline raises."""
     job.check()
     job.show(note=f"loading {request.model}")
@@ -118,4 +118,4 @@ def generate_video(
     path = folder / NAME
     write_video(frames_FHWC, str(path), request.fps)
     assert pipe.last_run is not None
-    return GeneratedVideo(path=path, frames=len(frames_FHWC), run=pipe.last_run, why=pipe.explain())
+    return VideoJobResult(path=path, frames=len(frames_FHWC), run=pipe.last_run, why=pipe.explain())

@@ -14,7 +14,7 @@ from .job_tab import JobTab
 from .presets import Preset, preset_or_plan
 from .requests import MAX_PROMPT
 from .state import AppState
-from .video_generation import GeneratedVideo, VideoRequest, generate_video
+from .video_generation import VideoJobRequest, VideoJobResult, generate_video
 
 HINT = "Name a model that generates videos, such as one of Wan, LTX-Video or CogVideoX. Empty fields: its own values."
 NAMES = ("model", "prompt", "negative", "width", "height", "frames", "fps", "steps", "guidance", "seed")
@@ -33,12 +33,12 @@ class VideoTab(JobTab):
     def __init__(self, state: AppState) -> None:
         super().__init__(state, show, failed)
 
-    def submit(self, owner: str, request: VideoRequest, preset: Preset) -> Job:
+    def submit(self, owner: str, request: VideoJobRequest, preset: Preset) -> Job:
         """Queue the job. Raises PlanError, also for what is no video model or does not fit into memory."""
         state = self._state
         state.workers.video_setup(request.model)
 
-        def work(job: Job) -> GeneratedVideo:
+        def work(job: Job) -> VideoJobResult:
             found = generate_video(state.image_runner, job, request, preset, state.folder_of(owner))
             state.job_queue.store(owner, "run", found.run)
             return found
@@ -48,7 +48,7 @@ class VideoTab(JobTab):
     @reports_errors(failed)
     async def generate(self, owner: str, plan: str, *fields: Any) -> AsyncIterator[Any]:
         """The button. `fields`: in the order of NAMES."""
-        request = VideoRequest.of(**dict(zip(NAMES, fields, strict=True)))
+        request = VideoJobRequest.of(**dict(zip(NAMES, fields, strict=True)))
         job = self.submit(owner, request, preset_or_plan(plan, self._state.workers.count))
         async for update in self._updates(owner, job):
             yield update
@@ -58,7 +58,7 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     """Video, status, statistics, both buttons."""
     if view is None or view.state != "done":
         return gr.skip(), html.status(view, HINT), "", *buttons(view)
-    found: GeneratedVideo = view.result
+    found: VideoJobResult = view.result
     video = str(found.path) if found.path.exists() else gr.skip()  # files go after an hour
     return video, html.notice(f"{found.frames} frames."), html.facts(found.run, found.why), *buttons(view)
 

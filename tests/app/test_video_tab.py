@@ -17,7 +17,7 @@ from app.image_runner import ImageJobRunner
 from app.job_queue import JobQueue
 from app.presets import preset_or_plan
 from app.state import AppState
-from app.video_generation import VideoRequest, generate_video
+from app.video_generation import VideoJobRequest, generate_video
 from app.video_tab import NAMES, VideoTab
 from app.workers import AppConfig, AppWorkers, devices_of
 from patchpar import PlanError
@@ -48,7 +48,7 @@ class FakeVideoWorkers(FakeWorkers):
 
     def __init__(self) -> None:
         super().__init__(FakePipeline())
-        self.videos = FakeVideoPipeline(more=("num_frames",))
+        self.videos = FakeVideoPipeline(more=("num_frames", "num_inference_steps"))
         self.may_change = True
 
     def video_setup(self, model: str) -> None:
@@ -101,7 +101,7 @@ def test_a_video_is_a_file_and_comes_back_after_a_reload(state: AppState, worker
 
 def test_it_is_cancelled_between_two_steps(state: AppState, workers: FakeVideoWorkers) -> None:
     workers.videos.go.clear()
-    request = VideoRequest.of(**FIELDS)
+    request = VideoJobRequest.of(**FIELDS)
     job = VideoTab(state).submit(OWNER, request, preset_or_plan(AUTOMATIC, 2))
     until(lambda: workers.videos.calls, "the call")
     state.job_queue.cancel(OWNER)
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_a_sentence(
 
 
 def test_an_argument_that_the_model_does_not_take_is_named() -> None:
-    request = VideoRequest.of(**FIELDS)
+    request = VideoJobRequest.of(**FIELDS)
     with pytest.raises(PlanError, match="takes no num_frames: leave that field empty"):
         request.arguments({"prompt", "height", "width", "num_inference_steps"})
 
@@ -155,7 +155,7 @@ def test_a_model_of_images_is_refused_before_it_is_loaded() -> None:
 @pytest.mark.breadth
 def test_a_small_model_of_wan_on_two_workers(queue: JobQueue, tmp_path: Path) -> None:
     build("wan").pipe.save_pretrained(tmp_path / "wan")
-    request = VideoRequest.of(**{**FIELDS, "model": str(tmp_path / "wan"), "frames": 5, "width": 64})
+    request = VideoJobRequest.of(**{**FIELDS, "model": str(tmp_path / "wan"), "frames": 5, "width": 64})
     setup = AppConfig(devices=devices_of("cpu:2"), chooses_models=True)
     with closing(AppWorkers(setup)) as workers:
         runner, preset = ImageJobRunner(workers), preset_or_plan("cfg=2", 2)
