@@ -70,7 +70,8 @@ class MachinePanel(JobTab):
     @reports_errors(html.failure)
     async def forecast(self, owner: str, machine: str, steps: Any, *fields: Any) -> AsyncIterator[str]:
         """The button. `fields`: width, height, and whether there is guidance."""
-        call = call_of(1, *fields, 1)
+        width, height, guided = fields
+        call = call_of(1, width, height, guided, 1)
         async for update in self._updates(owner, self.submit(owner, (machine or "").strip(), call, as_whole(steps))):
             yield update
 

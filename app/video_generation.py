@@ -74,7 +74,7 @@ class VideoJobRequest:
     @classmethod
     def of(cls, **fields: Any) -> "VideoJobRequest":
         """From the fields of a page; an empty field is None or an empty text. Raises PlanError."""
-        texts = {name: (fields[name] or "").strip() for name in ("model", "prompt")}
+        texts: dict[str, Any] = {name: (fields[name] or "").strip() for name in ("model", "prompt")}
         numbers = {name: as_whole(fields[name]) for name in (*LIMITS, "guidance")}
         return cls(**texts, **numbers, negative=fields["negative"] or None)
 
