@@ -22,7 +22,7 @@ CAPTIONS = (
     "a yellow tower on the left, desert dunes at noon",
     "a white house on the left and a tree on the right, snowy mountains at noon",
 )
-GUIDANCE = "Guidance scale (1: none)"  # then there are no branches to split
+GUIDANCE = "Guidance scale"  # 1: none, and then no branches to split
 IMAGE_BUTTONS = ["download", "fullscreen"]  # under each image
 NAMES = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")  # fields of an image, in their order
 ANY_SEED_JS = "() => crypto.getRandomValues(new Uint32Array(1))[0]"
@@ -124,9 +124,9 @@ def _size_of(name: str, forms: Forms, times: int) -> Callable[[], tuple[int, int
 
 def seed_field() -> gr.Number:
     """A seed, and a button that chooses one by chance."""
-    with gr.Row(equal_height=True):
+    with gr.Row(equal_height=False):
         seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200, scale=3)
-        dice = gr.Button("Random seed", size="sm", min_width=110, scale=1)
+        dice = gr.Button("Random seed", size="sm", min_width=110, scale=1, elem_classes=["dice"])
     dice.click(None, None, seed, js=ANY_SEED_JS, show_progress="hidden")
     return seed
 

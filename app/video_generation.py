@@ -23,6 +23,7 @@ LIMITS = {
     "fps": (1, MAX_FPS),
     "seed": (0, MAX_SEED),
 }
+OWN = ("height", "width", "frames", "steps", "guidance")  # fields that may be the pipeline's own values
 ARGUMENTS = {  # of a pipeline's call, by the field
     "negative": "negative_prompt",
     "height": "height",
@@ -73,10 +74,16 @@ class VideoJobRequest:
 
     @classmethod
     def of(cls, **fields: Any) -> "VideoJobRequest":
-        """From the fields of a page; an empty field is None or an empty text. Raises PlanError."""
+        """From the fields of a page, where 0 is the pipeline's own value. Raises PlanError."""
         texts: dict[str, Any] = {name: (fields[name] or "").strip() for name in ("model", "prompt")}
-        numbers = {name: as_whole(fields[name]) for name in (*LIMITS, "guidance")}
-        return cls(**texts, **numbers, negative=fields["negative"] or None)
+        own = {name: as_whole(fields[name]) or None for name in OWN}
+        return cls(
+            **texts,
+            **own,
+            fps=as_whole(fields["fps"]),
+            seed=as_whole(fields["seed"]),
+            negative=fields["negative"] or None,
+        )
 
     def arguments(self, known: Any) -> dict[str, Any]:
         """Arguments of the pipeline's call. `known`: names of the arguments that it takes. Raises PlanError."""
@@ -85,7 +92,7 @@ class VideoJobRequest:
         given = {to: getattr(self, name) for name, to in ARGUMENTS.items() if getattr(self, name) is not None}
         unknown = [to for to in given if to not in known]
         if unknown:
-            raise PlanError(f"this model takes no {unknown[0]}: leave that field empty")
+            raise PlanError(f"this model takes no {unknown[0]}: leave that field empty, or at 0")
         return {"prompt": self.prompt, **given, "generator": Generator("cpu").manual_seed(self.seed)}
 
 

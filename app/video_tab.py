@@ -16,7 +16,7 @@ from .requests import MAX_PROMPT
 from .state import AppState
 from .video_generation import VideoJobRequest, VideoJobResult, generate_video
 
-HINT = "Name a model that generates videos, such as one of Wan, LTX-Video or CogVideoX. Empty fields: its own values."
+HINT = "Name a model that generates videos, such as one of Wan, LTX-Video or CogVideoX. 0: its own value."
 NAMES = ("model", "prompt", "negative", "width", "height", "frames", "fps", "steps", "guidance", "seed")
 
 
@@ -96,11 +96,11 @@ def _fields() -> list[Any]:
     prompt = gr.Textbox(label="Prompt", lines=2, max_length=MAX_PROMPT)
     negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
     with gr.Row():
-        width, height = (gr.Number(None, label=each, precision=0, min_width=120) for each in ("Width", "Height"))
+        width, height = (gr.Number(0, label=each, precision=0, min_width=120) for each in ("Width", "Height"))
     with gr.Row():
-        frames = gr.Number(None, label="Frames", precision=0, min_width=120)
+        frames = gr.Number(0, label="Frames", precision=0, min_width=120)
         fps = gr.Number(16, label="Frames per second", precision=0, min_width=120)
     with gr.Row():
-        steps = gr.Number(None, label="Steps", precision=0, min_width=120)
-        guidance = gr.Number(None, label=GUIDANCE, min_width=120)
+        steps = gr.Number(0, label="Steps", precision=0, min_width=120)
+        guidance = gr.Number(0, label=GUIDANCE, min_width=120)
     return [model, prompt, negative, width, height, frames, fps, steps, guidance, seed_field()]

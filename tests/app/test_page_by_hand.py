@@ -157,6 +157,14 @@ def test_nothing_moves_for_who_does_not_want_it(visit: Any, motion: Any) -> None
 
 
 @pytest.mark.breadth
+def test_sliders_are_dark_by_night(visit: Any) -> None:
+    """What is left of their tracks, whose colour Gradio gives for the day alone."""
+    colour = "getComputedStyle(document.querySelector('input[type=range]')).getPropertyValue('--neutral-200')"
+    night, day = (int(visit(color_scheme=scheme).evaluate(colour)[1:], 16) for scheme in ("dark", "light"))
+    assert night < 0x888888 < day
+
+
+@pytest.mark.breadth
 def test_the_stream_keeps_its_place_on_the_page(visit: Any) -> None:
     page = visit(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")
