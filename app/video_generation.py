@@ -76,7 +76,7 @@ class VideoJobRequest:
     def of(cls, **fields: Any) -> "VideoJobRequest":
         """From the fields of a page, where 0 is the pipeline's own value. Raises PlanError."""
         texts: dict[str, Any] = {name: (fields[name] or "").strip() for name in ("model", "prompt")}
-        own = {name: as_whole(fields[name]) or None for name in OWN}
+        own: dict[str, Any] = {name: as_whole(fields[name]) or None for name in OWN}
         return cls(
             **texts,
             **own,
