@@ -32,7 +32,7 @@ def step_of(scheduler: Any, shape: tuple[int, ...], *, is_flow: bool) -> tuple[T
 
 
 CASES: dict[str, tuple[Callable[[], Any], bool]] = {
-    "DDIM": (diffusers.DDIMScheduler, False),
+    "DDIM": (lambda: diffusers.DDIMScheduler(clip_sample=False), False),
     "DPM-Solver++": (diffusers.DPMSolverMultistepScheduler, False),
     "UniPC": (diffusers.UniPCMultistepScheduler, False),
     "flow": (diffusers.FlowMatchEulerDiscreteScheduler, True),
