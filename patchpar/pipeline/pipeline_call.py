@@ -6,7 +6,7 @@ caller                       rank
   | --- CallbackResult ------> |     every rank applies it
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -19,6 +19,7 @@ from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
+from patchpar.pipeline.clean_latents import last_latents, latents_to_show
 from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -108,7 +109,7 @@ class PipelineCall:
         def stepped(step: Step, *args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             if not self._stepped_by_copy:
-                self._stepped(scheduler, result)
+                self._stepped(scheduler, args, kwargs, result)
             self._stepped_by_copy = False
             return result
 
@@ -116,7 +117,7 @@ class PipelineCall:
             result = step(*args, **kwargs)
             if self.clock.call >= 0:  # one prediction is one step, however many schedulers use it
                 self._stepped_by_copy = True
-                self._stepped(scheduler, result)
+                self._stepped(scheduler, args, kwargs, result)
             return result
 
         scheduler.step = SchedulerStepOverride(scheduler, stepped, copy_stepped)
@@ -125,7 +126,7 @@ class PipelineCall:
         finally:
             del scheduler.step
 
-    def _stepped(self, scheduler: Any, result: Any) -> None:
+    def _stepped(self, scheduler: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         self.clock.tick()
         self.recorder.end_step()
         if self.calls is not None:
@@ -136,7 +137,8 @@ class PipelineCall:
             total = _total_steps(self.pipe, scheduler)
             self.context.emit(("step", self.steps, total))
             if self.steps in preview_steps(self.options.previews, total):
-                latents = _latents_of(result, is_last=self.steps == total)
+                is_last = self.steps == total
+                latents = last_latents(result) if is_last else latents_to_show(scheduler, given, named, result)
                 self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
 
 
@@ -192,13 +194,6 @@ def _total_steps(pipe: Any, scheduler: Any) -> int:
     timesteps = getattr(scheduler, "timesteps", None)
     count = getattr(pipe, "_num_timesteps", None)
     return int(count) if isinstance(count, int) else (len(timesteps) if timesteps is not None else 0)
-
-
-def _latents_of(result: Any, *, is_last: bool) -> Tensor:
-    """Return the latents of the first image after a scheduler's step: before the last its estimate of clean ones."""
-    values = tuple(result) if isinstance(result, tuple) else tuple(result.values())
-    clean = [each for each in values[1:2] if isinstance(each, Tensor) and each.shape == values[0].shape]
-    return (values[0] if is_last or not clean else clean[0])[:1].detach().float().cpu()
 
 
 def _moved(value: Any, like: Any) -> Any:

@@ -31,6 +31,8 @@ class Suspended(Exception):
 class JobView:
     """Snapshot of a job. `ahead`: jobs before it. `preview`: a small PIL image. `error`: a message for the user.
 
+    `seconds_left`: until its last step, by the steps so far; None if unknown.
+
     `version` grows with every change.
     """
 
@@ -38,6 +40,7 @@ class JobView:
     ahead: int = 0
     step: int = 0
     steps: int = 0
+    seconds_left: float | None = None
     note: str = ""
     preview: Any = None
     result: Any = None
