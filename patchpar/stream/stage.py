@@ -209,15 +209,16 @@ class StageLoop(Stage):
         self._first_received: Work[Messages] | None = None
         self._first_sent: Work[Messages] | None = None
 
-    def _connect(self) -> None:
-        """Also receive the first finished block, where another stage finishes it."""
+    def _expect_first(self) -> None:
+        """Receive the first finished block, where another stage finishes it. A stream without a block has none."""
         model, position = self._model, self._position
         if self._rank == 0 and model.adapts_sink and not position.makes_first and not self._has_settled:
             leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
             self._first_received = connected(self._comm).receive("first", "stream", leader, model.payload())
-        super()._connect()
 
     def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
+        if block == self._first_block:
+            self._expect_first()
         changes = (*self._adaptive_sink(block), *order.changes)
         self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         payload = self._model.begin(block, order.inputs)
