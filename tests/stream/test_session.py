@@ -267,6 +267,16 @@ def test_stop_lets_come_out_what_is_under_way() -> None:
         assert [chunk.block for chunk in stream] == list(range(1, end))
 
 
+def test_a_paused_stream_is_stopped_too() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=None).begin() as stream:
+        next(stream)
+        end = stream.pause().block
+        assert stream.stop().block == end
+        assert [chunk.block for chunk in stream] == list(range(1, end))
+    assert stream.status == "finished"
+
+
 def test_flush_throws_away_what_is_ready() -> None:
     ranks = Ranks()
     with session(ranks, blocks=5, credit=5).begin() as stream:
