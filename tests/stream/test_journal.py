@@ -170,19 +170,13 @@ def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog:
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file on a full disk refuses what it has not written once more when it is closed."""
     journal = StreamJournal(tmp_path / "a.jsonl", origin())
-
-    class Full:
-        def write(self, line: str) -> None:
-            raise OSError("no space left on device")
-
-        def close(self) -> None:
-            pass
-
-    journal._file = Full()  # type: ignore[assignment]
+    journal.close()
+    journal._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  closed by the journal
     with session(Ranks(), blocks=3).begin(journal=journal) as stream:
         assert len(list(stream)) == 3
-    assert "no space left on device; the stream continues" in caplog.text
+    assert "No space left on device; the stream continues" in caplog.text
 
 
 def with_options(**options: Any) -> JournalHeader:
