@@ -173,6 +173,31 @@ def test_a_block_begins_when_its_frames_are_here() -> None:
         other.push_frame(frame(0))
 
 
+def test_the_caller_may_use_its_buffers_again() -> None:
+    """As callbacks of sound cards do, and loops over a camera."""
+    samples, pixels = np.ones(AUDIO.rate, np.float32), frame(1)
+    track = AudioTrack(AUDIO, FRAMES)
+    track.push(torch.as_tensor(samples), AUDIO.rate)
+    samples[:] = 0
+    assert float(track.take(0)[1].min()) == 1
+    ranks = Ranks()
+    with live_video(ranks, blocks=1).begin() as stream:
+        for value in range(3):
+            stream.push_frame(pixels.fill_(value))
+        pixels.fill_(9)
+        assert len(list(stream)) == 1
+    assert levels(ranks) == [[0, 1, 2]]
+
+
+def test_a_rate_is_any_number_that_is_whole() -> None:
+    track = AudioTrack(AUDIO, FRAMES)
+    for rate in (22050.0, np.int64(22050), np.float32(22050)):
+        track.push(torch.zeros(10), rate)  # type: ignore[arg-type]
+    for rate in (22050.5, float("nan"), "22050", True):
+        with pytest.raises(PlanError, match="samples per second: 1000 to 384000 are understood"):
+            track.push(torch.zeros(10), rate)  # type: ignore[arg-type]
+
+
 def test_of_frames_that_wait_the_oldest_go() -> None:
     """Nobody takes chunks, so that no block begins beyond the credit of 3."""
     ranks = Ranks()

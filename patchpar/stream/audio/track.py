@@ -122,7 +122,8 @@ def _checked(samples: Tensor, rate: float) -> tuple[Tensor, int]:
         raise PlanError(f"audio at {rate} samples per second: 1000 to 384000 are understood")
     if not samples.is_floating_point():
         raise PlanError(f"audio in {samples.dtype}: divide it by its largest value, so that it lies between -1 and 1")
-    mono = samples.float() if samples.ndim == 1 else samples.float().mean(0)
+    # A copy, since the caller may use its buffer again.
+    mono = samples.to(torch.float32, copy=True) if samples.ndim == 1 else samples.float().mean(0)
     if not torch.isfinite(mono).all():
         raise PlanError("the audio has values that are no numbers")
     return mono, int(known)
