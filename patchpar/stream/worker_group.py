@@ -124,9 +124,9 @@ class WorkerGroup:
 
     def _do_without(self, rank: int | None) -> bool:
         """Restart without the device of `rank`; returns whether that was possible. Raises LaunchError if it fails."""
-        if self._starting is None or self._is_closed:
+        if self._starting is None:
             return False
-        while True:
+        while not self._is_closed:
             devices, lost = without(self._devices, self.plan.ranks - 1 if rank is None else rank)
             plan = within(self.plan, len(devices))
             if plan is None:
@@ -136,11 +136,15 @@ class WorkerGroup:
             self.plan, self._devices, self._deaths = plan, devices, 0
             try:
                 self._ranks, _ = self._starting.start(plan, devices)
-                return True
             except LaunchError as error:
                 rank = rank_at_fault(error)
                 if within(plan, len(devices) - 1) is None:
                     raise
+                continue
+            if not self._is_closed:
+                return True
+            self._ranks.close()  # `close`, in another thread, had those before
+        return False
 
 
 def rank_at_fault(error: BaseException | None) -> int | None:
