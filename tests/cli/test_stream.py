@@ -26,7 +26,8 @@ from typer.testing import CliRunner
 from websockets.sync.client import connect
 
 from patchpar.cli import app, video_file
-from patchpar.cli.stream.flags import StreamFlags
+from patchpar.cli.stream import live_inputs
+from patchpar.cli.stream.flags import FPS, StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
 from patchpar.cli.stream.run import ProgressMeter, TimedFrames, paced, show_all
 from patchpar.errors import PlanError
@@ -218,6 +219,21 @@ def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypat
     result = run(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_the_limits_of_flags_are_those_of_streams() -> None:
+    assert FPS == (config.LEAST_FPS, config.MOST_FPS)
+
+
+def test_standard_input_is_read_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python aborts on exit where a thread that still reads holds the lock of a buffer."""
+    read, write = os.pipe()
+    with os.fdopen(write, "wb", 0) as writer, os.fdopen(read, "r") as text:
+        monkeypatch.setattr(sys, "stdin", text)
+        found = live_inputs._standard_input()
+        assert isinstance(found, io.FileIO)
+        writer.write(b"RIFF")
+        assert found.read(100) == b"RIFF", "what there is"
 
 
 def test_audio_comes_from_a_pipe_of_three_channels(folder: Path, tmp_path: Path) -> None:
