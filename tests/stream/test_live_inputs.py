@@ -127,6 +127,35 @@ def test_a_microphone_that_is_silent_is_noted() -> None:
         stop.set()
 
 
+def test_a_pipe_that_fails_ends_the_stream_and_is_noted() -> None:
+    """Whatever it raises; without keep-alive the stream would wait for the rest for ever."""
+
+    def breaks() -> Iterator[Tensor]:
+        yield torch.full((AUDIO.rate,), 0.5)
+        raise OSError("Input/output error")
+
+    with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        live = LiveAudio(Source(breaks(), ends=True, name="the pipe"), stream)
+        live.start()
+        until(lambda: live.note == "the pipe cannot be read: Input/output error; the stream ends there")
+        ends = threading.Timer(10, stream.cancel)
+        ends.start()
+        heard = torch.cat([chunk.audio for chunk in stream if chunk.audio is not None])
+        ends.cancel()
+        assert stream.status == "finished"
+    assert float(heard[: AUDIO.rate].min()) == 0.5
+
+
+def test_a_camera_that_fails_is_noted() -> None:
+    def breaks() -> Iterator[Any]:
+        yield Image.new("RGB", (2, 2))
+        raise OSError("Input/output error")
+
+    found = Camera(Source(breaks(), name="the camera"))
+    found.start()
+    until(lambda: found.note == "the camera cannot be read: Input/output error; its last image stays")
+
+
 def test_audio_that_cannot_be_used_is_noted() -> None:
     with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
         live = LiveAudio(Source([torch.full((100,), float("nan"))]), stream)
