@@ -13,6 +13,8 @@ from patchpar.stream.audio.track import first_frame_number
 from patchpar.stream.rank_driver import Output, check_output
 
 Pacing = Literal["fast", "realtime"]
+LONGEST = 1e9
+"""Seconds of a stream with an end: 32 years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +65,11 @@ class StreamFormat:
         """Return the number of blocks for so many seconds; None for a stream without end. Raises PlanError."""
         if seconds is None:
             return None
-        if not 0 < seconds < float("inf"):
-            raise PlanError(f"seconds={seconds}: it must be above 0; None for a stream without end")
-        blocks = 1
-        while self.first_frame(blocks) < math.ceil(seconds * self.fps):
-            blocks += 1
-        return blocks
+        if not 0 < seconds <= LONGEST:
+            raise PlanError(f"seconds={seconds}: it must be above 0, and at most {LONGEST:g}; None for no end")
+        frames = math.ceil(seconds * self.fps - 1e-6)  # seconds of whole frames are rounded
+        latents = 1 + max(0, math.ceil((frames - 1) / self.per_latent))  # the first one is one image
+        return math.ceil(latents / self.frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
