@@ -424,6 +424,37 @@ def test_a_cancelled_stream_waits_for_no_clock(monkeypatch: pytest.MonkeyPatch) 
         assert not taking.is_alive()
 
 
+def test_an_interrupted_wait_keeps_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a notebook, say: after as many as there is credit the stream would stand still."""
+
+    def interrupt(_: StreamSession, seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    ranks = Ranks()
+    with session(ranks, blocks=6, credit=1, pace="realtime").begin() as stream:
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamSession, "_sleep", interrupt)
+            for _ in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    next(stream)
+        assert [chunk.block for chunk in stream] == [3, 4, 5]
+
+
+def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None:
+    """At once also for decades; 1.1 s of 10 frames a second are 11 frames, though their product is a little more."""
+    for frames in range(1, 60):
+        blocks = FORMAT.blocks(frames / FORMAT.fps)
+        assert blocks is not None
+        assert FORMAT.first_frame(blocks) >= frames > FORMAT.first_frame(blocks - 1)
+    decades = FORMAT.blocks(1e9)
+    assert decades is not None
+    assert FORMAT.first_frame(decades) >= 2e10 > FORMAT.first_frame(decades - 1)
+    assert StreamFormat(fps=10, height=8, width=12, frames=11, per_latent=1).blocks(1.1) == 1
+    for seconds in (0, -1, float("nan"), 1e10, float("inf")):
+        with pytest.raises(PlanError, match="above 0, and at most 1e"):
+            FORMAT.blocks(seconds)
+
+
 def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_driver, "MAX_UPDATES", 2)
     with session(Ranks(), blocks=None).begin() as stream:
