@@ -177,6 +177,8 @@ def test_only_this_machine_is_answered(images: ImageScreen, video_screen: VideoS
     with pytest.raises(InvalidStatus, match="403"), watching(video_screen, origin="http://evil.example"):
         pass
     assert names_of("0.0.0.0") == ["*"]
+    assert names_of(HOME) == names_of("::1") == ["localhost", HOME, "[::1]"]
+    assert names_of("127.0.0.2") == [*names_of(HOME), "127.0.0.2"]  # its own address, which it prints
 
 
 def test_a_port_that_is_taken_is_a_sentence() -> None:
