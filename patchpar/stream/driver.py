@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
+from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -140,7 +141,9 @@ class StreamDriver(RankDriver):
         Raises PlanError if it began or is none, and if too many changes wait.
         """
         with self.changed:
-            block = self._next if at is None else at
+            block = self._next if at is None else plain(at)
+            if not is_whole(block, 0):
+                raise PlanError(f"at={at!r}: it must be the number of a block, from {self._next} on")
             if block < self._next:
                 raise PlanError(f"at={at}: block {at} has begun; use at={self._next} or later")
             if sum(map(len, self._updates.values())) >= MAX_UPDATES:

@@ -12,18 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
+from patchpar.stream.config import LONGEST_PROMPT
 from patchpar.stream.events import Change, Transition, check_transition
+from patchpar.stream.json_fields import text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUpdate:
-    """Another prompt, as text. The first rank encodes it to a Prompt."""
+    """Another prompt, as text. The first rank encodes it to a Prompt. Raises PlanError."""
 
     text: str
     transition: Transition = "switch"
     over: int = 0
 
     def __post_init__(self) -> None:
+        text("prompt", self.text, LONGEST_PROMPT)
         check_transition(self.transition, self.over)
 
 

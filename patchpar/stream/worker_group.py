@@ -9,6 +9,7 @@ from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.launch.executor import OnEvent, OnStart, SendToRank
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
+from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.base_session import BaseSession, Closing
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
@@ -240,11 +241,12 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, V], Generic[C, V]):
 
     def _stream_run(self, seed: int, *, adapt_sink: bool, settles: int | None = None) -> StreamRun:
         """See StreamRun. Raises PlanError for a seed that torch does not take."""
-        if not 0 <= seed < 2**64:
-            raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
+        known = plain(seed)
+        if not is_whole(known, 0, 2**64 - 1):
+            raise PlanError(f"seed={seed}: it must be a whole number of at least 0 and below 2**64")
         return StreamRun(
             ranks=self.plan.ranks,
-            seed=seed,
+            seed=known,
             rows=self.config.height // self._facts.spatial,
             columns=self.config.width // self._facts.spatial,
             first_block=0,

@@ -203,6 +203,15 @@ def test_an_update_holds_from_the_block_that_it_names() -> None:
 
 def test_wishes_that_cannot_be_are_refused_at_once() -> None:
     with session(Ranks(), blocks=None).begin() as stream:
+        for at in (2.5, float("nan"), True, "3"):
+            with pytest.raises(PlanError, match="it must be the number of a block, from"):
+                stream.set_prompt("x", at=at)  # type: ignore[arg-type]
+        for over in (1.5, -1, float("nan"), 1e9):
+            with pytest.raises(PlanError, match=r"over=.* it must be a whole number of blocks from 0 to 65536"):
+                stream.set_prompt("x", transition="blend", over=over)  # type: ignore[arg-type]
+        for prompt in (3, None, "x" * 70_000):
+            with pytest.raises(PlanError, match=r"prompt=.* it must be a text of at most 65536 characters"):
+                stream.set_prompt(prompt)  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="'fade'"):
             stream.set_prompt("x", transition="fade")  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="'loudness' is unknown"):
