@@ -125,7 +125,8 @@ class ModelFacts:
     """Properties of a model that a session needs. `audio`: the model's AudioInputs, or None if it takes no audio.
 
     `per_latent`: images per latent frame. `spatial`: pixels per latent pixel. `starts_from_image`: it needs a
-    reference. `late`: latent frames, at most, by which the images of a latent frame are late.
+    reference. `late`: latent frames, at most, by which the images of a latent frame are late. `blends`: whether the
+    embeddings of all prompts have one length, so that they can be blended.
     """
 
     audio: Any
@@ -133,6 +134,7 @@ class ModelFacts:
     spatial: int
     starts_from_image: bool = False
     late: int = 0
+    blends: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
