@@ -10,6 +10,8 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, make_plain
 from patchpar.stream.audio.track import first_frame_number
+from patchpar.stream.config import LEAST_FPS, MOST_FPS
+from patchpar.stream.json_fields import number
 from patchpar.stream.rank_driver import Output, check_output
 
 Pacing = Literal["fast", "realtime"]
@@ -102,5 +104,5 @@ class StreamDelivery:
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
         if self.hold is not None and not (is_number(self.hold) and 0 < self.hold < float("inf")):
             raise PlanError(f"hold={self.hold!r}: it must be seconds above 0, or None")
-        if self.fps is not None and not (is_number(self.fps, 0, 1000) and self.fps):
-            raise PlanError(f"fps={self.fps!r}: it must be above 0, and at most 1000")
+        if self.fps is not None:
+            number("fps", self.fps, LEAST_FPS, MOST_FPS)

@@ -32,6 +32,7 @@ from patchpar.cli.stream.forecast import parse_costs
 from patchpar.cli.stream.run import ProgressMeter, TimedFrames, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
+from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import StreamJournal
 from tests.breadth import first_of

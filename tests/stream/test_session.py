@@ -222,7 +222,8 @@ def test_wishes_that_cannot_be_are_refused_at_once() -> None:
             stream.end_audio()
         with pytest.raises(PlanError, match=r"shape \(5, 5, 3\)"):
             stream.set_reference(IMAGE[:5, :5])
-    for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0}, {"fps": 0}):
+    options: tuple[dict[str, Any], ...] = ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0})
+    for wrong in (*options, {"fps": 0}, {"fps": 1e-5}):
         with pytest.raises(PlanError):
             StreamDelivery(**wrong)
 
