@@ -66,6 +66,18 @@ def test_the_same_bits_again(which: str, taken_down: Any, request: pytest.Fixtur
     assert (played[0].clamp(-1, 1) - played[1]).abs().max() <= 0.5 / 32767 + 1e-7
 
 
+def test_what_a_recording_determines_is_not_chosen(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
+    recording = StreamRecording.read(taken_down[0])
+    for options, message in (
+        ({"record": tmp_path / "again.jsonl"}, "again.jsonl': a replay is what its recording says: copy that"),
+        ({"keep_alive": True}, "the audio of a replay is recorded"),
+        ({"fps": 7}, "fps=7: this stream was recorded with 20 frames a second"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            one.replay(recording, delivery=StreamDelivery(**options))
+    assert not (tmp_path / "again.jsonl").exists()
+
+
 def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """From its block on and not before, and the comparison sees it."""
     path, target = taken_down[0], tmp_path / "a.jsonl"
