@@ -203,7 +203,7 @@ def test_a_block_begins_when_its_frames_are_here() -> None:
 
 
 def test_the_caller_may_use_its_buffers_again() -> None:
-    """As callbacks of sound cards do, and loops over a camera."""
+    """As callbacks of microphones do, and loops over a camera."""
     samples, pixels = np.ones(AUDIO.rate, np.float32), frame(1)
     track = AudioTrack(AUDIO, FRAMES)
     track.push(torch.as_tensor(samples), AUDIO.rate)
