@@ -1,5 +1,6 @@
 """The tab Edit: an image generated anew, all of it or the part that is painted over."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -52,7 +53,8 @@ class EditTab(JobTab):
         """The button. `fields`: prompt, negative prompt, steps, guidance scale, seed, then the page's LoRAs."""
         names = ("prompt", "negative", "steps", "guidance", "seed")
         own, loras = dict(zip(names, fields[:5], strict=True)), loras_of(fields[5:])
-        request = ImageEdit.of(painted, side, strength, **own, loras=loras)
+        # Scales images, which must not block other pages.
+        request = await asyncio.to_thread(ImageEdit.of, painted, side, strength, **own, loras=loras)
         async for update in self._updates(owner, self.submit(owner, request)):
             yield update
 

@@ -28,8 +28,8 @@ CHUNK = "parameters"
 LORAS = "LoRA"
 NEGATIVE = "\nNegative prompt:"
 SETTINGS = "\nSteps: "
-SETTING = re.compile(r'([^:,]+):\s*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')
-SIZE = re.compile(r"(\d+)\s*x\s*(\d+)")
+SETTING = re.compile(r'(?:\A|(?<=,))([^:,]+):\s*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')  # in linear time
+SIZE = re.compile(r"(\d{1,9})\s*x\s*(\d{1,9})")
 NAMES = {"Steps": "steps", "CFG scale": "guidance", "Seed": "seed"}
 MAX_TEXT = 64 * 1024  # characters; nodes of other programs take more, and are in chunks of their own
 
@@ -92,7 +92,7 @@ def _settings_in(line: str) -> dict[str, Any]:
     if "Size" in found:
         size = SIZE.fullmatch(found["Size"])
         if size is None:
-            raise PlanError(f"{FILE} gives the size {found['Size']!r}: width and height are written as 512x768")
+            raise PlanError(f"{FILE} gives the size {found['Size']!r:.40}: width and height are written as 512x768")
         arguments |= {"width": int(size[1]), "height": int(size[2])}
     return arguments
 

@@ -55,7 +55,10 @@ def bytes_of(url: str) -> bytes:
 
 
 def read_audio_file(path: str | Path | None) -> tuple[Any, int]:
-    """(samples in -1..1, rate) of an audio file. The length is checked before decoding. Raises PlanError."""
+    """(samples in -1..1, rate) of an audio file. Its length is checked before and while it is decoded.
+
+    Raises PlanError.
+    """
     if path is None:
         raise PlanError("there is no audio: record some, or choose a file")
     check_size(path)
@@ -65,7 +68,7 @@ def read_audio_file(path: str | Path | None) -> tuple[Any, int]:
             raise PlanError("the audio file does not declare its length and is not short: save it in another format")
         if seconds is not None and seconds > MAX_SECONDS:
             raise PlanError(f"the audio has {seconds:.0f} s: at most {MAX_SECONDS:.0f} s are taken")
-        found = read_audio(Path(path), RATE)
+        found = read_audio(Path(path), RATE, most=MAX_SECONDS)
     except PlanError as error:  # the user knows the file's name, not the server's path
         raise PlanError(str(error).replace(str(path), Path(path).name)) from error
     return found.samples, found.rate

@@ -4,11 +4,11 @@ A browser sends what another page's form or script tells it to send here; it say
 Programs that are no browsers send neither header, and reach what anybody reaches who can open a connection.
 """
 
-from urllib.parse import urlsplit
-
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from patchpar.stream.web.http_page import is_same_origin
 
 HARMLESS = ("GET", "HEAD", "OPTIONS")
 OWN = ("same-origin", "none")  # of Sec-Fetch-Site: this page's request, or the person's
@@ -39,4 +39,4 @@ def is_foreign(headers: Headers) -> bool:
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
         return site not in OWN
-    return origin is not None and urlsplit(origin).netloc != headers.get("host", "")
+    return not is_same_origin(origin, headers.get("host", ""))

@@ -102,6 +102,7 @@ class StreamTab(JobTab):
         state, controls = self._state, StreamControls()
         saved = SavedVideo(state.folder_of(owner) / NAME)
         job = self._queue(owner, stream(controls, feed, saved).run)
+        job.outcome.add_done_callback(lambda _: feed.close())  # also if it never runs, or browsers would wait for it
         state.job_queue.store(owner, "controls", controls)
         state.job_queue.store(owner, "feed", state.feeds.add(feed))
         return job

@@ -119,7 +119,11 @@ class TalkingFaceJob:
         job.check()
         prompt = self._controls.take_prompt()
         if prompt is not None:
-            session.set_prompt(prompt)
+            try:
+                session.set_prompt(prompt)
+            except PlanError:  # too late for the stream, whose last chunks are still shown and saved
+                if not session.is_over:
+                    raise
         if self._controls.is_stopped:
             session.stop()
 

@@ -141,6 +141,7 @@ class ImageFlags(SizedFlags):
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts("num_images")
+        check_seed(self.seed, most=2**64 - self.images)
         InputImages.check(image=self.image, mask=self.mask, strength=self.strength)
 
     def task(self, verb: str) -> RequestedTask:
@@ -238,6 +239,12 @@ def check_deadline(seconds: float) -> None:
     """Raise PlanError unless `--deadline` is finite and above 0."""
     if not 0 < seconds < float("inf"):
         raise PlanError(f"--deadline {seconds:g}: it must be a finite number of seconds above 0")
+
+
+def check_seed(seed: int, *, least: int = -(2**63), most: int = 2**64 - 1) -> None:
+    """Raise PlanError unless `--seed` is one that generators take, by default those of torch."""
+    if not least <= seed <= most:
+        raise PlanError(f"--seed {seed}: it must be from {least} to {most}")
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import HostFlags, given
+from patchpar.cli.flags import HostFlags, check_seed, given
 from patchpar.cli.output_files import check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
@@ -30,6 +30,7 @@ class UpscaleFlags(HostFlags):
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts()
+        check_seed(self.seed)
         if not self.image.is_file():
             raise PlanError(f"{self.image}: there is no such file")
         check_writable(self.output)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import HostFlags, SizedFlags, given
+from patchpar.cli.flags import HostFlags, SizedFlags, check_seed, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.run_pipeline import report_run, returned_by
@@ -34,6 +34,7 @@ class VideoFlags(HostFlags, SizedFlags):
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts("num_frames", "fps")
+        check_seed(self.seed)
         if self.prompt is None and self.image is None:
             raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")
         InputImages.check(image=self.image, mask=None, strength=None)

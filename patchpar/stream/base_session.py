@@ -62,8 +62,10 @@ class BaseSession(Closing, Generic[D, T, E]):
                     raise self._driver.error
                 raise StopIteration
             item = self._outputs.take()
-        self._on_output(item)
-        self._driver.give_back()
+        try:
+            self._on_output(item)
+        finally:  # also if ctrl-C ends a wait for the time of an item, which is lost then
+            self._driver.give_back()
         return item
 
     async def __aiter__(self) -> AsyncIterator[T]:

@@ -15,7 +15,8 @@ from patchpar.stream.model_index import self_forcing_facts
 
 CONFIG = "stream.json"
 LIMITS = {"height": 2**14, "width": 2**14, "text_tokens": 2**16}
-MOST_STEPS, MOST_FPS, LONGEST_PROMPT = 1000, 1000.0, 2**16
+MOST_STEPS, LONGEST_PROMPT = 1000, 2**16
+LEAST_FPS, MOST_FPS = 1e-3, 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,7 @@ class StreamConfig:
         for sigma in self.sigmas:
             number("sigma", sigma, 0, 1)
         FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
-        if number("fps", self.fps, 0, MOST_FPS) == 0:
-            raise PlanError("fps=0: it must be above 0")
+        number("fps", self.fps, LEAST_FPS, MOST_FPS)
         for name, most in LIMITS.items():
             whole(name, getattr(self, name), 1, most)
         flag("adapt_sink", self.adapt_sink)

@@ -128,8 +128,8 @@ def _write(base: Path, target: Path, read: CheckpointNetworks, stream: Mapping[s
 
 
 def _other_weights(base: Path) -> Any:
-    """What is not copied: the transformer of the base model, which the checkpoint replaces."""
-    return lambda folder, names: [HIGH_NOISE] if Path(folder) == base else []
+    """What is not copied: the base's transformer and stream.json, which are replaced. Links are written through."""
+    return lambda folder, names: [HIGH_NOISE, CONFIG] if Path(folder) == base else []
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -10,9 +10,13 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, make_plain
 from patchpar.stream.audio.track import first_frame_number
+from patchpar.stream.config import LEAST_FPS, MOST_FPS
+from patchpar.stream.json_fields import number
 from patchpar.stream.rank_driver import Output, check_output
 
 Pacing = Literal["fast", "realtime"]
+LONGEST = 1e9
+"""Seconds of a stream with an end: 32 years."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +71,11 @@ class StreamFormat:
         """Return the number of blocks for so many seconds; None for a stream without end. Raises PlanError."""
         if seconds is None:
             return None
-        if not 0 < seconds < float("inf"):
-            raise PlanError(f"seconds={seconds}: it must be above 0; None for a stream without end")
-        blocks = 1
-        while self.first_frame(blocks) < math.ceil(seconds * self.fps):
-            blocks += 1
-        return blocks
+        if not 0 < seconds <= LONGEST:
+            raise PlanError(f"seconds={seconds}: it must be above 0, and at most {LONGEST:g}; None for no end")
+        frames = math.ceil(seconds * self.fps - 1e-6)  # seconds of whole frames are rounded
+        latents = 1 + max(0, math.ceil((frames - 1) / self.per_latent))  # the first one is one image
+        return math.ceil(latents / self.frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,5 +108,5 @@ class StreamDelivery:
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
         if self.hold is not None and not (is_number(self.hold) and 0 < self.hold < float("inf")):
             raise PlanError(f"hold={self.hold!r}: it must be seconds above 0, or None")
-        if self.fps is not None and not (is_number(self.fps, 0, 1000) and self.fps):
-            raise PlanError(f"fps={self.fps!r}: it must be above 0, and at most 1000")
+        if self.fps is not None:
+            number("fps", self.fps, LEAST_FPS, MOST_FPS)

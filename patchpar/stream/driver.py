@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
+from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -136,16 +137,19 @@ class StreamDriver(RankDriver):
         self._ready: int | None = None
         self._next = 0
         self._timer: threading.Timer | None = None
+        self._source_error: Exception | None = None
         self._restarts = Restarts(limits.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
     def update(self, update: Update, at: int | None) -> int:
         """Apply a change from block `at` on, by default the next; return that block.
 
-        Raises PlanError if it began, and if too many changes wait.
+        Raises PlanError if it began or is none, and if too many changes wait.
         """
         with self.changed:
-            block = self._next if at is None else at
+            block = self._next if at is None else plain(at)
+            if not is_whole(block, 0):
+                raise PlanError(f"at={at!r}: it must be the number of a block, from {self._next} on")
             if block < self._next:
                 raise PlanError(f"at={at}: block {at} has begun; use at={self._next} or later")
             if sum(map(len, self._updates.values())) >= MAX_UPDATES:
@@ -177,7 +181,7 @@ class StreamDriver(RankDriver):
         """The run to start after one has ended; None at the end of the stream."""
         self.figures = tuple(stats for stats in results if isinstance(stats, StageStats))
         if self.status == "cancelled" or not self._later or self._is_stopping:
-            self._end()
+            self._end(self._source_error)
             return None
         self._current = self._later.popleft()
         self._resume_state.epoch += 1
@@ -216,18 +220,24 @@ class StreamDriver(RankDriver):
     def _order(self) -> None:
         """Send the next order to the first rank, if it has requested one and an order is possible."""
         block = self._ready
-        if block is None or self._send is None or self._is_paused or self.is_over:
+        if block is None or self._send is None or self.is_over:
             return
-        if block not in self._sent:
-            if self._has_ended(block):
-                self._ready = None
-                self._send(0, EndStream())
+        if block not in self._sent and not self._has_ended(block):
+            if self._is_paused or not self._frames.is_here(block):
                 return
-            if not self._frames.is_here(block) or not self._has_audio(block) or not self._take_credit():
+            if not self._has_audio(block) or not self._take_credit():
                 return
-            self._sent[block] = self._next_order(block)
+            self._begin(block)
         self._ready = None
-        self._send(0, self._sent[block][0])
+        self._send(0, self._sent[block][0] if block in self._sent else EndStream())
+
+    def _begin(self, block: int) -> None:
+        """Prepare the order of a block. If its audio or video fails, the stream ends with what is in flight."""
+        try:
+            self._sent[block] = self._next_order(block)
+        except Exception as error:  # noqa: BLE001  of the caller's own images; the consumer gets it
+            self._source_error, self._is_stopping = error, True
+            self.in_flight -= 1
 
     def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
         tokens, samples = (None, None) if self._track is None else self._track.take(block)

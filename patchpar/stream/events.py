@@ -13,8 +13,9 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.launch import messages
-from patchpar.plan.scalars import is_number
+from patchpar.plan.scalars import is_number, is_whole
 from patchpar.shard.host_memory import to_host
+from patchpar.stream.causal_options import MOST_FRAMES
 
 Transition = Literal["switch", "cut", "blend", "recache"]
 PARAMETERS = ("audio_scale",)
@@ -27,6 +28,8 @@ def check_transition(transition: str, over: int) -> None:
     """Raise PlanError for an unknown transition, or a number of blocks `over` that does not go with it."""
     if transition not in TRANSITIONS:
         raise PlanError(f"transition={transition!r}: use one of {', '.join(TRANSITIONS)}")
+    if not is_whole(over, 0, MOST_FRAMES):
+        raise PlanError(f"over={over!r}: it must be a whole number of blocks from 0 to {MOST_FRAMES}")
     if (transition == "blend") != (over > 0):
         raise PlanError(
             f"transition={transition!r} with over={over}: use over=1 or more with 'blend', and over=0 otherwise"

@@ -22,6 +22,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from hashlib import blake2b
@@ -109,7 +110,8 @@ class StreamJournal:
         """Close the file. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            with suppress(OSError):  # closing writes once more what a full disk has refused
+                file.close()
 
     def _line(self, output: OutputBlock, frames: Tensor) -> dict[str, Any]:
         line: dict[str, Any] = {"block": output.produced.block, "epoch": output.epoch, "frames": digest(frames)}

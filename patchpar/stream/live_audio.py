@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Protocol
 
 from torch import Tensor
@@ -33,7 +34,7 @@ class LiveAudioInput(Protocol):
 
 
 class LiveAudio:
-    """Pushes the audio of `source` to `session`. A source that fails or is silent does not end the stream."""
+    """Pushes the audio of `source` to `session`. A source that is silent, or fails and not `ends`, ends no stream."""
 
     def __init__(self, source: LiveAudioInput, session: StreamSession) -> None:
         self._source, self._session = source, session
@@ -50,7 +51,7 @@ class LiveAudio:
     def note(self) -> str:
         """What is wrong with the source, as a sentence; empty if nothing is."""
         if self._error is not None:
-            return f"{self._error}; the stream goes on with silence"
+            return f"{self._error}; the stream {'ends there' if self._source.ends else 'goes on with silence'}"
         if self._has_ended:
             return "" if self._source.ends else f"{self._source.name} has stopped; the stream goes on with silence"
         if self._received_at is None:
@@ -71,6 +72,19 @@ class LiveAudio:
             self._has_ended = True
             if self._source.ends:
                 session.end_audio()
-        except PatchparError as error:
-            if not session.is_over:
-                self._error = error
+        except Exception as error:  # noqa: BLE001  of a file or a device
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Note an error. What ends the stream ends it so too, which would wait for audio otherwise."""
+        if self._session.is_over:
+            return
+        self._error = as_patchpar_error(self._source.name, error)
+        if self._source.ends:
+            with suppress(PatchparError):  # it is over by now
+                self._session.end_audio()
+
+
+def as_patchpar_error(name: str, error: Exception) -> PatchparError:
+    """Return an error as it is, or as one that names what could not be read."""
+    return error if isinstance(error, PatchparError) else PatchparError(f"{name} cannot be read: {error}")

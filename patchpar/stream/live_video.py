@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from PIL import Image
 
 from patchpar.errors import PatchparError
+from patchpar.stream.live_audio import as_patchpar_error
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
 
@@ -86,8 +87,8 @@ class Camera:
                 self._newest = (self._newest[0] + 1, image)
                 self._received_at = time.monotonic()
             self._has_ended = True
-        except PatchparError as error:
-            self._error = error
+        except Exception as error:  # noqa: BLE001  of a device
+            self._error = as_patchpar_error(self._source.name, error)
 
 
 class LiveFrames:

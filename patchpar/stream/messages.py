@@ -12,18 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
+from patchpar.stream.config import LONGEST_PROMPT
 from patchpar.stream.events import Change, Transition, check_transition
+from patchpar.stream.json_fields import text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUpdate:
-    """Another prompt, as text. The first rank encodes it to a Prompt."""
+    """Another prompt, as text. The first rank encodes it to a Prompt. Raises PlanError."""
 
     text: str
     transition: Transition = "switch"
     over: int = 0
 
     def __post_init__(self) -> None:
+        text("prompt", self.text, LONGEST_PROMPT)
         check_transition(self.transition, self.over)
 
 
@@ -131,7 +134,8 @@ class ModelFacts:
 
     `per_latent`: images per latent frame. `spatial`: pixels per latent pixel. `starts_from_image`: it needs a
     reference. `hears_speech`: it takes pose videos and several voices. `late`: latent frames, at most, by which the
-    images of a latent frame are late.
+    images of a latent frame are late. `blends`: whether the embeddings of all prompts have one length, so that they
+    can be blended.
     """
 
     audio: Any
@@ -140,6 +144,7 @@ class ModelFacts:
     starts_from_image: bool = False
     hears_speech: bool = False
     late: int = 0
+    blends: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

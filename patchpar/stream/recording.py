@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import object_of
-from patchpar.stream.config import LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
+from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.driver import AudioSource
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
@@ -173,7 +173,7 @@ def _checked_origin(facts: Mapping[str, Any]) -> dict[str, Any]:
         "config": StreamConfig.of(_mapping("config", facts["config"])),
         "options": _options(_mapping("options", facts["options"])),
         "seed": whole("seed", facts["seed"], 0, 2**64 - 1),
-        "fps": number("fps", facts["fps"], 1e-3, MOST_FPS),
+        "fps": number("fps", facts["fps"], LEAST_FPS, MOST_FPS),
         "size": (whole("rows", rows, 1, LIMITS["height"]), whole("columns", columns, 1, LIMITS["width"])),
         "versions": _versions(_mapping("versions", facts["versions"])),
     }

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import is_whole
+from patchpar.plan.scalars import is_number, is_whole, make_plain
 from patchpar.stream.plan import StreamPlan, plans
+
+MOST_SECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +41,10 @@ class StreamCosts:
     source: float = 0.0
 
     def __post_init__(self) -> None:
-        least = min(self.step, self.decode, self.link, self.source, self.jitter, self.exchange or 0.0)
-        if least < 0 or self.step + self.decode == 0:
-            raise PlanError(f"{self}: costs must be at least 0, and step or decode above 0")
+        make_plain(self)
+        costs = (self.step, self.decode, self.link, self.source, self.jitter, self.exchange or 0.0)
+        if not all(is_number(cost, 0, MOST_SECONDS) for cost in costs) or self.step + self.decode == 0:
+            raise PlanError(f"{self}: costs must be at least 0 and at most {MOST_SECONDS:g}, step or decode above 0")
         if not is_whole(self.frames):
             raise PlanError(f"frames={self.frames!r}: it must be a whole number of at least 1")
 
@@ -107,8 +110,9 @@ def simulate(
 
     `drain_at`: a block that starts only after the previous one is delivered, as with a collective in mid-stream.
     """
-    if blocks < 4 * plan.depth:
-        raise PlanError(f"blocks={blocks}: the rate of {plan.depth} stages needs at least {4 * plan.depth} blocks")
+    least = max(4 * plan.depth, plan.depth + lead + 2)
+    if blocks < least:
+        raise PlanError(f"blocks={blocks}: the rate of {plan.depth} stages, lead={lead}, needs at least {least} blocks")
     chance = random.Random(seed)
     seconds = stage_seconds(plan, costs)
     credit = plan.depth + lead

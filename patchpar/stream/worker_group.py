@@ -9,6 +9,7 @@ from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.launch.executor import OnEvent, OnStart, SendToRank
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
+from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.base_session import BaseSession, Closing
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
@@ -124,9 +125,9 @@ class WorkerGroup:
 
     def _do_without(self, rank: int | None) -> bool:
         """Restart without the device of `rank`; returns whether that was possible. Raises LaunchError if it fails."""
-        if self._starting is None or self._is_closed:
+        if self._starting is None:
             return False
-        while True:
+        while not self._is_closed:
             devices, lost = without(self._devices, self.plan.ranks - 1 if rank is None else rank)
             plan = within(self.plan, len(devices))
             if plan is None:
@@ -136,11 +137,15 @@ class WorkerGroup:
             self.plan, self._devices, self._deaths = plan, devices, 0
             try:
                 self._ranks, _ = self._starting.start(plan, devices)
-                return True
             except LaunchError as error:
                 rank = rank_at_fault(error)
                 if within(plan, len(devices) - 1) is None:
                     raise
+                continue
+            if not self._is_closed:
+                return True
+            self._ranks.close()  # `close`, in another thread, had those before
+        return False
 
 
 def rank_at_fault(error: BaseException | None) -> int | None:
@@ -236,11 +241,12 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, V], Generic[C, V]):
 
     def _stream_run(self, seed: int, *, adapt_sink: bool, settles: int | None = None) -> StreamRun:
         """See StreamRun. Raises PlanError for a seed that torch does not take."""
-        if not 0 <= seed < 2**64:
-            raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
+        known = plain(seed)
+        if not is_whole(known, 0, 2**64 - 1):
+            raise PlanError(f"seed={seed}: it must be a whole number of at least 0 and below 2**64")
         return StreamRun(
             ranks=self.plan.ranks,
-            seed=seed,
+            seed=known,
             rows=self.config.height // self._facts.spatial,
             columns=self.config.width // self._facts.spatial,
             first_block=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from app.edit import mask_of, size_of
+from app.edit import ImageEdit, mask_of, size_of
 from app.edit_tab import EditTab
 from app.image_parameters import read_parameters
 from app.mask_editor import check, mask_editor
@@ -55,6 +56,20 @@ def painted(*boxes: tuple[int, int, int, int], size: tuple[int, int] = (200, 130
     for box in boxes:
         ImageDraw.Draw(layer).rectangle(box, fill=(255, 255, 255, 255))
     return {"background": Image.new("RGBA", size, "teal"), "layers": [layer], "composite": None}
+
+
+def test_images_are_scaled_beside_the_event_loop(state: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In it they would hold up every other page."""
+    used = list[threading.Thread]()
+    scaled = ImageEdit.of
+
+    def noted(*values: Any, **fields: Any) -> ImageEdit:
+        used.append(threading.current_thread())
+        return scaled(*values, **fields)
+
+    monkeypatch.setattr(ImageEdit, "of", noted)
+    last_of(EditTab(state).generate(OWNER, painted(), 192, 0.5, *FIELDS))
+    assert used[0] is not threading.current_thread()
 
 
 def test_what_is_not_painted_over_stays(state: AppState) -> None:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 from app.feeds import MAX_FEEDS, Feeds, ImageFeed
+from app.stream_tab import StreamTab
+
+from .app_states import state_of
+from .waits import over
 
 
 def test_feeds_have_names_that_cannot_be_guessed_and_the_oldest_makes_room() -> None:
@@ -18,3 +26,16 @@ def test_feeds_have_names_that_cannot_be_guessed_and_the_oldest_makes_room() -> 
     assert feeds.get("nobody") is None
     feeds.close()
     assert found[-1].is_over
+
+
+def test_the_feed_of_a_job_that_is_cancelled_while_it_waits_is_over() -> None:
+    """Its page shows the feed then, and a browser would wait for the first image for ever."""
+    feed, go, stream = ImageFeed(), threading.Event(), SimpleNamespace(run=print)
+    with closing(state_of()) as state:
+        tab: Any = StreamTab(state)
+        state.job_queue.submit("A", "image", lambda job: go.wait(10))
+        job = tab._submit("B", feed, lambda *_: stream)
+        tab.stop("B")
+        assert over(job).state == "cancelled"
+        assert feed.is_over
+        go.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_those_of_other_programs_are_read(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         read_parameters(png(tmp_path / "a.png", text))
+
+
+def test_a_long_line_of_nothing_takes_no_time() -> None:
+    """Uploaded by anybody, and read while no other handler runs."""
+    began = time.process_time()
+    assert request_of(f"a fox\nNegative prompt: \nSteps: 20,{'a' * 60_000}").steps == 20
+    assert time.process_time() - began < 0.5
+    with pytest.raises(PlanError, match="gives the size '9999"):
+        request_of(f"a fox\nNegative prompt: \nSteps: 20, Size: {'9' * 5000}x8")
 
 
 def test_what_is_no_png_is_refused(tmp_path: Path) -> None:

@@ -270,6 +270,24 @@ def test_a_face_talks_until_it_is_stopped(queue: JobQueue, saved: Path) -> None:
         assert len(container.streams.audio) == 1
 
 
+def test_a_prompt_that_comes_too_late_loses_no_video(queue: JobQueue, saved: Path) -> None:
+    """All blocks have been begun, and the last ones are not shown yet."""
+
+    class OverFace(FakeFace):
+        is_over = True
+
+        def set_prompt(self, prompt: str) -> None:
+            raise PlanError("this stream is finished: begin another one")
+
+    controls, feed = StreamControls(), VideoFeed()
+    workers: Any = SimpleNamespace(face_stream=OverFace, setup=FakeWorkers(FakePipeline()).setup)
+    job = TalkingFaceJob(workers, TalkingFaceRequest(prompt="smile"), controls, feed, SavedVideo(saved))
+    controls.set_prompt("frown")
+    view = over(queue.submit("A", "stream", job.run))
+    assert view.state == "done", view.error
+    assert view.result.images == 800
+
+
 def test_a_face_of_the_hub_that_does_not_exist_is_a_sentence(
     queue: JobQueue, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -126,6 +127,23 @@ def audio(path: Path, seconds: float, rate: int = 8000) -> Path:
         file.setframerate(rate)
         file.writeframes(np.full(round(seconds * rate), 16384, np.int16).tobytes())
     return path
+
+
+def test_audio_that_does_not_declare_its_length_is_decoded_up_to_the_limit(tmp_path: Path) -> None:
+    """A small file can hold days of silence."""
+    path = tmp_path / "a.flac"
+    with av.open(str(path), "w", format="flac") as container:
+        stream = container.add_stream("flac", rate=8000, layout="mono")
+        for _ in range(121):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
+            frame.sample_rate = 8000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = bytearray(path.read_bytes())
+    data[21:26] = bytes([data[21] & 0xF0, 0, 0, 0, 0])  # the number of samples, of STREAMINFO
+    path.write_bytes(data)
+    with pytest.raises(PlanError, match="is longer than 120 s: cut it there"):
+        read_audio_file(path)
 
 
 def test_audio_that_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ FOREIGN = (
     {"origin": "http://127.0.0.1:7861"},  # another server of this machine
     {"origin": "http://127.0.0.1:7860", "sec-fetch-site": "same-site"},
     {"sec-fetch-site": "cross-site"},
+    {"origin": "http://["},  # no address at all
 )
 OWN = (
     {"origin": "http://127.0.0.1:7860"},

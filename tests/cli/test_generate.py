@@ -201,6 +201,8 @@ def test_errors_are_for_the_person(
         (["--steps", "-3"], "--steps -3: it must be at least 1"),
         (["--num-images", "0"], "--num-images 0: it must be at least 1"),
         (["--width", "-8"], "--width -8: it must be at least 1"),
+        (["--seed", str(2**64)], f"--seed {2**64}: it must be from {-(2**63)} to {2**64 - 1}"),
+        (["--seed", str(2**64 - 1), "--num-images", "2"], f"to {2**64 - 2}"),
         (["--height", "tall"], "Invalid value for '--height'"),
         (["--dtype", "int8"], "'float32', 'float16', 'bfloat16'"),
         (["--colour", "red"], "No such option"),

@@ -26,11 +26,13 @@ from typer.testing import CliRunner
 from websockets.sync.client import connect
 
 from patchpar.cli import app, video_file
-from patchpar.cli.stream.flags import StreamFlags
+from patchpar.cli.stream import live_inputs
+from patchpar.cli.stream.flags import FPS, StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
 from patchpar.cli.stream.run import ProgressMeter, TimedFrames, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
+from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import StreamJournal
 from tests.breadth import first_of
@@ -190,6 +192,10 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
         (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
+        (("--model", "m", "-o", "a.mp4", "--fps", "0.00001"), "--fps 1e-05: it must be from 0.001 to 1000"),
+        (("--model", "m", "-o", "a.mp4", "--seed", "-1"), "--seed -1: it must be from 0 to 18446744073709551615"),
+        (("--input", ".", "-o", "a.mp4", "--seed", "-1"), "--seed -1: it must be from 0 to 9223372036854775807"),
+        (("--model", "m", "-o", "a.mp4", "--audio-rate", "0"), "--audio-rate 0: it must be above 0"),
         (("--model", "m", "-o", "a.mp4", "--restarts", "-1"), "--restarts -1: it must be at least 0"),
         (("--input", "a.mp4", "-o", "b.mp4", "--restarts", "1"), "--restarts is not for streams with --input"),
         (("--model", "m", "-o", "a.mp4", "--steps", "2"), "--steps is for streams with --input"),
@@ -218,6 +224,21 @@ def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypat
     result = run(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_the_limits_of_flags_are_those_of_streams() -> None:
+    assert FPS == (config.LEAST_FPS, config.MOST_FPS)
+
+
+def test_standard_input_is_read_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python aborts on exit where a thread that still reads holds the lock of a buffer."""
+    read, write = os.pipe()
+    with os.fdopen(write, "wb", 0) as writer, os.fdopen(read, "r") as text:
+        monkeypatch.setattr(sys, "stdin", text)
+        found = live_inputs._standard_input()
+        assert isinstance(found, io.FileIO)
+        writer.write(b"RIFF")
+        assert found.read(100) == b"RIFF", "what there is"
 
 
 def test_audio_comes_from_a_pipe_of_three_channels(folder: Path, tmp_path: Path) -> None:

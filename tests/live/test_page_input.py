@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
+from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
 from tests.live.test_pages import fetch, until
 from tests.live.test_video import RATE
+from tests.unit.test_image_file import huge_png
 
 Inputs = tuple[VideoScreen, PageMicrophone, PageCamera]
 
@@ -121,6 +124,16 @@ def test_images_of_one_page_at_a_time(served: Inputs) -> None:
     until(lambda: camera._sender is None, "that it is free")
     with pytest.raises(PlanError, match="an image of 5000 x 1 pixels: a side has at most 4096"):
         image_of(jpeg("red", (5000, 1)))
+
+
+def test_an_image_that_breaks_its_reader_is_a_sentence(tmp_path: Path) -> None:
+    """A PNG of 60,000 x 60,000 pixels, of which Pillow raises an error of its own; and EXIF that is none."""
+    with pytest.raises(PlanError, match="an image of too many pixels: a side has at most 4096"):
+        image_of(huge_png(tmp_path / "huge.png", 60_000).read_bytes())
+    good = jpeg("red")
+    exif = b"Exif\0\0no TIFF at all"
+    broken = good[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + good[2:]
+    assert load_reference_image(image_of(broken), 24, 32).shape == (24, 32, 3)
 
 
 def test_another_site_may_send_nothing(served: Inputs) -> None:

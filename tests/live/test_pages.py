@@ -22,6 +22,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
+from patchpar.stream.web import frame_player
 from patchpar.stream.web import viewer as screen_module
 from patchpar.stream.web.feed import BOUNDARY, VideoFeed
 from patchpar.stream.web.frame_player import FramePlayer
@@ -177,6 +178,8 @@ def test_only_this_machine_is_answered(images: ImageScreen, video_screen: VideoS
     with pytest.raises(InvalidStatus, match="403"), watching(video_screen, origin="http://evil.example"):
         pass
     assert names_of("0.0.0.0") == ["*"]
+    assert names_of(HOME) == names_of("::1") == ["localhost", HOME, "[::1]"]
+    assert names_of("127.0.0.2") == [*names_of(HOME), "127.0.0.2"]  # its own address, which it prints
 
 
 def test_a_port_that_is_taken_is_a_sentence() -> None:
@@ -224,6 +227,21 @@ def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None
     for block in range(5):
         live.add(torch.arange(4 * block, 4 * block + 4))
     assert [int(frame) for frame in live._waiting] == [15, 16, 17, 18, 19]
+
+
+def test_frames_that_are_due_in_an_hour_hold_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_player, "CLOSE_SECONDS", 0.1)
+    for drops in (False, True):
+        played = list[Tensor]()
+        player = FramePlayer(played.append, fps=1 / 3600)
+        player.start()
+        player.add(torch.zeros(3))
+        until(lambda played=played: played, "the first frame")  # type: ignore[misc]
+        began = time.monotonic()
+        player.close(drops=drops)
+        player._thread.join(5)
+        assert not player._thread.is_alive()
+        assert (len(played), time.monotonic() - began < 5) == (1, True)
 
 
 def test_frames_are_played_by_the_clock() -> None:

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from fractions import Fraction
 from typing import Any
 
@@ -176,6 +177,31 @@ def test_offers_that_are_refused(
     assert refusal(url, b"{}") == (400, "0 browsers watch by WebRTC, and that is the limit: watch at ?mse")
     with fetch(url) as answer:
         assert 'data-kind="webrtc"' in answer.read().decode()
+
+
+def test_offers_that_come_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up the addresses of an offer takes a while, in which others would pass the limit."""
+
+    class Slow:
+        def __init__(self, _: Any) -> None:
+            self.getTransceivers = list
+
+        async def setRemoteDescription(self, _: Any) -> None:
+            await asyncio.sleep(0.01)
+
+        async def close(self) -> None: ...
+
+    async def two() -> list[str]:
+        offer = b'{"type": "offer", "sdp": "v=0"}'
+        answers = [peers.answer(offer) for _ in range(2)]
+        return [str(found) for found in await asyncio.gather(*answers, return_exceptions=True)]
+
+    monkeypatch.setattr(webrtc, "RTCPeerConnection", Slow)
+    monkeypatch.setattr(webrtc, "MAX_PEERS", 1)
+    peers = webrtc.RtcPeers(FPS, None, PageInputs())
+    with closing(peers):
+        limit = "1 browsers watch by WebRTC, and that is the limit: watch at ?mse"
+        assert asyncio.run(two()) == ["that offer takes no video", limit]
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,19 @@ def test_published_layouts(file: str, base: Path, weights: Weights, tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("family", ["causvid", "wan"])
+def test_the_base_stays_as_it_is(family: str, base: Path, weights: Weights, tmp_path: Path) -> None:
+    """Its files are linked. One that is block-causal itself does not say how the other is streamed."""
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "stream.json").write_text("{}")
+    save_file(original(weights), tmp_path / "a.safetensors")
+    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "model", base=tmp_path / "base", family=family)
+    assert (tmp_path / "base" / "stream.json").read_text() == "{}"
+    written = tmp_path / "model" / "stream.json"
+    assert written.exists() == (family == "causvid")
+    assert family == "wan" or StreamConfig.load(tmp_path / "model").blocks.history == "clean"
+
+
 def test_a_converted_model_is_streamed(base: Path, weights: Weights, tmp_path: Path) -> None:
     """And without converting: a folder with the original names in its transformer."""
     torch.save({"generator_ema": prefixed("model.", original(weights))}, tmp_path / "dmd.pt")

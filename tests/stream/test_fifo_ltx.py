@@ -15,14 +15,16 @@ from torch import Tensor
 from patchpar import FifoConfig, FifoOptions, FifoStreamingPipeline
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import as_pixels
+from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx import LtxFamily, LtxFrames
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.fifo.model import FifoModel, FifoRun
 from patchpar.stream.fifo.network import PromptToEncode
-from patchpar.stream.fifo.pipeline import ENGINE
+from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
 from patchpar.stream.fifo.stage import FifoStage, fifo_plan
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
@@ -30,6 +32,7 @@ from patchpar.stream.worker_group import WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.test_ltx_decoder import whole
+from tests.stream.test_session import COURSE, FORMAT, Ranks
 from tests.tensors import noise
 from tests.tiny import video_transformer_pipelines
 from tests.unit.threads import on_threads
@@ -86,6 +89,18 @@ def test_what_the_folder_says(pipe: LTXPipeline, folder: Path) -> None:
     facts = LtxFamily().facts(folder)
     assert (facts.per_latent, facts.spatial, facts.late) == (8, 8, latents_late(pipe.vae))
     assert facts.late > 1
+    assert not facts.blends
+
+
+def test_prompts_of_different_lengths_are_not_blended() -> None:
+    """A rank would fail, and the stream with it."""
+    limits = StreamLimits(credit=3)
+    session = FifoSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None)
+    session.blends = False
+    with session.begin() as stream:
+        with pytest.raises(PlanError, match="this model's prompts differ in length: use 'switch'"):
+            stream.set_prompt("a hen", transition="blend", over=2)
+        stream.set_prompt("a hen")
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------

@@ -99,8 +99,9 @@ def test_what_cannot_be(alone: FifoStreamingPipeline, face_folder: Path, tmp_pat
         make(tmp_path, config=CONFIG)
     with pytest.raises(PlanError, match="does not fit a queue of 4 zones on 1 devices"):
         make(face_folder, devices="cpu", plan=StreamPlan.even(4, 2), config=CONFIG)
-    with pytest.raises(PlanError, match="fps=0"):
-        FifoConfig(fps=0)
+    for fps in (0, 1e-5, float("inf")):  # of which no video could be written
+        with pytest.raises(PlanError, match=f"fps={fps}: it must be a number from 0.001 to 1000"):
+            FifoConfig(fps=fps)
     with pytest.raises(PlanError, match="seconds=0"):
         alone.stream("a fox", seconds=0)
     with pytest.raises(PlanError, match="seed=-1"):

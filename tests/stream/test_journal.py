@@ -66,6 +66,18 @@ def test_the_same_bits_again(which: str, taken_down: Any, request: pytest.Fixtur
     assert (played[0].clamp(-1, 1) - played[1]).abs().max() <= 0.5 / 32767 + 1e-7
 
 
+def test_what_a_recording_determines_is_not_chosen(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
+    recording = StreamRecording.read(taken_down[0])
+    for options, message in (
+        ({"record": tmp_path / "again.jsonl"}, "again.jsonl': a replay is what its recording says: copy that"),
+        ({"keep_alive": True}, "the audio of a replay is recorded"),
+        ({"fps": 7}, "fps=7: this stream was recorded with 20 frames a second"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            one.replay(recording, delivery=StreamDelivery(**options))
+    assert not (tmp_path / "again.jsonl").exists()
+
+
 def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """From its block on and not before, and the comparison sees it."""
     path, target = taken_down[0], tmp_path / "a.jsonl"
@@ -170,19 +182,13 @@ def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog:
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file on a full disk refuses what it has not written once more when it is closed."""
     journal = StreamJournal(tmp_path / "a.jsonl", origin())
-
-    class Full:
-        def write(self, line: str) -> None:
-            raise OSError("no space left on device")
-
-        def close(self) -> None:
-            pass
-
-    journal._file = Full()  # type: ignore[assignment]
+    journal.close()
+    journal._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  closed by the journal
     with session(Ranks(), blocks=3).begin(journal=journal) as stream:
         assert len(list(stream)) == 3
-    assert "no space left on device; the stream continues" in caplog.text
+    assert "No space left on device; the stream continues" in caplog.text
 
 
 def with_options(**options: Any) -> JournalHeader:

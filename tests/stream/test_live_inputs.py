@@ -127,6 +127,35 @@ def test_a_microphone_that_is_silent_is_noted() -> None:
         stop.set()
 
 
+def test_a_pipe_that_fails_ends_the_stream_and_is_noted() -> None:
+    """Whatever it raises; without keep-alive the stream would wait for the rest for ever."""
+
+    def breaks() -> Iterator[Tensor]:
+        yield torch.full((AUDIO.rate,), 0.5)
+        raise OSError("Input/output error")
+
+    with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        live = LiveAudio(Source(breaks(), ends=True, name="the pipe"), stream)
+        live.start()
+        until(lambda: live.note == "the pipe cannot be read: Input/output error; the stream ends there")
+        ends = threading.Timer(10, stream.cancel)
+        ends.start()
+        heard = torch.cat([chunk.audio for chunk in stream if chunk.audio is not None])
+        ends.cancel()
+        assert stream.status == "finished"
+    assert float(heard[: AUDIO.rate].min()) == 0.5
+
+
+def test_a_camera_that_fails_is_noted() -> None:
+    def breaks() -> Iterator[Any]:
+        yield Image.new("RGB", (2, 2))
+        raise OSError("Input/output error")
+
+    found = Camera(Source(breaks(), name="the camera"))
+    found.start()
+    until(lambda: found.note == "the camera cannot be read: Input/output error; its last image stays")
+
+
 def test_audio_that_cannot_be_used_is_noted() -> None:
     with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
         live = LiveAudio(Source([torch.full((100,), float("nan"))]), stream)
@@ -171,6 +200,31 @@ def test_a_block_begins_when_its_frames_are_here() -> None:
     refused = pytest.raises(PlanError, match="this stream takes no frames: use video='live'")
     with session(Ranks()).begin() as other, refused:
         other.push_frame(frame(0))
+
+
+def test_the_caller_may_use_its_buffers_again() -> None:
+    """As callbacks of microphones do, and loops over a camera."""
+    samples, pixels = np.ones(AUDIO.rate, np.float32), frame(1)
+    track = AudioTrack(AUDIO, FRAMES)
+    track.push(torch.as_tensor(samples), AUDIO.rate)
+    samples[:] = 0
+    assert float(track.take(0)[1].min()) == 1
+    ranks = Ranks()
+    with live_video(ranks, blocks=1).begin() as stream:
+        for value in range(3):
+            stream.push_frame(pixels.fill_(value))
+        pixels.fill_(9)
+        assert len(list(stream)) == 1
+    assert levels(ranks) == [[0, 1, 2]]
+
+
+def test_a_rate_is_any_number_that_is_whole() -> None:
+    track = AudioTrack(AUDIO, FRAMES)
+    for rate in (22050.0, np.int64(22050), np.float32(22050)):
+        track.push(torch.zeros(10), rate)  # type: ignore[arg-type]
+    for rate in (22050.5, float("nan"), "22050", True):
+        with pytest.raises(PlanError, match="samples per second: 1000 to 384000 are understood"):
+            track.push(torch.zeros(10), rate)  # type: ignore[arg-type]
 
 
 def test_of_frames_that_wait_the_oldest_go() -> None:

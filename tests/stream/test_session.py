@@ -203,6 +203,15 @@ def test_an_update_holds_from_the_block_that_it_names() -> None:
 
 def test_wishes_that_cannot_be_are_refused_at_once() -> None:
     with session(Ranks(), blocks=None).begin() as stream:
+        for at in (2.5, float("nan"), True, "3"):
+            with pytest.raises(PlanError, match="it must be the number of a block, from"):
+                stream.set_prompt("x", at=at)  # type: ignore[arg-type]
+        for over in (1.5, -1, float("nan"), 1e9):
+            with pytest.raises(PlanError, match=r"over=.* it must be a whole number of blocks from 0 to 65536"):
+                stream.set_prompt("x", transition="blend", over=over)  # type: ignore[arg-type]
+        for prompt in (3, None, "x" * 70_000):
+            with pytest.raises(PlanError, match=r"prompt=.* it must be a text of at most 65536 characters"):
+                stream.set_prompt(prompt)  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="'fade'"):
             stream.set_prompt("x", transition="fade")  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="'loudness' is unknown"):
@@ -213,7 +222,8 @@ def test_wishes_that_cannot_be_are_refused_at_once() -> None:
             stream.end_audio()
         with pytest.raises(PlanError, match=r"shape \(5, 5, 3\)"):
             stream.set_reference(IMAGE[:5, :5])
-    for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0}, {"fps": 0}):
+    options: tuple[dict[str, Any], ...] = ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0})
+    for wrong in (*options, {"fps": 0}, {"fps": 1e-5}):
         with pytest.raises(PlanError):
             StreamDelivery(**wrong)
 
@@ -265,6 +275,16 @@ def test_stop_lets_come_out_what_is_under_way() -> None:
         next(stream)
         end = stream.stop().block
         assert [chunk.block for chunk in stream] == list(range(1, end))
+
+
+def test_a_paused_stream_is_stopped_too() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=None).begin() as stream:
+        next(stream)
+        end = stream.pause().block
+        assert stream.stop().block == end
+        assert [chunk.block for chunk in stream] == list(range(1, end))
+    assert stream.status == "finished"
 
 
 def test_flush_throws_away_what_is_ready() -> None:
@@ -426,6 +446,37 @@ def test_a_cancelled_stream_waits_for_no_clock(monkeypatch: pytest.MonkeyPatch) 
         assert not taking.is_alive()
 
 
+def test_an_interrupted_wait_keeps_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a notebook, say: after as many as there is credit the stream would stand still."""
+
+    def interrupt(_: StreamSession, seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    ranks = Ranks()
+    with session(ranks, blocks=6, credit=1, pace="realtime").begin() as stream:
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamSession, "_sleep", interrupt)
+            for _ in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    next(stream)
+        assert [chunk.block for chunk in stream] == [3, 4, 5]
+
+
+def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None:
+    """At once also for decades; 1.1 s of 10 frames a second are 11 frames, though their product is a little more."""
+    for frames in range(1, 60):
+        blocks = FORMAT.blocks(frames / FORMAT.fps)
+        assert blocks is not None
+        assert FORMAT.first_frame(blocks) >= frames > FORMAT.first_frame(blocks - 1)
+    decades = FORMAT.blocks(1e9)
+    assert decades is not None
+    assert FORMAT.first_frame(decades) >= 2e10 > FORMAT.first_frame(decades - 1)
+    assert StreamFormat(fps=10, height=8, width=12, frames=11, per_latent=1).blocks(1.1) == 1
+    for seconds in (0, -1, float("nan"), 1e10, float("inf")):
+        with pytest.raises(PlanError, match="above 0, and at most 1e"):
+            FORMAT.blocks(seconds)
+
+
 def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_driver, "MAX_UPDATES", 2)
     with session(Ranks(), blocks=None).begin() as stream:
@@ -495,12 +546,12 @@ def seconds_ahead(track: AudioTrack) -> float:
 
 
 def test_a_push_costs_the_same_with_much_audio_waiting() -> None:
-    """Pieces stay as they came: none is copied, however many there are."""
-    track = AudioTrack(AUDIO, FRAMES)
-    pieces = noise(50_000).split(40)
-    for piece in pieces:
+    """A piece is copied when it comes, and never again, however many there are."""
+    track, kept = AudioTrack(AUDIO, FRAMES), []
+    for piece in noise(50_000).split(40):
         track.push(piece, AUDIO.rate)
-    assert [kept.data_ptr() for kept in track._samples._pieces] == [piece.data_ptr() for piece in pieces]
+        kept.append(track._samples._pieces[-1].data_ptr())
+    assert [piece.data_ptr() for piece in track._samples._pieces] == kept
 
 
 def test_an_interruption_drops_what_nobody_has_begun_to_say() -> None:

@@ -146,6 +146,11 @@ def test_it_can_be_read() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(PlanError, match="at least 0"):
         StreamCosts(step=-1, decode=1, frames=1)
+    for cost in (float("nan"), float("inf")):
+        with pytest.raises(PlanError, match="at most 1e"):
+            StreamCosts(step=cost, decode=1, frames=1)
+    with pytest.raises(PlanError, match="lead=20, needs at least 27 blocks"):
+        simulate(StreamPlan.even(4, 5), LIVE_AVATAR, blocks=20, lead=20)
     with pytest.raises(PlanError, match="frames=0"):
         StreamCosts(step=1, decode=1, frames=0)
     with pytest.raises(PlanError, match="at least 20 blocks"):

@@ -123,6 +123,18 @@ def test_a_short_stream_ends_well(blocks: int) -> None:
     assert [one.blocks for one in figures] == [blocks] * 4
 
 
+def test_a_stream_without_a_block_leaves_nothing_behind() -> None:
+    """One that is cancelled at once, or whose audio ends before it begins: the next one is as it would have been."""
+    plan, models = StreamPlan.even(2, 3), {rank: stream(2) for rank in range(3)}
+
+    def twice(transport: Any) -> Any:
+        stage(transport, models, plan, Script({}, blocks=0))
+        return stage(transport, models, plan, Script({}, blocks=3))[0]
+
+    *_, outcome = on_threads(3, twice, deadline=2.0)
+    assert differing(outcome, serial(stream(2), {}, blocks=3)) == []
+
+
 def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None:
     """The next stream on the same lines is the stream that it would have been."""
     plan, cancelled, credit = StreamPlan.even(2, 3), threading.Event(), threading.Semaphore(6)

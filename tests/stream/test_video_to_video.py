@@ -20,10 +20,13 @@ from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.driver import StreamLimits
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan
+from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import VideoSource, frames_from
 from tests.stream.running import Script, differing, pipelined, serial
+from tests.stream.test_session import COURSE, FORMAT, Ranks
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, stream, vae, write_folder
 
 HEIGHT, WIDTH, PER_LATENT = 2 * ROWS, 2 * COLUMNS, 2
@@ -165,6 +168,27 @@ def test_the_last_block_is_filled_up() -> None:
     assert not source.is_over(1)
     assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 6]
     assert source.is_over(2)
+
+
+def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun() -> None:
+    """In the thread that takes chunks, whichever has asked for a frame; nothing goes on with half a block."""
+
+    def broken() -> Iterator[Tensor]:
+        yield from torch.zeros(FORMAT.first_frame(4), FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+        raise ValueError("the camera is gone")
+
+    ranks, limits = Ranks(), StreamLimits(credit=3)
+    source = VideoSource(broken(), lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
+    taken = list[int]()
+    with StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, source).begin() as stream:
+        while len(ranks.begun) < 3 or not ranks.idle.wait(10):
+            pass  # the next block waits for credit, so that it is the consumer's thread that asks for its frames
+        with pytest.raises(ValueError, match="the camera is gone"):
+            taken.extend(chunk.block for chunk in stream)
+        with pytest.raises(ValueError, match="the camera is gone"):
+            next(stream)
+    assert taken == [block for block, _ in ranks.begun] == [0, 1, 2]
+    assert stream.status == "failed"
 
 
 def test_a_pipeline_streams_a_video(tmp_path: Path) -> None:

@@ -111,6 +111,23 @@ def test_a_device_to_spare_takes_the_place_of_a_dead_one() -> None:
     assert (asked.plans, asked.used) == ([StreamPlan.even(2, 3)], ["bcd"])
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_is_closed_meanwhile_is_not_left_running(comes: bool) -> None:
+    """By another thread, while ranks are started, which takes minutes. Nor are others started then."""
+    late, asked = Ranks(works), Starting("abcd", LaunchError("no memory"), Ranks(works))
+
+    class Slow(Starting):
+        def start(self, plan: StreamPlan, devices: Sequence[str]) -> Any:
+            one.close()
+            return (late, None) if comes else asked.start(plan, devices)
+
+    one = WorkerGroup(Ranks(cannot_start), StreamPlan.even(2, 3), Slow("abcd"))  # type: ignore[arg-type]
+    with pytest.raises(LaunchError):
+        run(one)
+    assert late.closed == comes
+    assert len(asked.plans) == (not comes)
+
+
 def test_fewer_and_fewer_when_they_cannot_be_started() -> None:
     """Without those that are accused; where nobody is, without the last."""
     accused = LaunchError("still none")

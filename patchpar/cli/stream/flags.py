@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, given
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, check_seed, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.output_files import check_can_write
 from patchpar.cli.video_file import check_video
@@ -16,6 +16,8 @@ from patchpar.stream.web.server import check_port
 
 PAGE = "page"
 """Audio or images of the browser that watches."""
+FPS = (1e-3, 1000.0)
+"""Frames per second that a video can have; the limits of `stream.config`, which imports torch."""
 OF_VIDEO = (
     "audio",
     "audio_rate",
@@ -77,10 +79,13 @@ class StreamFlags:
         for name in ("seconds", "fps", "steps", "height", "width", "audio_rate", "audio_channels"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise PlanError(f"--{name} {value}: it must be above 0")
+                raise PlanError(f"--{name.replace('_', '-')} {value}: it must be above 0")
+        if self.fps is not None and not FPS[0] <= self.fps <= FPS[1]:
+            raise PlanError(f"--fps {self.fps:g}: it must be from {FPS[0]:g} to {FPS[1]:g}")
         if self.restarts is not None and self.restarts < 0:
             raise PlanError(f"--restarts {self.restarts}: it must be at least 0")
         check_deadline(self.deadline)
+        check_seed(self.seed, least=0, most=2 ** (64 if self.is_video else 63) - 1)
         if (self.height is None) != (self.width is None):
             raise PlanError("--height and --width: give both or none")
         if not self.dry_run:

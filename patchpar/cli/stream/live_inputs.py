@@ -103,10 +103,16 @@ def _audio_of(request: StreamFlags, rate: int) -> LiveAudioInput | None:
     is_standard = request.audio == "-"
     name = "standard input" if is_standard else request.audio
     typer.echo(f"waiting for audio from {name}", err=True)
-    file: IO[bytes] = sys.stdin.buffer if is_standard else Path(request.audio).open("rb", 0)  # noqa: SIM115  to the end
+    file = _standard_input() if is_standard else Path(request.audio).open("rb", 0)  # noqa: SIM115  to the end
     pipe = PcmPipe.open(file, name, raw)
     typer.echo(f"{name}: {pipe.format}", err=True)
     return pipe
+
+
+def _standard_input() -> IO[bytes]:
+    """Standard input without its buffer, whose lock a thread that reads would hold: Python aborts on exit then."""
+    buffer: Any = sys.stdin.buffer
+    return getattr(buffer, "raw", buffer)
 
 
 def _images_of(request: StreamFlags) -> LiveImageInput | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_number, plain
 from patchpar.stream.audio.conditioner import last_image_frame
 from patchpar.stream.audio.inputs import AudioInputs
 from patchpar.stream.audio.keep_alive import KeepAlive
@@ -35,7 +36,7 @@ class AudioTrack:
 
         The result does not depend on the sizes of the pieces. Raises PlanError.
         """
-        mono = _checked(samples, rate)
+        mono, rate = _checked(samples, rate)
         if self._has_ended:
             raise PlanError("the audio of this stream has ended: begin another stream, or do not end it")
         if rate != self._resampler.rate:
@@ -110,17 +111,19 @@ class AudioTrack:
         return math.ceil(image * self._config.rate / self._config.fps)
 
 
-def _checked(samples: Tensor, rate: int) -> Tensor:
-    """Return one channel [N] in float32. Raises PlanError."""
+def _checked(samples: Tensor, rate: float) -> tuple[Tensor, int]:
+    """Return one channel [N] in float32, and the rate as a whole number. Raises PlanError."""
     if samples.ndim not in (1, 2) or (samples.ndim == 2 and samples.shape[0] > 8):
         raise PlanError(
             f"audio of shape {tuple(samples.shape)}: it has to be (samples,) or (at most 8 channels, samples)"
         )
-    if not 1000 <= rate <= 384_000:
+    known = plain(rate)
+    if not is_number(known, 1000, 384_000) or known != int(known):
         raise PlanError(f"audio at {rate} samples per second: 1000 to 384000 are understood")
     if not samples.is_floating_point():
         raise PlanError(f"audio in {samples.dtype}: divide it by its largest value, so that it lies between -1 and 1")
-    mono = samples.float() if samples.ndim == 1 else samples.float().mean(0)
+    # A copy, since the caller may use its buffer again.
+    mono = samples.to(torch.float32, copy=True) if samples.ndim == 1 else samples.float().mean(0)
     if not torch.isfinite(mono).all():
         raise PlanError("the audio has values that are no numbers")
-    return mono
+    return mono, int(known)

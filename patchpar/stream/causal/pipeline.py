@@ -152,10 +152,11 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         """Generate a recorded stream again, bit-equal, also on another number of ranks.
 
         `recording`: see StreamRecording.read; its `is_as_it_was` compares a chunk with the recording. The stream is not
-        resumed when a worker dies. Raises PlanError.
+        resumed when a worker dies, nor recorded again. Raises PlanError.
         """
         workers = self._free_ranks()
         delivery, form = delivery or StreamDelivery(), self._format_at(recording.origin.fps)
+        _check_replay(delivery, recording.origin.fps)
         blocks, audio = recording.blocks, self._facts.audio
         run = self._stream_run(recording.origin.seed, adapt_sink=self.config.adapt_sink)
         audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
@@ -221,6 +222,16 @@ def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
         raise PlanError(
             f"the plan needs {plan.ranks} ranks, but there are {len(devices.names)} devices ({devices.note})"
         )
+
+
+def _check_replay(delivery: StreamDelivery, fps: float) -> None:
+    """Raise PlanError for what a recording determines."""
+    if delivery.record is not None:
+        raise PlanError(f"record={str(delivery.record)!r}: a replay is what its recording says: copy that")
+    if delivery.keep_alive:
+        raise PlanError("keep_alive=True: the audio of a replay is recorded: leave it out")
+    if delivery.fps not in (None, fps):
+        raise PlanError(f"fps={delivery.fps:g}: this stream was recorded with {fps:g} frames a second: leave it out")
 
 
 def _steps_of(config: StreamConfig) -> str:

@@ -65,6 +65,7 @@ class LtxFamily(ModelFamily):
             per_latent=vae.temporal_compression_ratio,
             spatial=vae.spatial_compression_ratio,
             late=latents_late(vae),
+            blends=False,
         )
 
     def network(self, transformer: LTXVideoTransformer3DModel, facts: ModelFacts, fps: float) -> LtxFrames:

@@ -21,7 +21,12 @@ ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
 
 
 class FifoSession(StreamSession):
-    """One FIFO stream. Only its prompt can change, from the next frame that enters the queue."""
+    """One FIFO stream. Only its prompt can change, from the next frame that enters the queue on.
+
+    `blends`: see ModelFacts.
+    """
+
+    blends = True
 
     def set_prompt(
         self, text: str, *, at: int | None = None, transition: Transition = "switch", over: int = 0
@@ -33,6 +38,8 @@ class FifoSession(StreamSession):
         """
         if transition in ("cut", "recache"):
             raise PlanError(f"transition={transition!r}: this stream has no window to clear: use 'switch' or 'blend'")
+        if transition == "blend" and not self.blends:
+            raise PlanError("transition='blend': this model's prompts differ in length: use 'switch'")
         return super().set_prompt(text, at=at, transition=transition, over=over)
 
     def set_param(self, name: str, value: float, *, at: int | None = None) -> Effect:
@@ -106,6 +113,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
         run = FifoRun(**asdict(base), negative=negative_prompt, guidance_scale=guidance_scale)
         self._session = FifoSession(workers.run, (run,), limits, form, delivery, None)
+        self._session.blends = facts.blends
         self._session.begin(PromptUpdate(text=prompt))
         return self._session
 

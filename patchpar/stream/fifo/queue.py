@@ -23,8 +23,9 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, is_whole, make_plain
 from patchpar.shard.host_memory import to_device
+from patchpar.stream.config import LEAST_FPS, MOST_FPS
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
-from patchpar.stream.json_fields import whole
+from patchpar.stream.json_fields import number, whole
 
 Velocity = Callable[[Tensor, Sequence[float]], Tensor]
 """The model's prediction for frames [1, C, F, H, W] at F noise levels, 0 to 1: noise minus clean frame."""
@@ -112,9 +113,9 @@ class FrameQueue:
         options, half = self._options, self._options.half
         seen = [*self._before, *self._frames]
         made: list[Tensor] = []
-        for number in range(len(self._zones)):
-            window = torch.cat(seen[number * half : number * half + options.window], 2)
-            end = (self._zones.stop - number + 1) * half  # indices are counted from the noisy end
+        for zone in range(len(self._zones)):
+            window = torch.cat(seen[zone * half : zone * half + options.window], 2)
+            end = (self._zones.stop - zone + 1) * half  # indices are counted from the noisy end
             indices = range(end - 1, end - 1 - options.window, -1)
             sigmas = [options.sigma(index) for index in indices]
             found = torch.split(velocity(window, sigmas)[:, :, half:], 1, 2)
@@ -178,7 +179,6 @@ class FifoConfig:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        if not is_number(self.fps) or self.fps <= 0:
-            raise PlanError(f"fps={self.fps!r}: it must be a number above 0")
+        number("fps", self.fps, LEAST_FPS, MOST_FPS)
         for name in ("height", "width", "text_tokens"):
             whole(name, getattr(self, name), 1, 2**16)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 WAITING_SECONDS = 1.0
 """Seconds of frames that may wait until they are due; at least two blocks."""
+CLOSE_SECONDS = 5.0
+"""Of a stream of less than a frame per second the last frames may be due in an hour."""
 
 
 class FramePlayer:
@@ -22,7 +24,7 @@ class FramePlayer:
         self._put, self._period, self._slack = put, 1 / fps, slack
         self._waiting = deque[Tensor]()
         self._changed = threading.Condition()
-        self._is_over = False
+        self._is_over = self._drops = False
         self._thread = threading.Thread(target=self._play, name="patchpar-player", daemon=True)
 
     def start(self) -> None:
@@ -41,14 +43,15 @@ class FramePlayer:
             self._changed.notify()
 
     def close(self, *, drops: bool = False) -> None:
-        """Wait until all frames have been played, unless it `drops` those that wait, and end the thread. Idempotent."""
+        """Wait up to CLOSE_SECONDS until all frames have been played, unless it `drops` those that wait. Idempotent."""
         with self._changed:
-            self._is_over = True
-            if drops:
-                self._waiting.clear()
-            self._changed.notify()
+            self._is_over, self._drops = True, self._drops or drops
+            self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
+        with self._changed:
+            self._drops = True
+            self._changed.notify_all()
 
     def _play(self) -> None:
         due = time.monotonic()
@@ -56,11 +59,17 @@ class FramePlayer:
             now = time.monotonic()
             if now > due + self._period:
                 due = now  # a late frame delays all later ones
-            time.sleep(max(0.0, due - now))
+            if not self._sleep_until(due):
+                return
             self._put(frame)
             due += self._period
+
+    def _sleep_until(self, due: float) -> bool:
+        """Wait until a frame is due; False if it is dropped at the end."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._drops, max(0.0, due - time.monotonic()))
 
     def _next(self) -> Tensor | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_over)
-            return self._waiting.popleft() if self._waiting else None
+            return self._waiting.popleft() if self._waiting and not self._drops else None

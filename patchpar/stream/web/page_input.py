@@ -1,7 +1,9 @@
 """What the page of a stream sends: audio of its microphone, images of its camera. One page at a time sends each."""
 
 import io
+import struct
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,17 +136,20 @@ def samples_of(data: bytes, channels: int) -> Tensor:
 
 
 def image_of(data: bytes) -> Any:
-    """Return the PIL image of a file in JPEG, PNG or WebP. Raises PlanError."""
-    from PIL import Image
+    """Return the PIL image of a file in JPEG, PNG or WebP, upright. Raises PlanError."""
+    from PIL import Image, ImageOps
 
     _check_size(data)
     try:
         image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-        decoded = image.convert("RGB") if max(image.size) <= MAX_SIDE else None
-    except (OSError, SyntaxError, ValueError) as error:
+        decoded = ImageOps.exif_transpose(image).convert("RGB") if max(image.size) <= MAX_SIDE else None
+    except Image.DecompressionBombError as error:  # Pillow's own limit, which is checked first
+        raise PlanError(f"an image of too many pixels: a side has at most {MAX_SIDE}") from error
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:  # of Pillow's readers
         raise PlanError("that is no image in JPEG, PNG or WebP") from error
     if decoded is None:
         raise PlanError(f"an image of {image.width} x {image.height} pixels: a side has at most {MAX_SIDE}")
+    decoded.info.clear()  # EXIF may be broken, which who turns the image once more would find
     return decoded
 
 

@@ -23,8 +23,9 @@ def is_local(host: str) -> bool:
 
 
 def names_of(host: str) -> list[str]:
-    """Return the host names that requests may use: on a loopback host local names only, against DNS rebinding."""
-    return ["localhost", HOME, "[::1]"] if is_local(host) else ["*"]
+    """Return the host names that requests may use: on a loopback `host` it and local names, against DNS rebinding."""
+    own = f"[{host}]" if ":" in host else host
+    return [*dict.fromkeys(("localhost", HOME, "[::1]", own))] if is_local(host) else ["*"]
 
 
 def check_port(port: int, flag: str) -> None:

@@ -123,6 +123,7 @@ class RtcPeers:
     def __init__(self, fps: float, rate: int | None, inputs: PageInputs) -> None:
         self._rate, self._inputs = rate, inputs
         self._peers: dict[Any, tuple[FrameTrack, OutgoingAudio | None]] = {}
+        self._joining = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks = set[asyncio.Task[None]]()
         self._player = FramePlayer(self._show, fps, slack=1)
@@ -147,11 +148,15 @@ class RtcPeers:
     async def answer(self, offer: bytes) -> dict[str, str]:
         """Connect a browser; `offer` and the answer are session descriptions in JSON. Raises PlanError."""
         self._loop = asyncio.get_running_loop()
-        if len(self._peers) >= MAX_PEERS:
+        if len(self._peers) + self._joining >= MAX_PEERS:
             raise PlanError(f"{MAX_PEERS} browsers watch by WebRTC, and that is the limit: watch at ?mse")
         peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))  # by default it would ask a server of Google's
         try:
-            await peer.setRemoteDescription(_description(offer))
+            self._joining += 1  # many may come at once
+            try:
+                await peer.setRemoteDescription(_description(offer))
+            finally:
+                self._joining -= 1
             self._send_to(peer)
             await peer.setLocalDescription(await peer.createAnswer())
         except Exception as error:
