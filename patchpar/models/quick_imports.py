@@ -5,6 +5,7 @@ symbolic shapes, which need sympy. Inside `quick_imports` these modules are empt
 of it where nothing is compiled or symbolic, and runs when anything else is asked. Packages of diffusers that import all
 of their modules run when a name is looked up in them; an import of one of their modules does not run the others.
 diffusers also lists the files of every installed package; the list is made when something is looked up in it.
+transformers reads all its files for the names in them, twice, since it remembers 128 folders of some 500.
 """
 
 import importlib.metadata
@@ -18,6 +19,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from operator import eq
 from types import ModuleType
 from typing import Any
+
+from patchpar.models.changed_modules import ChangingFinder
 
 LOADER, DEFERRAL, DECORATIONS = "_deferred_loader", "_deferral", "_deferred_decorations"
 
@@ -152,6 +155,17 @@ PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
 DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, *PACKAGES)
 
 
+SCANNING, SCAN = "transformers.utils.import_utils", "create_import_structure_from_path"
+"""The module of transformers that reads files for the names in them, and its cached function, which takes a folder."""
+
+
+def remember_all_folders(module: Any) -> None:
+    """Let the function SCAN of a module remember all folders, if it remembers any."""
+    scan = getattr(module, SCAN, None)
+    if hasattr(scan, "cache_info"):
+        setattr(module, SCAN, cache(scan.__wrapped__))
+
+
 class DeferringLoader(Loader):
     """Makes a DeferredModule for the `loader` of the real one."""
 
@@ -221,14 +235,17 @@ class PackagesWhenAsked(Mapping[str, list[str]]):
 def quick_imports(deferred: Sequence[Deferral] = DEFERRED) -> Iterator[None]:
     """Context in which imports run no `deferred` module, nor list installed packages, before something needs it.
 
-    Nothing changes for what was imported before. Modules that have not run at the end do so when they are needed.
+    Nor do they read a folder twice for names. Nothing changes for what was imported before. Modules that have not run
+    at the end do so when they are needed.
     """
     finder, packages = DeferringFinder(deferred), importlib.metadata.packages_distributions
-    sys.meta_path.insert(0, finder)
+    scanning = ChangingFinder({SCANNING: remember_all_folders})
+    sys.meta_path[:0] = [finder, scanning]
     importlib.metadata.packages_distributions = partial(PackagesWhenAsked, packages)
     try:
         yield
     finally:
+        sys.meta_path.remove(scanning)
         finder.defers = False
         if not finder.is_needed or finder.is_second:
             sys.meta_path.remove(finder)

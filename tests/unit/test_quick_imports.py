@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from patchpar.models.quick_imports import (
     COMPILER,
+    SCAN,
     SYMBOLS,
     Deferral,
     DeferringFinder,
     PackagesWhenAsked,
     quick_imports,
+    remember_all_folders,
 )
 
 NAME = "compiler_of_a_test"
@@ -130,3 +134,30 @@ def test_packages_are_listed_when_something_is_looked_up() -> None:
     assert not calls
     assert ("PIL" in found, found["PIL"], len(found), list(found)) == (True, ["pillow"], 1, ["PIL"])
     assert calls == [1]
+
+
+def test_no_folder_is_read_twice() -> None:
+    """The control: with its own cache, which is too small, all are."""
+    read = list[int]()
+
+    @lru_cache(maxsize=2)
+    def scan(folder: int) -> int:
+        read.append(folder)
+        return folder
+
+    module = SimpleNamespace(**{SCAN: scan})
+    for remembering in (False, True):
+        if remembering:
+            remember_all_folders(module)
+        read.clear()
+        for folder in (1, 2, 3) * 2:
+            assert vars(module)[SCAN](folder) == folder
+        assert read == [1, 2, 3] * (1 if remembering else 2)
+
+
+def test_another_version_without_such_a_cache_is_left_as_it_is() -> None:
+    bare = SimpleNamespace(**{SCAN: str.upper})
+    for module in (bare, SimpleNamespace()):
+        before = dict(vars(module))
+        remember_all_folders(module)
+        assert vars(module) == before

@@ -13,18 +13,20 @@ CHANNELS = 16
 """Of a group in the widest layout of oneDNN; channels are filled up to a multiple of it."""
 
 
-def buffer_bytes(operator: Operator, element_size: int) -> int:
+def buffer_bytes(operator: Operator, element_size: int, *, in_layout: bool) -> int:
     """Return the most bytes that an operator takes before its result counts, which itself is not among them.
 
     While it computes: copies of its input and its weight, and the result in the same layout. When it has computed: that
-    result, and the one that is returned.
+    result, and the one that is returned. `in_layout`: its maps are channels_last, so that only the weight is copied.
     """
     if "convolution" not in operator.name or not operator.dims:
         return 0
     m, n, k = operator.dims
     weight, result = n * k * element_size, m * n * element_size
+    if in_layout:
+        return result + weight
     maps = max(0, operator.num_bytes - weight - result)  # with the bias, a number for each channel
     if maps >= m * k * element_size:
         return 0  # no position is read twice
-    in_layout = m * -(-n // CHANNELS) * CHANNELS * element_size
-    return in_layout + max(maps + weight, result)
+    filled_up = m * -(-n // CHANNELS) * CHANNELS * element_size
+    return filled_up + max(maps + weight, result)
