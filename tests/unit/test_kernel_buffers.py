@@ -71,7 +71,7 @@ def test_maps_with_channels_last_are_not_copied() -> None:
         real = layer(x)
         most = taken(lambda: layer(x))
     counted = recorded(layer, x)
-    assert most <= counted.working[""] <= most * 1.1, (most, counted.peaks)
+    assert most * 0.97 <= counted.working[""] <= most * 1.1 + 1e6, (most, counted.peaks)
     with torch.no_grad(), MetaMode(LiveBytes("")):
         assert deepcopy(layer).to("meta")(x.to("meta")).stride() == real.stride()
 

@@ -221,7 +221,7 @@ def _emptied(leaf: Any) -> Any:
 
 
 def _attended(query: Tensor, width: int) -> Tensor:
-    """Return an output [..., q, width] without values, as torch lays it: its dims follow in the order of the query's."""
+    """Return an output [..., q, width] without values, as torch lays it: its dims in the order of the query's."""
     return torch.empty_like(query) if query.shape[-1] == width else query.new_empty((*query.shape[:-1], width))
 
 
