@@ -11,16 +11,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from patchpar.models.quick_imports import (
     COMPILER,
+    NAMES,
     SCAN,
     SYMBOLS,
     Deferral,
     DeferringFinder,
     PackagesWhenAsked,
+    name_source_quickly,
     quick_imports,
-    remember_all_folders,
+    scan_quickly,
 )
 
 NAME = "compiler_of_a_test"
@@ -148,7 +151,7 @@ def test_no_folder_is_read_twice() -> None:
     module = SimpleNamespace(**{SCAN: scan})
     for remembering in (False, True):
         if remembering:
-            remember_all_folders(module)
+            scan_quickly(module)
         read.clear()
         for folder in (1, 2, 3) * 2:
             assert vars(module)[SCAN](folder) == folder
@@ -159,5 +162,32 @@ def test_another_version_without_such_a_cache_is_left_as_it_is() -> None:
     bare = SimpleNamespace(**{SCAN: str.upper})
     for module in (bare, SimpleNamespace()):
         before = dict(vars(module))
-        remember_all_folders(module)
+        scan_quickly(module)
         assert vars(module) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import a\n\n__all__ = ['b', 'c']\n",
+        "__all__ = ['b']",
+        "__all__ = ['a']\n\n__all__ = [\n    'b',\n    'c',\n]\n",
+        "x = '__all__'\n",
+        "x = 1\n",
+    ],
+)
+def test_names_are_those_of_the_last_list(text: str) -> None:
+    """As transformers finds them in the whole file."""
+    from transformers.utils.import_utils import fetch__all__
+
+    module = SimpleNamespace(**{NAMES: fetch__all__})
+    scan_quickly(module)
+    assert vars(module)[NAMES](text) == fetch__all__(text)
+
+
+def test_the_line_of_an_operator_is_that_which_torch_finds() -> None:
+    module = SimpleNamespace(get_source=torch._library.utils.get_source)
+    slow, line = module.get_source(1), sys._getframe().f_lineno
+    name_source_quickly(module)
+    assert slow == f"{__file__}:{line}"
+    assert module.get_source(1) == f"{__file__}:{sys._getframe().f_lineno}"

@@ -15,17 +15,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from patchpar.models.dry_run.kernel_buffers import buffer_bytes
+from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
 from patchpar.plan.replay.tape import Operator
-from patchpar.shard.kernels.map_layout import is_channels_last
 from patchpar.shard.sdpa import AttentionCall
 
 FLOPS_OF_ATTENTION: Any = sdpa_flop_count  # not typed by torch
 META = torch.device("meta")
 ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
 """Attention with its log-sum-exp, see `lse_kernels`; one kernel, of whose FLOPs torch has no formula."""
-CONVOLUTION = "convolution"
 NO_KERNEL = frozenset(
     {
         *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh"),
@@ -105,7 +104,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if not _is_empty(call.query):
             return call.run()
         shapes = [_with_heads(x) for x in (call.query, call.key, call.value)]
-        found = _attended(call.query, call.value.shape[-1])
+        found = attended(call.query, call.value.shape[-1])
         self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))
         return found
 
@@ -124,8 +123,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if not all(x.is_meta for x in tensors_of((*args, *kwargs.values()))):
             args, kwargs = tree_map(_emptied, (args, kwargs))
         found = func(*args, **({**kwargs, "device": META} if target is not None else kwargs))
-        if name == CONVOLUTION and any(map(_has_channels_last, args[:2])):
-            found = found.contiguous(memory_format=torch.channels_last)  # as the kernels of all devices return it
+        found = as_kernels_lay(func, args, kwargs, found)
         if not func.is_view and name not in NO_KERNEL:
             tensors = tensors_of((*args, *kwargs.values(), found))
             self._count("attention" if name in ATTENTION else name, _flops_of(func, args, kwargs, found), tensors)
@@ -136,7 +134,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         num_bytes = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
         dtype = str(tensors[-1].dtype).removeprefix("torch.") if tensors else ""
         operator = Operator(name, dtype, flops, num_bytes, _dims_of(name, flops, tensors))
-        in_layout = name == CONVOLUTION and _has_channels_last(tensors[-1])
+        in_layout = name == CONVOLUTION and has_channels_last(tensors[-1])
         buffers = buffer_bytes(operator, tensors[-1].element_size(), in_layout=in_layout) if flops else 0
         self._last = CountedKernel(operator, buffers)
         self._add(self._last)
@@ -147,11 +145,6 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             self.memory.work(kernel.buffers)
         if self._note is not None:
             self._note(kernel.operator)
-
-
-def _has_channels_last(x: Tensor) -> bool:
-    """Whether a map or a weight [B, C, H, W] has its channels side by side in memory."""
-    return x.ndim == 4 and is_channels_last(x)
 
 
 def _flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> int:
@@ -218,11 +211,6 @@ def _is_empty(x: Tensor) -> bool:
 
 def _emptied(leaf: Any) -> Any:
     return leaf.to(META) if isinstance(leaf, Tensor) and not _is_empty(leaf) else leaf
-
-
-def _attended(query: Tensor, width: int) -> Tensor:
-    """Return an output [..., q, width] without values, as torch lays it: its dims in the order of the query's."""
-    return torch.empty_like(query) if query.shape[-1] == width else query.new_empty((*query.shape[:-1], width))
 
 
 def _with_heads(x: Tensor) -> tuple[int, ...]:
