@@ -165,7 +165,7 @@ LISTED = "\n__all__"
 def scan_quickly(module: Any) -> None:
     """Let the function SCAN of a module remember all folders, if it remembers any, and NAMES begin at the last list."""
     scan, names = getattr(module, SCAN, None), getattr(module, NAMES, None)
-    if hasattr(scan, "cache_info"):
+    if scan is not None and hasattr(scan, "cache_info"):
         setattr(module, SCAN, cache(scan.__wrapped__))
     if names is not None:
         setattr(module, NAMES, lambda content: names(content[content.rfind(LISTED) + 1 :]))

@@ -3,14 +3,16 @@
 A convolution library computes in a layout of its own, with channels innermost or in groups of 8 or 16 (oneDNN's
 "nChw16c", https://uxlfoundation.github.io/oneDNN/dev_guide_understanding_memory_formats.html; cuDNN's NHWC). Maps in
 torch's usual layout, NCHW, are copied into it with the weight, and what comes out is copied back. A product of single
-positions (kernel 1) reads them as they are. All other kernels that are recorded take less than a megabyte, TILES:
-matrix products and attention have buffers of a few tiles.
+positions (kernel 1) reads them as they are. All other kernels that are recorded take less than TILES: matrix
+products and attention have buffers of a few tiles.
 """
 
 from patchpar.plan.replay.tape import Operator
 
-TILES = 2**20
-"""Bytes that any kernel may take, and what is too small to be counted: pages that tensors fill in part, messages."""
+TILES = 2 * 2**20
+"""Bytes that any kernel may take, and what is too small to be counted: pages that tensors fill in part, messages.
+
+CUDA's allocator takes as many at a time for small tensors."""
 CHANNELS = 16
 """Of a group in the widest layout of oneDNN; channels are filled up to a multiple of it."""
 
