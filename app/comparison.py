@@ -56,7 +56,7 @@ class ComparedImages:
         return [_row(name, image.run) for name, image in zip(names, (self.one, self.other), strict=True)]
 
 
-HEAD = ("", "plan", "seconds", "sent per step, all ranks", "longest wait", "exact steps")
+HEAD = ("", "plan", "seconds", "sent per step, all ranks", "longest wait on any rank", "exact steps")
 
 
 def _row(name: str, run: Run) -> tuple[str, ...]:

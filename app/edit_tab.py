@@ -7,7 +7,7 @@ import gradio as gr
 
 from . import html
 from .edit import MAX_SIDE, ImageEdit, edit
-from .fields import CAPTIONS, UNIT, Forms, clears_error, result, seed_field
+from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
 from .handler_errors import reports_errors
 from .image_parameters import add_parameters
 from .image_tab import buttons
@@ -107,6 +107,6 @@ def _fields(forms: Forms) -> list[Any]:
             gr.Slider, lambda each: {"value": each.steps}, minimum=1, maximum=MAX_STEPS, step=1, label="Steps"
         )
         guidance = forms.add(
-            gr.Slider, lambda each: {"value": each.guidance}, minimum=0, maximum=20, step=0.5, label="Guidance scale"
+            gr.Slider, lambda each: {"value": each.guidance}, minimum=0, maximum=20, step=0.5, label=GUIDANCE
         )
     return [side, strength, prompt, negative, steps, guidance, seed_field()]

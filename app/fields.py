@@ -22,6 +22,7 @@ CAPTIONS = (
     "a yellow tower on the left, desert dunes at noon",
     "a white house on the left and a tree on the right, snowy mountains at noon",
 )
+GUIDANCE = "Guidance scale"  # 1: none, and then no branches to split
 IMAGE_BUTTONS = ["download", "fullscreen"]  # under each image
 NAMES = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")  # fields of an image, in their order
 ANY_SEED_JS = "() => crypto.getRandomValues(new Uint32Array(1))[0]"
@@ -89,6 +90,7 @@ class Forms:
 def image_fields(forms: Forms, *, times: int = 1, max_steps: int = MAX_STEPS) -> Fields:
     """Add the fields. Initial size: `times` the model's own; initial steps: the model's, at most `max_steps`."""
     prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=MAX_PROMPT, submit_btn=False)
+    negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
     sliding = partial(forms.add, gr.Slider, min_width=200)
     with gr.Row():
         width = sliding(lambda each: {"value": times * each.width, **_sides(each)}, label="Width")
@@ -98,12 +100,9 @@ def image_fields(forms: Forms, *, times: int = 1, max_steps: int = MAX_STEPS) ->
         count = sliding(
             lambda each: {"value": min(each.steps, max_steps)}, minimum=1, maximum=MAX_STEPS, step=1, label="Steps"
         )
-        seed = seed_field()
-    with gr.Accordion("Guidance", open=False):
-        info = "1 and below: no guidance, so no branches to split"
-        initial = {"minimum": 0, "maximum": 20, "step": 0.5, "label": "Guidance scale", "info": info}
-        guidance = forms.add(gr.Slider, lambda each: {"value": each.guidance}, **initial)
-        negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
+        scale = {"minimum": 0, "maximum": 20, "step": 0.5, "label": GUIDANCE}
+        guidance = sliding(lambda each: {"value": each.guidance}, **scale)
+    seed = seed_field()
     return Fields(prompt, [prompt, negative, width, height, count, guidance, seed])
 
 
@@ -125,9 +124,10 @@ def _size_of(name: str, forms: Forms, times: int) -> Callable[[], tuple[int, int
 
 def seed_field() -> gr.Number:
     """A seed, and a button that chooses one by chance."""
-    with gr.Column(min_width=200):
-        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200)
-        gr.Button("Random seed", size="sm").click(None, None, seed, js=ANY_SEED_JS, show_progress="hidden")
+    with gr.Row(equal_height=False):
+        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200, scale=3)
+        dice = gr.Button("Random seed", size="sm", min_width=110, scale=1, elem_classes=["dice"])
+    dice.click(None, None, seed, js=ANY_SEED_JS, show_progress="hidden")
     return seed
 
 

@@ -49,9 +49,13 @@ class LargeTab(JobTab):
         def start() -> Job:
             state, request = self._state, Fields.request(*fields)
             preset = high_res_preset(state.workers.count, options or "")
-            return self._submit(
-                owner, lambda job: generate_high_res(state.image_runner, job, request, preset, baseline=bool(baseline))
-            )
+
+            def generated(job: Job) -> UpscaleResult:
+                found = generate_high_res(state.image_runner, job, request, preset, baseline=bool(baseline))
+                state.keep(owner, request, found.generated)
+                return found
+
+            return self._submit(owner, generated)
 
         async for update in self._started(owner, start):
             yield update

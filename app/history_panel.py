@@ -17,7 +17,8 @@ from .state import AppState
 
 COLUMNS = 6
 FIELDS = 7  # of `Fields`
-UNCHANGED = (gr.skip(), gr.skip(), gr.skip())
+HISTORY_OUTPUTS = 3  # of `updates`: panel, thumbnails, chosen image
+UNCHANGED = (gr.skip(),) * HISTORY_OUTPUTS
 
 
 class HistoryPanel:
@@ -30,6 +31,11 @@ class HistoryPanel:
         """Panel, thumbnails, chosen image: the newest."""
         files = [str(path) for path in self._history.thumbnails(owner)]
         return gr.update(visible=bool(files)), files, ""
+
+    @reports_errors(lambda message: UNCHANGED)
+    def refresh(self, owner: str) -> tuple[Any, Any, str]:
+        """The tab was opened: other tabs may have added images."""
+        return self.updates(owner)
 
     @reports_errors(lambda message: (gr.skip(), html.failure(message), gr.skip(), gr.skip()))
     def choose(self, owner: str, event: gr.SelectData) -> tuple[Any, ...]:

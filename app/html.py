@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from html import escape
+from math import ceil
 
 from patchpar import Run
 from patchpar.pipeline.report import readable_bytes
 
 from .job_queue import JobView
 
+MINUTE = 90  # seconds that are given as such; more are given as minutes
 SCROLLING = '<div class="wide" tabindex="0">'  # scrolls sideways within a narrow page, also by the keyboard
 
 
@@ -48,8 +50,8 @@ def facts(run: Run, why: str, unknown: Sequence[str] = ()) -> str:
             f"{readable_bytes(sent)} a step by all ranks" + (f", {readable_bytes(vae)} for the VAE" if vae else ""),
         ),
         (
-            "Waited",
-            f"{max((sum(rank.seconds_waited.values()) for rank in run.ranks), default=0.0):.2f} s at most, of a rank",
+            "Longest wait on any rank",
+            f"{max((sum(rank.seconds_waited.values()) for rank in run.ranks), default=0.0):.2f} s",
         ),
     ]
     if unknown:
@@ -97,11 +99,18 @@ def _bar(view: JobView) -> str:
     if not view.step:
         return _line("running", f"{view.note or 'working'} …")
     percent = 100 * view.step / max(1, view.steps)
-    text = f"{view.note}: step {view.step} of {view.steps}"
+    text = f"{view.note}: step {view.step} of {view.steps}{_left(view.seconds_left)}"
     return (
         f'<div class="state running" role="status">{escape(text)}'
         f'<div class="bar"><div style="width:{percent:.0f}%"></div></div></div>'
     )
+
+
+def _left(seconds: float | None) -> str:
+    """What is added to a step that is not the last."""
+    if not seconds:
+        return ""
+    return f", about {ceil(seconds)} s left" if seconds < MINUTE else f", about {seconds / 60:.0f} min left"
 
 
 def caption(text: str) -> str:

@@ -1,6 +1,7 @@
 """Runs image jobs: progress and previews during generation, run statistics with the result."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from patchpar import ParallelPipeline, PlanError, Run, upscale
 from patchpar.models.caption_words import caption_words, unknown_words
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT
-from patchpar.serving.latent_preview import ColourMap
+from patchpar.serving.latent_preview import ColourMap, grid_of
 
 from .job_queue import Job
 from .loras import LoadedLoras, text_of
@@ -68,7 +69,7 @@ class ImageJobRunner:
         """One image. Raises PlanError, Cancelled, and what the pipeline raises."""
         options = options or RunOptions()
         job.check()
-        job.show(note=options.title, step=0, steps=request.steps)
+        job.show(note=options.title, step=0, steps=request.steps, seconds_left=None)
         pipe = self.workers.image_pipeline(preset)
         self._load(pipe, job, request)
         arguments = {**request.arguments(pipe.description.parameters), **own_arguments(pipe.description)}
@@ -86,7 +87,7 @@ class ImageJobRunner:
         self._load(pipe, job, request)
         arguments = request.arguments(set(pipe.description.parameters) - {"height", "width"})
         arguments |= own_arguments(pipe.description)
-        with self._watched(pipe, job, RunOptions(title="upscaling")) as watched:
+        with self.watched(pipe, job, RunOptions(title="upscaling"), image.size) as watched:
             larger = upscale(pipe, image, scale=scale, strength=strength, **arguments, **watched.arguments)
         return _job_image(pipe, larger)
 
@@ -112,22 +113,24 @@ class ImageJobRunner:
         self._loras.prepare(pipe, request.loras)
 
     def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, options: RunOptions) -> JobImage:
-        with self._watched(pipe, job, options) as watched:
+        with self.watched(pipe, job, options, _size_of(pipe.description, arguments)) as watched:
             output = pipe(**arguments, **watched.arguments)
         image, values = image_of(output)
         watched.fit_colours(image)
         return _job_image(pipe, image, values)
 
     @contextmanager
-    def _watched(self, pipe: ParallelPipeline, job: Job, options: RunOptions) -> Iterator["WatchedCall"]:
-        """Report the steps of a pipeline call to the job's page."""
+    def watched(
+        self, pipe: ParallelPipeline, job: Job, options: RunOptions, size: tuple[int, int]
+    ) -> Iterator["WatchedCall"]:
+        """Report the steps of a pipeline call to the job's page. `size`: width and height of its image, in pixels."""
         has_callback = "callback_on_step_end" in pipe.description.parameters
-        watched = WatchedCall(job, options.title, self.colours, has_callback=has_callback)
-        pipe.tracing, pipe.on_step = options.traced, watched.count
+        watched = WatchedCall(job, options.title, self.colours, size, has_callback=has_callback)
+        pipe.tracing, pipe.on_step, pipe.on_latents = options.traced, watched.count, watched.receive
         try:
             yield watched
         finally:
-            pipe.on_step, pipe.tracing = None, False
+            pipe.on_step, pipe.on_latents, pipe.tracing = None, None, False
 
 
 def own_arguments(model: PipelineInfo) -> dict[str, Any]:
@@ -145,37 +148,64 @@ class WatchedCall:
     """Reports the steps of one call. Cancelling ends it between two steps, and the workers stay usable.
 
     This takes `callback_on_step_end`. A pipeline without callbacks is interrupted inside a step instead, which ends
-    its workers: they are started again for the next image.
+    its workers: they are started again for the next image. `size`: width and height of the image, in pixels.
     """
 
-    def __init__(self, job: Job, title: str, colours: ColourMap, *, has_callback: bool) -> None:
-        self._job, self._title, self._colours, self._has_callback = job, title, colours, has_callback
+    def __init__(self, job: Job, title: str, colours: ColourMap, size: tuple[int, int], *, has_callback: bool) -> None:
+        self._job, self._title, self._colours, self._size = job, title, colours, size
+        self._has_callback = has_callback
         self._latents: Any = None
+        self._first: tuple[int, float] | None = None  # a step, and when it was finished
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the call that report its steps."""
+        """Keyword arguments of the call that let it be cancelled."""
         return {"callback_on_step_end": self.after_step} if self._has_callback else {}
 
     def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """A callback_on_step_end. Raises Cancelled."""
         self._job.check()
-        latents = tensors.get("latents")
-        if latents is not None:
-            self._latents = latents[0].detach().float().cpu().numpy()
-            self._job.show(preview=self._colours.show(self._latents))
         return {}
+
+    def receive(self, step: int, steps: int, latents: Any) -> None:
+        """A hook of `pipe.on_latents`: show the estimate of clean ones, and keep the last ones for `fit_colours`.
+
+        `latents`: (1, ...), a grid or packed tokens.
+        """
+        self._latents = grid_of(latents.numpy(), self._size)
+        if self._latents is not None:
+            self._job.show(preview=self._colours.show(self._latents))
 
     def count(self, step: int, steps: int) -> None:
         """A hook of `pipe.on_step`. Raises Cancelled where there is no callback to do so."""
-        self._job.show(step=step, steps=steps, note=self._title)
+        self._job.show(step=step, steps=steps, note=self._title, seconds_left=self._seconds_left(step, steps))
         if not self._has_callback:
             self._job.check()
+
+    def _seconds_left(self, step: int, steps: int) -> float | None:
+        """By the mean of the steps after the first, which may allocate and verify; None before there is one."""
+        now = time.monotonic()
+        if self._first is None or step <= self._first[0]:  # also of a call that is made again
+            self._first = step, now
+            return None
+        first, then = self._first
+        return (now - then) / (step - first) * (steps - step)
 
     def fit_colours(self, image: Any) -> None:
         """Fit the preview to the finished image and its last latents."""
         if self._latents is not None:
             self._colours.fit(self._latents, image)
+
+
+def _size_of(model: PipelineInfo, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Width and height of the image that a call makes, or of one in the same ratio."""
+    if "width" in arguments:
+        return arguments["width"], arguments["height"]
+    if "image" in arguments:
+        width, height = arguments["image"].size
+        return width, height
+    height, width = model.default_size or (1, 1)
+    return width, height
 
 
 def image_of(output: Any) -> tuple[Any, Any]:

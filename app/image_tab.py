@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -15,7 +14,6 @@ from .fields import Fields, Forms, captions, clears_error, image_fields, result
 from .forecast_panel import ForecastPanel
 from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
-from .image_parameters import add_parameters
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
 from .job_tab import JobTab
@@ -25,7 +23,7 @@ from .requests import GenerateRequest, as_whole, check_whole
 from .state import AppState
 
 MAX_IMAGES = 8  # of one job
-HINT = "Press Generate: a preview is shown after every step, run statistics at the end."
+HINT = "Press Generate, or ctrl-enter: a preview is shown after every step, run statistics at the end."
 
 
 def failed(message: str) -> tuple[Any, ...]:
@@ -73,16 +71,10 @@ class ImageTab(JobTab):
                 title = "generating" if len(requests) == 1 else f"image {number} of {len(requests)}"
                 image = state.image_runner.generate(job, request, preset, RunOptions(title=title, traced=traced))
                 state.job_queue.store(owner, "run", image.run)
-                state.history.add(owner, add_parameters(image.image, request, self._facts(image)))
+                state.keep(owner, request, image)
             return image
 
         return self._queue(owner, work)
-
-    def _facts(self, image: JobImage) -> dict[str, str]:
-        """What the file of an image says beside the request. A folder goes by its name, not by its path."""
-        model = self._state.workers.setup.model
-        known = Path(model).name if Path(model).is_dir() else model
-        return {"Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
 
     @reports_errors(failed)
     async def generate(self, owner: str, label: str, degrees: str, strategy: str, *rest: Any) -> AsyncIterator[Any]:

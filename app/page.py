@@ -6,10 +6,11 @@ from typing import Any
 
 import gradio as gr
 
-from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
+from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab, video_tab
 from .defaults import Defaults, defaults_before, defaults_of
 from .fields import Forms
 from .handler_errors import ErrorReportingBlocks, reports_errors
+from .history_panel import HISTORY_OUTPUTS
 from .job_queue import JobView
 from .job_updates import updates_of
 from .lora_fields import lora_fields
@@ -53,7 +54,7 @@ def build(state: AppState) -> gr.Blocks:
             forms.loras += lora_fields()
         ready = gr.HTML(html.notice("Starting."), elem_id="ready")
         with gr.Tabs():
-            with gr.Tab("Image"):
+            with gr.Tab("Image") as first:
                 image = image_tab.build(state, owner, forms)
             with gr.Tab("Edit"):
                 edited = edit_tab.build(state, owner, forms)
@@ -61,20 +62,30 @@ def build(state: AppState) -> gr.Blocks:
                 pair = compare_tab.build(state, owner, forms)
             with gr.Tab("High resolution"):
                 high_res = high_res_tab.build(state, owner, forms)
+            videos = _video_tab(state, owner)
             with gr.Tab("Stream"):
                 stream = stream_tab.build(state, owner, forms)
             with gr.Tab("Timeline") as update:
                 timeline, lanes = timeline_tab.build(state, owner)
             with gr.Tab("Plan") as planned:
                 plan, plan_inputs, plan_outputs = plan_tab.build(state, owner, forms)
+        first.select(image[0].history.refresh, owner, image[1][-HISTORY_OUTPUTS:], show_progress="hidden")
         update.select(timeline.refresh, owner, lanes, show_progress="hidden")
         planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
         if chooser is not None:
             chooser.connect(page, owner, title)
-        _welcome(page, state, owner, page_name, (image, edited, pair, high_res, stream))
+        _welcome(page, state, owner, page_name, (image, edited, pair, high_res, *videos, stream))
         loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
         loaded.then(_filling(state, forms), forms.components, forms.components, show_progress="hidden")
     return page
+
+
+def _video_tab(state: AppState, owner: gr.State) -> list[Any]:
+    """Add it where pages may name any folder or model of the hub."""
+    if not state.workers.may_change:
+        return []
+    with gr.Tab("Video"):
+        return [video_tab.build(state, owner)]
 
 
 def _welcome(page: gr.Blocks, state: AppState, owner: gr.State, page_name: gr.Textbox, tabs: tuple[Any, ...]) -> None:

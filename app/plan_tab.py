@@ -1,5 +1,6 @@
-"""The tab Plan: plan forecast for other numbers of devices."""
+"""The tab Plan: the plan for other numbers of devices, and what plans take on a machine."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import gradio as gr
@@ -11,7 +12,10 @@ from . import html
 from .fields import Forms
 from .forecast import MAX_DEVICES, MAX_PROMPTS, CallToPlan, forecast, link_estimate, plan_diagram
 from .handler_errors import reports_errors
-from .requests import as_whole
+from .job_queue import Job, JobView
+from .job_tab import JobTab
+from .machine_plans import HEAD, MACHINES, MachinePlans, plans_on
+from .requests import MAX_STEPS, as_whole, check_whole
 from .state import AppState
 
 NOT_YET = "The model is being loaded: try again in a moment."
@@ -34,8 +38,7 @@ class PlanTab:
         model = self._state.workers.model
         if model is None:
             return html.notice(NOT_YET), "", ""
-        numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
-        call = CallToPlan(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
+        call = call_of(devices, width, height, guided, prompts)
         found = forecast(model, call)
         summary = html.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
@@ -49,6 +52,53 @@ class PlanTab:
             raise PlanError("fill in latency and rate of the link")
         link = LinkModel(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
         return html.notice(link_estimate(self._state.job_queue.stored(owner, "run"), link))
+
+
+class MachinePanel(JobTab):
+    """Event handlers of the forecast for a machine."""
+
+    kind = "machine"
+
+    def __init__(self, state: AppState) -> None:
+        super().__init__(state, show_machine, html.failure)
+
+    def submit(self, owner: str, machine: str, call: CallToPlan, steps: int) -> Job:
+        """Queue the job. Raises PlanError."""
+        check_whole("steps", steps, 1, MAX_STEPS)
+        return self._queue(owner, lambda job: plans_on(self._state.workers, job, machine, call, steps))
+
+    @reports_errors(html.failure)
+    async def forecast(self, owner: str, machine: str, steps: Any, *fields: Any) -> AsyncIterator[str]:
+        """The button. `fields`: width, height, and whether there is guidance."""
+        width, height, guided = fields
+        call = call_of(1, width, height, guided, 1)
+        async for update in self._updates(owner, self.submit(owner, (machine or "").strip(), call, as_whole(steps))):
+            yield update
+
+    def build(self, owner: gr.State, forms: Forms, fields: list[Any]) -> None:
+        """Add the machine, the steps, the button and the table."""
+        with gr.Row(equal_height=True):
+            machine = gr.Dropdown(
+                [*MACHINES], value=MACHINES[1], allow_custom_value=True, label="Machine", min_width=200, scale=3
+            )
+            steps = forms.add(gr.Number, lambda each: {"value": each.steps}, label="Steps", precision=0, min_width=90)
+            start = gr.Button("Seconds and memory", min_width=150, elem_id="machine-run")
+        table = gr.HTML(elem_id="machine-status")
+        start.click(self.forecast, [owner, machine, steps, *fields], table, show_progress="hidden")
+
+
+def call_of(devices: Any, width: Any, height: Any, guided: Any, prompts: Any) -> CallToPlan:
+    """The call that fields describe. Raises PlanError."""
+    numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
+    return CallToPlan(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
+
+
+def show_machine(view: JobView | None) -> str:
+    """Progress, then the table and what its numbers are."""
+    if view is None or view.state != "done":
+        return html.status(view)
+    found: MachinePlans = view.result
+    return html.table(HEAD, found.rows, marked=0) + html.notice(found.note)
 
 
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
@@ -71,6 +121,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list
             summary = gr.HTML(html.notice("Plans of the loaded model for these devices."), elem_id="plan-summary")
             diagram = gr.HTML(elem_id="plan-diagram")
     table = gr.HTML(elem_id="plan-table")
+    MachinePanel(state).build(owner, forms, [width, height, guided])
     with gr.Accordion("A slower link", open=False):
         with gr.Row():
             latency = gr.Number(0.05, label="Latency, milliseconds", minimum=0)

@@ -101,7 +101,7 @@ class _Planner:
         arguments = request.arguments(self._model.parameters)
         self._call = {name: arguments[name] for name in PLANNED if name in arguments}
         check_call(self._model, self._call)
-        model, options = _folder_of(workers.setup)
+        model, options = folder_of(workers.setup)
         self._simulator = Simulator(model, machine or ANY_MACHINE.format(self._count), options, self._call)
 
     def of(self, preset: Preset) -> PresetForecast:
@@ -126,7 +126,7 @@ class _Planner:
         return search(self._machine, branches, "exact", self._simulator.of, in_order=True).best.plan
 
 
-def _folder_of(setup: AppConfig) -> tuple[str, dict[str, Any]]:
+def folder_of(setup: AppConfig) -> tuple[str, dict[str, Any]]:
     """The model's folder, or its name if it is an embedded one, and its options. Raises PlanError."""
     options = dict(setup.options)
     if setup.model in EMBEDDED:

@@ -1,6 +1,6 @@
 """Presets of plan and strategy for a number of devices, with explanations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patchpar import Plan, PlanError
 from patchpar.strategies import parse_strategy
@@ -148,6 +148,17 @@ def custom_preset(degrees: str, strategy: str, count: int) -> Preset | None:
         raise PlanError(f"strategy {strategy!r} needs a plan to go with, such as patch={count}")
     preset.plan(count)
     return preset
+
+
+def preset_or_plan(text: str, count: int) -> Preset:
+    """The preset with this label, or one for a plan such as "patch=4,strategy=fresh-edges". Raises PlanError."""
+    text = (text or "").strip()
+    if "=" not in text:
+        return preset_named(text, count)
+    degrees, _, strategy = text.partition("strategy=")
+    preset = custom_preset(degrees.strip(" ,"), strategy, count)
+    assert preset is not None, "there is text on one side"
+    return replace(preset, label=text)
 
 
 def preset_named(label: str, count: int) -> Preset:

@@ -7,8 +7,10 @@ from tempfile import TemporaryDirectory
 
 from .feeds import Feeds
 from .image_history import ImageHistory
-from .image_runner import ImageJobRunner
+from .image_parameters import add_parameters
+from .image_runner import ImageJobRunner, JobImage
 from .job_queue import JobQueue
+from .requests import GenerateRequest
 from .sessions import PageSessions
 from .workers import AppConfig, AppWorkers
 
@@ -60,6 +62,13 @@ class AppState:
     def history(self) -> ImageHistory:
         """Images that pages have generated; they stay as long as the server, within its limits."""
         return ImageHistory(self._folder("history"))
+
+    def keep(self, owner: str, request: GenerateRequest, image: JobImage) -> None:
+        """Add an image to its page's history, with its parameters. A folder goes by its name, not by its path."""
+        model = self.workers.setup.model
+        known = Path(model).name if Path(model).is_dir() else model
+        facts = {"Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
+        self.history.add(owner, add_parameters(image.image, request, facts))
 
     @property
     def uploads(self) -> Path:

@@ -239,7 +239,7 @@ class _FaceFields:
                 speech = _static_path(folder, "speech.wav")
                 update = [[text, speech] for text in StreamConfig.load(folder).prompts]
                 gr.Examples(update, [prompt, audio], label="Examples for the embedded model")
-            reference = uploaded("Reference image", sources=["upload", "webcam"], height=240)
+            reference = uploaded("Reference face", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, MAX_SECONDS, 5, step=1, label="Seconds (without audio)")
             self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
         self.components = [audio, reference, prompt, seconds, is_live]

@@ -20,6 +20,7 @@ from .presets import Preset, plain, presets_for
 
 IMAGES = "images"
 TASK = RequestedTask(verb="app")
+VIDEOS = RequestedTask(verb="app", product="video")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +43,9 @@ class AppConfig:
         """Keyword arguments of every from_pretrained."""
         return {"devices": list(self.devices.names), "deadline": self.deadline}
 
-    def check(self) -> None:
+    def check(self, task: RequestedTask = TASK) -> None:
         """Raise PlanError for a model that does not exist or does not fit into memory, before anything is started."""
-        TASK.check_model(self.model, self.options)
+        task.check_model(self.model, self.options)
         source, options, folder = resolve_model(self.model, self.options)
         check_memory(source, folder, options, self.devices.names)
 
@@ -79,11 +80,18 @@ class AppWorkers:
 
     def setup_for(self, model: str) -> AppConfig:
         """Configuration with another model. Raises PlanError for one that does not exist, or does not fit."""
+        return self._setup_for(model, TASK)
+
+    def video_setup(self, model: str) -> AppConfig:
+        """The same with a model that generates videos. Raises PlanError."""
+        return self._setup_for(model, VIDEOS)
+
+    def _setup_for(self, model: str, task: RequestedTask) -> AppConfig:
         if not self.may_change:
             raise PlanError("this page has the model that its server was started with")
         options = {name: value for name, value in self.setup.options.items() if name != "variant"}
         setup = replace(self.setup, model=model, options={} if model in EMBEDDED else options)
-        setup.check()
+        setup.check(task)
         return setup
 
     def change(self, setup: AppConfig) -> None:
@@ -133,6 +141,13 @@ class AppWorkers:
         """The inpainting pipeline. Raises PlanError where the model's family has none."""
         return self._opened("inpainting", lambda: self._open_parallel(task="inpainting"))
 
+    def video_pipeline(self, model: str, preset: Preset) -> ParallelPipeline:
+        """The pipeline of a model that generates videos, with the preset applied. Raises PlanError."""
+        setup = self.video_setup(model)
+        pipe: ParallelPipeline = self._opened(f"videos of {model}", lambda: self._open_checked(setup, VIDEOS))
+        set_preset(pipe, preset, self.count)
+        return pipe
+
     def face_stream(self) -> StreamingPipeline:
         """The talking-face pipeline. Raises PlanError without a model for it."""
         return self._opened("stream of a face", self._open_face)
@@ -154,9 +169,12 @@ class AppWorkers:
         return self._open[name]
 
     def _open_images(self) -> ParallelPipeline:
-        pipe = self._open_parallel()
+        return self._open_checked(self.setup, TASK)
+
+    def _open_checked(self, setup: AppConfig, task: RequestedTask) -> ParallelPipeline:
+        pipe = _opened_parallel(setup)
         try:
-            TASK.check(purpose_of(pipe.description.pipeline))  # a model of the hub is known only after loading
+            task.check(purpose_of(pipe.description.pipeline))  # a model of the hub is known only after loading
         except PlanError:
             pipe.close()
             raise
@@ -166,10 +184,7 @@ class AppWorkers:
         return self._open_parallel(task="image-to-image")
 
     def _open_parallel(self, **options: Any) -> ParallelPipeline:
-        setup = self.setup
-        pipe = ParallelPipeline.from_pretrained(setup.model, **setup.opening, **{**setup.options, **options})
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
+        return _opened_parallel(self.setup, **options)
 
     def _open_image_stream(self, takes_image: bool) -> ImageStreamingPipeline:
         setup = self.setup
@@ -180,6 +195,12 @@ class AppWorkers:
         if self.setup.face is None:
             raise PlanError("no talking-face model is loaded: start the app with --face FOLDER")
         return StreamingPipeline.from_pretrained(self.setup.face, **self.setup.opening)
+
+
+def _opened_parallel(setup: AppConfig, **options: Any) -> ParallelPipeline:
+    pipe = ParallelPipeline.from_pretrained(setup.model, **setup.opening, **{**setup.options, **options})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def set_preset(pipe: ParallelPipeline, preset: Preset, count: int) -> None:

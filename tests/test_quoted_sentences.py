@@ -87,9 +87,9 @@ def visible(found: Iterable[float]) -> Sequence[float]:
     return 100 - most, 100 - least
 
 
-def computing(model: str) -> list[Figures]:
-    """Milliseconds on a GPU as graphs: of one rank of four, and of one process."""
-    rows = (("`exact`", "exact, graph"), ("plain", "graph"))
+def computing(model: str, step: str = "graph") -> list[Figures]:
+    """Milliseconds on a GPU, as a graph or eager: of one rank of four, and of one process."""
+    rows = (("`exact`", f"exact, {step}"), ("plain", step))
     return [Figures("gpu", "ms", {"model": model, "strategy": x, "step": y}, 1, 0) for x, y in rows]
 
 
@@ -111,6 +111,11 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         f"a step of SDXL at 1024 x 1024 takes {NUMBER} ms against {NUMBER} ms of one process, of FLUX {NUMBER} against "
         f"{NUMBER}",
         [*computing("sdxl"), *computing("flux")],
+    ),
+    (
+        "../README",
+        f"Without graphs a rank of SDXL takes {NUMBER} ms against {NUMBER} of one process",
+        computing("sdxl", "eager"),
     ),
     (
         "faq",

@@ -22,6 +22,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
+from patchpar import ParallelPipeline, Plan, StructureGuidance
 from patchpar.models.files import inspect_folder
 from training.classifier import Classifier, Judgement, accuracy, judge, load_classifier
 from training.package import FOLDER
@@ -39,13 +40,14 @@ SHEET = (
     ("a red tower on the left and a yellow balloon on the right, green hills at noon", 256, 256),
     ("a red tower on the right and a white house on the left, snowy mountains at sunset", 256, 384),
     ("a blue balloon on the left and a tree on the right, desert dunes at noon", 256, 384),
-    ("a pine on the left and an orange house on the right, green hills at noon", 384, 256),
-    ("a blue tower on the left and a red balloon on the right, a calm lake at sunset", 384, 256),
     ("a purple house on the right and a tree on the left, green hills at sunset", 256, 256),
     ("a yellow tower on the left and a pine on the right, desert dunes at sunset", 256, 256),
     ("a white house on the left and a red balloon on the right, a calm lake at noon", 512, 512),
 )
 """Captions of the sample sheet with height and width in pixels."""
+SQUARE, WIDE, LARGE = (256, 256), (256, 384), (512, 512)
+FACES = Path(__file__).parent.parent / "assets/figures/samples-face.png"
+FACE = 96  # pixels of a frame there; each row is a face, the reference first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +119,48 @@ def to_image(image_CHW: Tensor) -> Image.Image:
 
 
 def sample_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
-    """The images of SHEET in rows: eight squares, both aspects, and one of twice the size."""
+    """The images of SHEET, and a talking face.
+
+    First the one of twice the size, generated directly and with structure guidance, then those of the size that the
+    model has learnt.
+    """
     sheet = Image.new("RGB", (1536, 768), "white")
-    squares = [(256 * column, 256 * row) for row in range(2) for column in range(3)] + [(1024, 512), (1280, 512)]
-    positions = {(256, 256): squares, (256, 384): [(0, 512), (384, 512)], (384, 256): [(768, 0), (768, 384)]}
-    positions[512, 512] = [(1024, 0)]
+    beside, below = [(x, y) for y in (0, 256) for x in (1024, 1280)], [(x, 512) for x in (0, 256, 512)]
+    positions = {
+        SQUARE: beside + below,
+        WIDE: [(768, 512), (1152, 512)],
+        LARGE: [(0, 0)],
+    }
     for index, (caption, height, width) in enumerate(SHEET):
         one = replace(settings, height=height, width=width, seed=settings.seed + index)
-        sheet.paste(to_image(generate(pipe, [caption], one)[0]), positions[height, width].pop(0))
-    return sheet
+        if positions[height, width]:
+            sheet.paste(to_image(generate(pipe, [caption], one)[0]), positions[height, width].pop(0))
+        if (height, width) == LARGE:
+            sheet.paste(structure_guided(pipe, caption, one), (512, 0))
+    return _above(sheet, Image.open(FACES).convert("RGB").crop((0, 3 * FACE, 13 * FACE, 4 * FACE)))
+
+
+def structure_guided(pipe: DiffusionPipeline, caption: str, settings: Settings) -> Image.Image:
+    """The image of the same seed with structure guidance."""
+    with ParallelPipeline(pipe, devices="cpu", plan=Plan(strategy=StructureGuidance())) as guided:
+        image: Image.Image = guided(
+            caption,
+            height=settings.height,
+            width=settings.width,
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance,
+            generator=torch.Generator().manual_seed(settings.seed),
+        ).images[0]
+    return image
+
+
+def _above(upper: Image.Image, lower: Image.Image) -> Image.Image:
+    """Two images, one above the other; the lower one gets the width of the upper one."""
+    lower = lower.resize((upper.width, round(lower.height * upper.width / lower.width)), Image.Resampling.LANCZOS)
+    both = Image.new("RGB", (upper.width, upper.height + lower.height))
+    both.paste(upper, (0, 0))
+    both.paste(lower, (0, upper.height))
+    return both
 
 
 def _fraction(hits: Sequence[bool]) -> float:

@@ -24,9 +24,6 @@ class JobOptions:
     adapters: Adapters | None = None
 
 
-NO_OPTIONS = JobOptions()
-
-
 def checked_adapters(adapters: Mapping[str, float] | None) -> Adapters | None:
     """Return adapters of an argument in a fixed order. Raises PlanError for what is no name or no finite scale."""
     if adapters is None:

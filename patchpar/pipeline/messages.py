@@ -118,13 +118,17 @@ class CallOptions:
         return {name: getattr(self, name) for name in names} | {"ranks": self.members}
 
 
+EVERY_STEP = 2**31
+"""More steps than any call has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Previews:
     """A caller that wants latents before the end: of `count` steps between the first and the last, and of the last.
 
     `receive(step, steps, latents)` is called in the job's thread, with a tensor (1, ...) in float32 on the CPU, in the
     layout that the pipeline gives its scheduler: before the last step the scheduler's estimate of the clean latents, if
-    it returns one.
+    it has one (`clean_latents`).
     """
 
     count: int
@@ -133,6 +137,8 @@ class Previews:
 
 def preview_steps(count: int, steps: int) -> frozenset[int]:
     """Return the numbers, from 1, of the steps whose latents are previews; none if it is unknown how many there are."""
+    if count >= steps:
+        return frozenset(range(1, steps + 1)) if count else frozenset()
     between = {number * steps // (count + 1) for number in range(1, count + 1)}
     return frozenset(between - {0} | {steps}) if count and steps else frozenset()
 

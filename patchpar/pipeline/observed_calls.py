@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from patchpar.launch.host_memory import FreeMemory
+from patchpar.pipeline.plan_html import html_of_plan
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState
 
@@ -17,6 +20,15 @@ class ObservedCalls:
     def last_run(self) -> Run | None:
         """Statistics of the latest call."""
         return self._state.last_run
+
+    def free_memory(self, rank: int, *, is_cancelled: Callable[[], bool] = lambda: False) -> FreeMemory:
+        """Return the bytes that are free on the device of a rank, and on its host. Waits until the rank is free.
+
+        Raises PlanError for a rank that does not exist, and as a call of the pipeline does for its worker: one that has
+        ended is started again. `is_cancelled`: see `Executor.call`.
+        """
+        results = self._state.ranks.call("free_memory", ranks=(rank,), is_cancelled=is_cancelled)
+        return results[0]  # others are of ranks that hold parts of the same model
 
     @property
     def slow_ranks(self) -> dict[int, float]:
@@ -33,6 +45,20 @@ class ObservedCalls:
         self._state.on_step = function
 
     @property
+    def on_latents(self) -> Callable[[int, int, Any], object] | None:
+        """Function called with (step, number of steps, latents) after each step; jobs have `previews` of `submit`.
+
+        Latents (1, ...) are those of the first image, in float32 on the CPU, as the pipeline gives them its scheduler:
+        the scheduler's estimate of the clean ones if it has one, after the last step those that are decoded. With
+        structure guidance on several devices they are whole in calls that have a callback_on_step_end.
+        """
+        return self._state.on_latents
+
+    @on_latents.setter
+    def on_latents(self, function: Callable[[int, int, Any], object] | None) -> None:
+        self._state.on_latents = function
+
+    @property
     def tracing(self) -> bool:
         """Whether calls record every exchange, for `last_run.save_trace(path)`."""
         return self._state.tracing
@@ -40,3 +66,12 @@ class ObservedCalls:
     @tracing.setter
     def tracing(self, wanted: bool) -> None:
         self._state.tracing = bool(wanted)
+
+    def _repr_html_(self) -> str:
+        """Return which rank has what under the plan, and the latest call, which notebooks show."""
+        state = self._state
+        title = repr(self).strip("<>")
+        if state.executor is None:
+            return html_of_plan(title, None, ())
+        plan = html_of_plan(title, state.wanted or state.plan, state.request.devices.names)
+        return plan if state.last_run is None else plan + state.last_run._repr_html_()

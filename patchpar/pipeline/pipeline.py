@@ -22,11 +22,12 @@ from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_r
 from patchpar.pipeline.caller import CallController, refuse_old_callback
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.job_options import NO_OPTIONS, JobOptions, checked_adapters
+from patchpar.pipeline.job_options import JobOptions, checked_adapters
 from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.planned_calls import PlannedCalls
+from patchpar.pipeline.released_ranks import ReleasedRanks
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
@@ -36,7 +37,7 @@ from patchpar.pipeline.validate import bind, check_call, check_generators, check
 from patchpar.plan.plan import Plan
 
 
-class ParallelPipeline(ObservedCalls, PlannedCalls):
+class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
@@ -184,10 +185,11 @@ class ParallelPipeline(ObservedCalls, PlannedCalls):
 
     def _call(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the wrapped pipeline; `rule` chooses the plan if it is "auto"."""
-        return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs).run_here()
+        options = JobOptions(previews=self._state.previews)
+        return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs, options).run_here()
 
     def _job(
-        self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any], options: JobOptions = NO_OPTIONS
+        self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any], options: JobOptions
     ) -> PipelineJob:
         executor = self._executor
         placement.check(executor.world_size, weights=self._state.weights.plan)

@@ -6,20 +6,21 @@ caller                       rank
   | --- CallbackResult ------> |     every rank applies it
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, device, nn
 
-from patchpar.comm.pytree import map_leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
+from patchpar.pipeline.clean_latents import last_latents, latents_to_show
+from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
@@ -36,8 +37,6 @@ from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
-EMBEDDINGS = ("embeds", "attention_mask")
-"""Parts of the names of such arguments."""
 BAR = "_progress_bar_config"  # diffusers' attribute
 
 
@@ -65,7 +64,7 @@ class PipelineCall:
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline, with the caller's switches of torch. Networks keep nothing of a call that fails."""
         take_switches(self.options.switches)
-        arguments = with_embeddings_on(self.context.device, kwargs)
+        arguments = with_embeddings_on(device(self.context.device), kwargs)
         if self.options.has_callback:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
@@ -110,7 +109,7 @@ class PipelineCall:
         def stepped(step: Step, *args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             if not self._stepped_by_copy:
-                self._stepped(scheduler, result)
+                self._stepped(scheduler, args, kwargs, result)
             self._stepped_by_copy = False
             return result
 
@@ -118,7 +117,7 @@ class PipelineCall:
             result = step(*args, **kwargs)
             if self.clock.call >= 0:  # one prediction is one step, however many schedulers use it
                 self._stepped_by_copy = True
-                self._stepped(scheduler, result)
+                self._stepped(scheduler, args, kwargs, result)
             return result
 
         scheduler.step = SchedulerStepOverride(scheduler, stepped, copy_stepped)
@@ -127,7 +126,7 @@ class PipelineCall:
         finally:
             del scheduler.step
 
-    def _stepped(self, scheduler: Any, result: Any) -> None:
+    def _stepped(self, scheduler: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         self.clock.tick()
         self.recorder.end_step()
         if self.calls is not None:
@@ -138,7 +137,8 @@ class PipelineCall:
             total = _total_steps(self.pipe, scheduler)
             self.context.emit(("step", self.steps, total))
             if self.steps in preview_steps(self.options.previews, total):
-                latents = _latents_of(result, is_last=self.steps == total)
+                is_last = self.steps == total
+                latents = last_latents(result) if is_last else latents_to_show(scheduler, given, named, result)
                 self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
 
 
@@ -152,22 +152,6 @@ def _caches_reset_after_failure(pipe: Any) -> Iterator[None]:
             if hasattr(network, "_reset_stateful_cache"):
                 network._reset_stateful_cache()
         raise
-
-
-def with_embeddings_on(device: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a call with embeddings, and masks of them, on the device of this rank.
-
-    Some pipelines use them where they are, and a caller that is no rank has them on its own device or on the CPU.
-    Images stay: pipelines move them once they are prepared, which they are on the CPU.
-    """
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return {
-        name: map_leaves(moved, value) if any(part in name for part in EMBEDDINGS) else value
-        for name, value in kwargs.items()
-    }
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:
@@ -210,13 +194,6 @@ def _total_steps(pipe: Any, scheduler: Any) -> int:
     timesteps = getattr(scheduler, "timesteps", None)
     count = getattr(pipe, "_num_timesteps", None)
     return int(count) if isinstance(count, int) else (len(timesteps) if timesteps is not None else 0)
-
-
-def _latents_of(result: Any, *, is_last: bool) -> Tensor:
-    """Return the latents of the first image after a scheduler's step: before the last its estimate of clean ones."""
-    values = tuple(result) if isinstance(result, tuple) else tuple(result.values())
-    clean = [each for each in values[1:2] if isinstance(each, Tensor) and each.shape == values[0].shape]
-    return (values[0] if is_last or not clean else clean[0])[:1].detach().float().cpu()
 
 
 def _moved(value: Any, like: Any) -> Any:

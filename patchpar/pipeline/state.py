@@ -16,7 +16,7 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
-from patchpar.pipeline.messages import CallbackChange, MethodResult
+from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
@@ -43,6 +43,7 @@ class PipelineState:
         self._advice: set[str] = set()  # what has been logged
         self.last_run: Run | None = None
         self.on_step: Callable[[int, int], object] | None = None
+        self.on_latents: Callable[[int, int, Any], object] | None = None
         self.progress: dict[str, Any] = {}
         self.tracing = False
         self.is_fresh = False  # loaded from files, and no network passed as an option
@@ -54,6 +55,11 @@ class PipelineState:
         self._changes = threading.RLock()
         self._last_queued = set_event()
         change_in_children(self)
+
+    @property
+    def previews(self) -> Previews | None:
+        """What `on_latents` asks of calls that are no jobs."""
+        return None if self.on_latents is None else Previews(count=EVERY_STEP, receive=self.on_latents)
 
     def after_fork(self) -> None:
         self.turns, self._changes = threading.RLock(), threading.RLock()
@@ -145,7 +151,7 @@ class PipelineState:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""
         if not isinstance(self.ranks, WorkerExecutor):
             return  # other executors never restart ranks, and call all of them
-        others = [rank for rank in range(self.ranks.world_size) if rank not in ranks]
+        others = [rank for rank in self.ranks.in_service if rank not in ranks]
         for change in changes:
             words: list[Any] = ["set", change.path, *change.args]
             options: dict[str, Any] = {"replay": change.path}

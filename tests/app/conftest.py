@@ -13,12 +13,15 @@ from fastapi.testclient import TestClient
 from playwright.sync_api import Page, expect
 
 from app.job_queue import JobQueue
+from app.server import Address, application
 from app.state import AppState
+from patchpar.stream.web.server import WebServer
 from tests.cli.our_lines import foreign
 
 from .actions import TIMEOUT_MS
 from .app_states import client_of, state_of
 from .browser import ServedApp, installed, served, started
+from .fakes import FakePipeline, FakeWorkers
 
 
 @pytest.fixture
@@ -53,6 +56,17 @@ def server(scratch: Path) -> Iterator[ServedApp]:
     with path.open("w") as file, served({**os.environ, "TMPDIR": str(scratch)}, file) as app:
         yield app
     assert foreign(path.read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of the page on workers that generate at once: what it looks like and obeys does not depend on them."""
+    workers = FakeWorkers(FakePipeline())
+    workers.may_change = True  # so that the list of models is there
+    with closing(state_of(workers)) as state, closing(WebServer("127.0.0.1", 0, "--port")) as server:
+        server.serve(application(state, Address()))
+        yield server.url
+        server.end()
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ class FakePipeline:
         self.calls: list[dict[str, Any]] = []
         self.plans: list[Any] = []
         self.on_step: Any = None
+        self.on_latents: Any = None
         self.tracing = False
         self.last_run: Run | None = None
         self.error: Exception | None = None
@@ -50,6 +51,7 @@ class FakePipeline:
             parameters=dict.fromkeys([*known, *self.more]),
             latent_channels=4,
             vae_scale=4,
+            default_size=(64, 64),
             few_steps=None,
         )
 
@@ -70,6 +72,8 @@ class FakePipeline:
             assert self.go.wait(10)
             if self.on_step is not None:
                 self.on_step(step + 1, arguments["num_inference_steps"])
+            if self.on_latents is not None:
+                self.on_latents(step + 1, arguments["num_inference_steps"], latents)
             if "callback_on_step_end" in arguments:
                 arguments["callback_on_step_end"](self, step, 0, {"latents": latents})
             if self.error is not None:

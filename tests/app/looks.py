@@ -8,7 +8,7 @@ from playwright.sync_api import Page
 
 from .actions import screenshot
 
-TABS = ("Image", "Edit", "Compare", "High resolution", "Stream", "Timeline", "Plan")
+TABS = ("Image", "Edit", "Compare", "High resolution", "Video", "Stream", "Timeline", "Plan")
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 WINDOWS = {"desktop": DESKTOP, "phone": PHONE}

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from app.server import Address, application
-from patchpar.stream.web.server import WebServer
-
 from .actions import TIMEOUT_MS, done, press, small, tab
-from .app_states import state_of
-from .fakes import FakePipeline, FakeWorkers
 from .looks import TABS
 
 WINDOWS: dict[int, dict[str, Any]] = {
@@ -43,17 +36,6 @@ def unfold(page: Page) -> None:
     for _ in range(folded.count()):
         folded.first.click()
     expect(folded).to_have_count(0)
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Of the page on workers that generate at once: what it looks like does not depend on them."""
-    workers = FakeWorkers(FakePipeline())
-    workers.may_change = True  # so that the list of models is there
-    with closing(state_of(workers)) as state, closing(WebServer("127.0.0.1", 0, "--port")) as server:
-        server.serve(application(state, Address()))
-        yield server.url
-        server.end()
 
 
 @pytest.mark.breadth

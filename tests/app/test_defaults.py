@@ -20,7 +20,7 @@ from diffusers import (
 )
 
 from app.defaults import Defaults, defaults_before, defaults_of
-from app.fields import Forms, image_fields
+from app.fields import GUIDANCE, Forms, image_fields
 from app.image_runner import own_arguments
 from app.image_stream import StreamSummary
 from app.image_tab import ImageTab
@@ -176,7 +176,7 @@ def test_a_field_that_a_person_has_changed_keeps_what_it_holds() -> None:
     with gr.Blocks():
         image_fields(forms, times=2, max_steps=8)
     names = [each.label for each in forms.components]
-    assert names == ["Width", "Height", "Steps", "Guidance scale"]
+    assert names == ["Width", "Height", "Steps", GUIDANCE]
     values: list[Any] = [each.value for each in forms.components]
     assert values == [2048, 2048, 8, 4.0]
     known = Defaults(height=512, width=768, steps=4, guidance=0.0)
@@ -197,7 +197,7 @@ def test_the_page_is_filled_when_the_model_has_been_loaded(opened: Any) -> None:
     values = [component.value for component in fill.inputs]
     filled = fill.fn(*values)
     assert [each["value"] for each in filled if each["value"] == 3.5]
-    assert len(filled) == len(fill.outputs) == 4 * 4 + 2 + 3  # three of the tab Edit
+    assert len(filled) == len(fill.outputs) == 4 * 4 + 2 + 3 + 1  # three of the tab Edit, steps of the tab Plan
 
 
 def test_only_the_embedded_model_is_reported_to_generate_what_it_generates(opened: Any) -> None:

@@ -37,6 +37,8 @@ def test_it_is_escaped(displayed: str) -> None:
         (JobView(ahead=1), "Waiting: 1 job ahead."),
         (JobView(ahead=3), "Waiting: 3 jobs ahead."),
         (JobView(state="running", step=3, steps=12, note="generating"), "generating: step 3 of 12"),
+        (JobView(state="running", step=3, steps=12, seconds_left=8.2), "step 3 of 12, about 9 s left"),
+        (JobView(state="running", step=3, steps=12, seconds_left=200.0), "step 3 of 12, about 3 min left"),
         (JobView(state="cancelled"), "Cancelled. The workers are free."),
     ],
 )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from app.comparison import compare
 from app.high_res import UpscaleRequest, generate_high_res, high_res_preset, upscale_image
 from app.html import facts
-from app.image_runner import ImageJobRunner, JobImage, RunOptions, image_of
-from app.job_queue import Cancelled, JobQueue
+from app.image_runner import ImageJobRunner, JobImage, RunOptions, WatchedCall, image_of
+from app.job_queue import Cancelled, JobQueue, JobView
 from app.presets import preset_named, presets_for
 from app.requests import GenerateRequest
 from patchpar import Plan, PlanError, StructureGuidance
+from patchpar.serving.latent_preview import ColourMap
 
 from .fakes import FakePipeline, FakeWorkers
 from .waits import over, until
@@ -43,7 +46,7 @@ def test_an_image_comes_with_its_run_and_its_steps(queue: JobQueue) -> None:
     (call,) = pipe.calls
     assert call["prompt"] == "a fox"
     assert call["generator"].initial_seed() == 5
-    assert (pipe.tracing, pipe.on_step) == (False, None)  # left as they were
+    assert (pipe.tracing, pipe.on_step, pipe.on_latents) == (False, None, None)  # left as they were
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,30 @@ def test_previews_come_as_soon_as_one_image_has_been_generated(queue: JobQueue) 
     until(lambda: previews.add(job.view.preview is not None) or job.view.is_over, "the end")
     assert runner.colours.show(__import__("numpy").zeros((4, 16, 16))) is not None
     assert job.view.preview is None  # the image itself is there
+
+
+def test_packed_latents_have_previews_too() -> None:
+    """As of FLUX: tokens of 2 x 2 cells, in rows."""
+    views: list[JobView] = []
+    job: Any = SimpleNamespace(show=lambda **changes: views.append(JobView(**changes)), check=lambda: None)
+    watched = WatchedCall(job, "generating", ColourMap(), (96, 64), has_callback=True)
+    tokens = torch.rand(1, 24, 8, generator=torch.Generator().manual_seed(0))
+    watched.receive(2, 2, tokens)
+    watched.fit_colours(Image.effect_noise((96, 64), 60).convert("RGB"))
+    watched.receive(1, 2, tokens)
+    assert [view.preview and view.preview.size for view in views] == [None, (384, 256)]
+    watched.receive(1, 2, torch.rand(1, 23, 8))
+    assert len(views) == 2, "no rows of this image"
+
+
+def test_seconds_are_left_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    views: list[JobView] = []
+    job: Any = SimpleNamespace(show=lambda **changes: views.append(JobView(**changes)))
+    watched = WatchedCall(job, "generating", ColourMap(), (64, 64), has_callback=True)
+    for step, now in ((1, 10.0), (2, 12.0), (3, 13.0), (10, 20.0), (1, 30.0), (2, 31.0)):
+        monkeypatch.setattr("app.image_runner.time.monotonic", lambda now=now: now)
+        watched.count(step, 10)
+    assert [view.seconds_left for view in views] == [None, 16.0, 10.5, 0.0, None, 8.0]
 
 
 @pytest.mark.parametrize("has_callback", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.gpu.battery.timing import prepared_rank
+from patchpar import Team
 from patchpar.comm.kernels.fused_op import has_triton
 from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.launch.accelerators import in_stream
 from patchpar.launch.local import LocalExecutor
 from patchpar.shard.graphs import step_graphs
 from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.host_memory import HostCopy, to_device
 from tests.exact import denoisers
 from tests.gpu.on_ranks import GpuErrors
+from tests.modules.networks import call_of, network
 from tests.tensors import relative
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +64,25 @@ def check(found: Sequence[GpuErrors], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 def test_two_ranks_on_one_card(kind: str, pair: Callable[..., list[Any]], dtype: torch.dtype) -> None:
     check(pair("tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+
+
+def test_threads_work_in_the_streams_of_their_caller(kind: str, tmp_path: Path) -> None:
+    """Arguments that a stream has not computed yet are waited for, and so is the result in that stream."""
+    device, call = torch.device(kind, 0) if kind != "cpu" else torch.device(kind), call_of("unet")
+    replicas = [network("unet").to(device) for _ in range(2)]
+    ready = tree_map_only(torch.Tensor, lambda x: x.to(device), call)
+    want = replicas[0](**ready)
+    late = tree_map_only(torch.Tensor, torch.zeros_like, ready)
+    with Team(replicas, verify=tmp_path) as team:
+        team(**ready)
+        with in_stream(torch.cuda.Stream()) if kind != "cpu" else nullcontext():
+            if kind != "cpu":
+                torch.cuda._sleep(10**9)  # cycles, half a second
+            for into, x in zip(tree_leaves(late), tree_leaves(ready), strict=True):
+                if isinstance(x, torch.Tensor):
+                    into.copy_(x)
+            found = team(**late).clone()
+            assert relative(found, want) < 1e-2, "at most TF32"
 
 
 def test_products_are_not_rounded_while_bands_are_verified(

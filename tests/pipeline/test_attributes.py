@@ -183,13 +183,20 @@ def test_attributes_behave_as_in_python(parallel: ParallelPipeline) -> None:
     with pytest.raises(AttributeError, match="no attribute 'schedular'"):
         parallel.schedular  # noqa: B018
     assert not hasattr(parallel, "schedular")
-    assert not hasattr(parallel, "_repr_html_")
+    assert not hasattr(parallel, "_repr_latex_")
     assert hasattr(parallel, "load_lora_weights")
     assert hasattr(parallel, "vae_scale_factor")
     parallel.my_own = 3
     assert parallel.my_own == 3
     names = dir(parallel)
     assert {"load_lora_weights", "set_adapters", "encode_prompt", "restore", "close", "plan"} <= set(names)
+
+
+def test_a_notebook_shows_the_plan_and_the_latest_call(parallel: ParallelPipeline) -> None:
+    text = parallel._repr_html_()
+    assert "ParallelPipeline of" in text
+    assert (parallel.plan is not None) == ("rank 0 on cpu" in text)
+    assert (parallel.last_run is not None) == ("<table" in text)
 
 
 def test_repr(parallel: ParallelPipeline) -> None:

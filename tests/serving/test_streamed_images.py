@@ -42,6 +42,11 @@ def distance(first: Any, second: Any) -> float:
     return float(np.abs(np.asarray(first, float) - np.asarray(second, float)).mean())
 
 
+def likeness(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Correlation, 1 for the same but for scale."""
+    return float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])
+
+
 def test_partial_images_become_the_image(client: openai.OpenAI, pipe: ParallelPipeline) -> None:
     """The last one is nearer to the image of its seed than to another one's; the finished one is the pipeline's."""
     stream: Any = client.images.generate(
@@ -72,6 +77,28 @@ def test_previews_are_the_latents_of_the_scheduler(pipe: ParallelPipeline) -> No
     assert [(step, steps) for step, steps, _ in found] == [(2, STEPS), (4, STEPS), (STEPS, STEPS)]
     assert torch.equal(found[-1][2], latents.float())
     assert not torch.equal(found[0][2], found[1][2])
+
+
+def test_a_call_reports_the_estimate_of_clean_latents_of_every_step(pipe: ParallelPipeline) -> None:
+    """More like the end than the noisy latents, which a callback gets; guidance makes the first ones too bright."""
+    found: list[Any] = []
+    noisy: list[Any] = []
+
+    def keep(_: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        noisy.append(tensors["latents"].clone())
+        return {}
+
+    arguments = {"height": 64, "width": 96, "num_inference_steps": STEPS, "output_type": "latent"}
+    pipe.on_latents = lambda step, steps, latents: found.append(latents)
+    try:
+        generator = torch.Generator().manual_seed(7)
+        latents = pipe(PROMPT, generator=generator, callback_on_step_end=keep, **arguments).images
+    finally:
+        pipe.on_latents = None
+    assert len(found) == len(noisy) == STEPS
+    assert torch.equal(found[-1], latents.float())
+    for clean, before in zip(found[:-1], noisy[:-1], strict=True):
+        assert likeness(clean, latents) > likeness(before, latents) + 0.05
 
 
 @pytest.mark.parametrize(

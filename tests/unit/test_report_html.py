@@ -5,6 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
+from patchpar.pipeline.plan_html import HEIGHT, html_of_plan
 from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.report_html import WIDTH
@@ -78,3 +79,28 @@ def test_names_are_text() -> None:
     page = Page(run_of(0.5, device="<script>alert(1)</script>")._repr_html_())
     assert "script" not in page.seen
     assert "<script>alert(1)</script>" in page.texts
+
+
+def test_a_plan_has_a_column_for_each_branch_and_a_box_for_each_band() -> None:
+    text = html_of_plan("two branches", Plan(cfg=2, patch=2), ["cuda:0", "cuda:1", "cuda:2", "cuda:3"])
+    page = Page(text)
+    assert page.texts == [
+        *("two branches", "negative prompt", "rank 0 on cuda:0", "rank 1 on cuda:1"),
+        *("prompt", "rank 2 on cuda:2", "rank 3 on cuda:3"),
+    ]
+    assert text.count(f"height:{HEIGHT // 2}px") == 4
+
+
+def test_bands_are_as_high_as_their_parts_and_ranks_that_divide_a_band_are_in_one_box() -> None:
+    text = html_of_plan("3:1", Plan(patch=2, ratio=(3, 1)), ["cpu", "cpu"])
+    assert f"height:{HEIGHT * 3 // 4}px" in text
+    assert f"height:{HEIGHT // 4}px" in text
+    assert Page(html_of_plan("", Plan(data=2, tensor=2), ["cpu"] * 4)).texts == [
+        *("prompts 1 of 2", "rank 0 on cpu, rank 1 on cpu", "prompts 2 of 2", "rank 2 on cpu, rank 3 on cpu")
+    ]
+
+
+def test_without_a_plan_there_is_the_title_and_it_is_text() -> None:
+    page = Page(html_of_plan("<b>closed</b>", None, ()))
+    assert page.texts == ["<b>closed</b>"]
+    assert "b" not in page.seen

@@ -13,23 +13,23 @@ TILE = 4096  # numbers that a program copies
 
 
 def write_tokens_eager(
-    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
+    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None, common_start: int = 0
 ) -> None:
     """Write `key` and `value` [B, c + l, N, D] to `attended` [T, 2, B, N, D], and own tokens to `message` as well.
 
-    Common tokens come first, own ones from `start` on. `message` [l, 2, B, N, D].
+    Common tokens go to `common_start` on, own ones to `start` on. `message` [l, 2, B, N, D].
     """
     own = attended.narrow(0, start, key.shape[1] - common)
     for index, x_BlND in enumerate((key, value)):
         if common:
-            attended[:common, index].copy_(x_BlND[:, :common].transpose(0, 1))
+            attended.narrow(0, common_start, common)[:, index].copy_(x_BlND[:, :common].transpose(0, 1))
         own[:, index].copy_(x_BlND[:, common:].transpose(0, 1))
     if message is not None:
         message.copy_(own)
 
 
 def launch_write_tokens(
-    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
+    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None, common_start: int = 0
 ) -> None:
     """Launch the kernel: a program for every few tokens of each head of keys and of values.
 
@@ -37,6 +37,7 @@ def launch_write_tokens(
     """
     from patchpar.shard.kernels.programs.write_tokens import write_tokens_program
 
+    key, value = _with_adjacent_columns(key), _with_adjacent_columns(value)
     batch, tokens, heads, width = key.shape
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
@@ -48,6 +49,7 @@ def launch_write_tokens(
         tokens,
         start,
         common,
+        common_start,
         batch,
         heads,
         *key.stride()[:3],
@@ -59,8 +61,14 @@ def launch_write_tokens(
     )
 
 
+def _with_adjacent_columns(x: Tensor) -> Tensor:
+    """Return x, or a copy of it in which the numbers of a head follow one another, as the program reads them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 write_tokens = fused_op(
-    "write_tokens(Tensor(a!) attended, Tensor key, Tensor value, int start, int common, Tensor(b!)? message) -> ()",
+    "write_tokens(Tensor(a!) attended, Tensor key, Tensor value, int start, int common, "
+    "Tensor(b!)? message, int common_start=0) -> ()",
     eager=write_tokens_eager,
     launch=launch_write_tokens,
     fake=nothing,

@@ -1,0 +1,54 @@
+"""A plan as HTML, for notebooks: a column for each guidance branch and part of the prompts, a box for each band.
+
+Text is escaped, and there is no script and no address in it, so that a notebook shows it without trust.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.plan import Plan
+
+WIDTH, HEIGHT = 180, 160  # of an image, in pixels
+COLORS = ("#cfe3f7", "#fbe3c4", "#dcd6f5", "#f6d3d9")
+BRANCHES = ("negative prompt", "prompt")
+Bands = dict[int, list[int]]
+
+
+def html_of_plan(title: str, plan: Plan | None, devices: Sequence[str]) -> str:
+    """Return `title`, and which rank of `devices` has what under a plan; only the title where there is none yet."""
+    head = f"<p>{escape(title)}</p>"
+    if plan is None:
+        return head
+    columns = "".join(_column(plan, *key, bands, devices) for key, bands in _ranks_of(plan).items())
+    return f'{head}<div style="display:flex;gap:12px">{columns}</div>'
+
+
+def _ranks_of(plan: Plan) -> dict[tuple[int, int], Bands]:
+    """Ranks of each band, by part of the prompts and guidance branch."""
+    found: dict[tuple[int, int], Bands] = {}
+    for rank in range(plan.world_size):
+        mesh = Mesh(rank, range(plan.world_size), **plan.degrees())
+        bands = found.setdefault((mesh["data"].rank, mesh["cfg"].rank), {})
+        bands.setdefault(mesh["patch"].rank, []).append(rank)
+    return found
+
+
+def _column(plan: Plan, group: int, branch: int, bands: Bands, devices: Sequence[str]) -> str:
+    names = [f"prompts {group + 1} of {plan.data}"] if plan.data > 1 else []
+    names += [BRANCHES[branch]] if plan.cfg > 1 else []
+    parts = plan.ratio if plan.ratio and not isinstance(plan.ratio, str) else (1,) * plan.patch
+    boxes = "".join(
+        _box(COLORS[band % len(COLORS)], round(HEIGHT * parts[band] / sum(parts)), _names_of(ranks, devices))
+        for band, ranks in bands.items()
+    )
+    return f"<div><div>{escape(', '.join(names) or 'the image')}</div>{boxes}</div>"
+
+
+def _names_of(ranks: Sequence[int], devices: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank} on {devices[rank]}" if rank < len(devices) else f"rank {rank}" for rank in ranks)
+
+
+def _box(color: str, height: int, text: str) -> str:
+    style = f"width:{WIDTH}px;height:{height}px;background:{color};color:#1f2933;border:1px solid #ffffff;overflow:auto"
+    return f'<div style="{style}">{escape(text)}</div>'

@@ -1,0 +1,207 @@
+"""What a person does with the page that no handler alone shows: keys, reloads, dropped files, and how soon it is there.
+
+On workers that generate at once, but where seconds are measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from playwright.sync_api import Page, expect
+
+from app.image_parameters import read_parameters
+
+from .actions import TIMEOUT_MS, done, fill, press, small, status, tab
+from .browser import served
+
+PROMPT = "a yellow tower on the left, desert dunes at noon"
+FIRST_PAINT_MS = 2000
+STEPS_TO_PREVIEW = 1.5
+BUSY = 3  # times as long where other tests run beside it; what was measured is in the report of --junitxml
+FOCUSED = "document.activeElement.textContent.trim()"
+SHOWS = """(html) => {
+  const line = document.querySelector("#stream-window .state, #stream-window .live");
+  line.outerHTML = html;
+}"""
+PAINTED = """() => new Promise((resolve) => {
+  const found = () => performance.getEntriesByName("first-contentful-paint")[0];
+  if (found()) resolve(found().startTime);
+  new PerformanceObserver(() => found() && resolve(found().startTime)).observe({type: "paint", buffered: true});
+})"""
+WATCHED = """() => {
+  const times = {steps: {}, preview: null, pressed: null};
+  window.times = times;
+  document.querySelector("#image-generate").addEventListener("click", () => { times.pressed ??= performance.now(); });
+  new MutationObserver(() => {
+    const step = document.querySelector("#image-status")?.textContent.match(/step (\\d+) of/)?.[1];
+    if (step) times.steps[step] ??= performance.now();
+    if (document.querySelector("#image-result img")) times.preview ??= performance.now();
+  }).observe(document.body, {childList: true, subtree: true, characterData: true, attributes: true});
+}"""
+
+
+@pytest.fixture
+def visit(browser: Any, address: str) -> Iterator[Any]:
+    """Opens the page as a person of its own."""
+    contexts: list[Any] = []
+
+    def opened(**options: Any) -> Page:
+        contexts.append(browser.new_context(**options))
+        page: Page = contexts[-1].new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(address)
+        expect(page.locator("#image-generate")).to_be_enabled()
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def test_the_page_has_the_key(client: TestClient) -> None:
+    """Daily; that it works is below."""
+    assert "event.ctrlKey || event.metaKey" in client.get("/").text
+
+
+@pytest.mark.breadth
+def test_ctrl_enter_starts_the_tab_that_is_shown(visit: Any) -> None:
+    page = visit()
+    small(page, steps=2)
+    prompt = page.get_by_label("Prompt", exact=True).locator("visible=true")
+    prompt.press("Enter")
+    expect(status(page, "image")).not_to_have_class(re.compile("done"))
+    prompt.press("Control+Enter")
+    done(page, "image")
+    tab(page, "Compare")
+    small(page, steps=2)
+    page.get_by_label("Negative prompt", exact=True).locator("visible=true").press("Control+Enter")
+    expect(page.locator("#compare-table table")).to_be_visible(timeout=TIMEOUT_MS)
+    expect(page.locator("#compare-pair")).to_contain_text("Left: ")
+
+
+@pytest.mark.breadth
+def test_an_image_is_generated_with_the_keyboard_alone(visit: Any) -> None:
+    page = visit(viewport={"width": 1280, "height": 900})
+    press_tab_until(page, "Generate")
+    page.keyboard.press("Enter")
+    done(page, "image")
+    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    press_tab_until(page, "Image")
+    page.keyboard.press("ArrowRight")
+    if page.evaluate(FOCUSED) != "Edit":  # where arrows do not move the focus, the next tab is one key further
+        press_tab_until(page, "Edit")
+    page.keyboard.press("Enter")
+    expect(page.locator("#edit-image")).to_be_visible()
+
+
+def press_tab_until(page: Page, name: str, limit: int = 80) -> None:
+    """Move the focus to the button with this text."""
+    for _ in range(limit):
+        page.keyboard.press("Tab")
+        if page.evaluate(FOCUSED) == name:
+            return
+    raise AssertionError(f"{name} is not reached by {limit} tabs")
+
+
+@pytest.mark.breadth
+def test_the_negative_prompt_is_in_sight(visit: Any) -> None:
+    page = visit(viewport={"width": 1280, "height": 900})
+    expect(page.get_by_label("Negative prompt", exact=True).locator("visible=true")).to_be_in_viewport(ratio=1)
+
+
+@pytest.mark.breadth
+def test_the_history_survives_a_reload_and_a_file_sets_the_fields(visit: Any) -> None:
+    page = visit(viewport={"width": 1280, "height": 900})
+    small(page, steps=2, side=192)
+    fill(page, "Seed", 41)
+    page.get_by_label("Prompt", exact=True).locator("visible=true").fill(PROMPT)
+    press(page, "image-generate")
+    done(page, "image")
+    thumbnails = page.locator("#image-history button img")
+    expect(thumbnails).to_have_count(1)
+    page.reload()
+    expect(thumbnails).to_have_count(1)
+    page.locator("#image-history button").first.click()
+    expect(status(page, "image")).to_contain_text("From the history")
+    with page.expect_download() as download:
+        page.locator("#image-result").get_by_label("Download").click()
+    path = Path(download.value.path()).rename(Path(download.value.path()).with_suffix(".png"))
+    assert (read_parameters(path).prompt, read_parameters(path).seed) == (PROMPT, 41)
+    page.reload()
+    prompt = page.get_by_label("Prompt", exact=True).locator("visible=true")
+    expect(prompt).not_to_have_value(PROMPT)
+    page.get_by_text("Parameters from an image").click()
+    page.locator("#image-parameters input[type=file]").set_input_files(path)
+    expect(prompt).to_have_value(PROMPT)
+    for label, value in (("Seed", "41"), ("Width", "192"), ("Steps", "2")):
+        field = f"input[aria-label*='{label}'][type=number]:visible, label:has-text('{label}') input:visible"
+        expect(page.locator(field).first).to_have_value(value)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_nothing_moves_for_who_does_not_want_it(visit: Any, motion: Any) -> None:
+    """The control: where motion is welcome, buttons fade."""
+    page = visit(reduced_motion=motion)
+    duration = page.evaluate(
+        "parseFloat(getComputedStyle(document.querySelector('#image-generate')).transitionDuration)"
+    )
+    assert (duration < 0.001) == (motion == "reduce")
+
+
+@pytest.mark.breadth
+def test_sliders_are_dark_by_night(visit: Any) -> None:
+    """What is left of their tracks, whose colour Gradio gives for the day alone."""
+    colour = "getComputedStyle(document.querySelector('input[type=range]')).getPropertyValue('--neutral-200')"
+    night, day = (int(visit(color_scheme=scheme).evaluate(colour)[1:], 16) for scheme in ("dark", "light"))
+    assert night < 0x888888 < day
+
+
+@pytest.mark.breadth
+def test_the_stream_keeps_its_place_on_the_page(visit: Any) -> None:
+    page = visit(viewport={"width": 1280, "height": 900})
+    tab(page, "Stream")
+    window = page.locator("#stream-window")
+    before = window.bounding_box()
+    assert before is not None
+    for size in ("width='128' height='256'", "width='256' height='128'"):
+        image = f"data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' {size}></svg>"
+        page.evaluate(SHOWS, f'<div class="live"><img alt="stream" src="{image}"></div>')
+        expect(window.locator("img")).to_be_visible()
+        assert window.bounding_box() == pytest.approx(before, abs=1)
+    assert before["height"] > 300
+
+
+@pytest.mark.breadth
+def test_it_is_painted_soon_after_the_server_says_it_is_up(browser: Any, record_property: Any) -> None:
+    """While the workers start."""
+    with served() as app:
+        page = browser.new_page()
+        page.goto(app.address, wait_until="commit")
+        painted = page.evaluate(PAINTED)
+        page.close()
+    record_property("first_paint_ms", painted)
+    assert painted <= BUSY * FIRST_PAINT_MS
+
+
+@pytest.mark.breadth
+def test_the_first_preview_comes_with_the_first_step(opened: Any, record_property: Any) -> None:
+    page = opened()
+    expect(page.locator("#ready")).to_be_hidden()
+    fill(page, "Steps", 12)
+    page.evaluate(WATCHED)
+    press(page, "image-generate")
+    done(page, "image")
+    times = page.evaluate("window.times")
+    moments = [times["steps"][step] for step in sorted(times["steps"], key=int)]
+    step = median(after - before for before, after in pairwise(moments))
+    waited = times["preview"] - times["pressed"]
+    record_property("steps_to_preview", f"{waited:.0f} ms, a step takes {step:.0f} ms")
+    assert waited <= BUSY * STEPS_TO_PREVIEW * step
