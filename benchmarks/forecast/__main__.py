@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.forecast import __doc__ as usage
-from benchmarks.forecast import batches, cpu_prices, published, tables
+from benchmarks.forecast import batches, cpu_prices, measured, published, tables
 from benchmarks.forecast.recorded import RecordedModel
 from benchmarks.gpu.quiet import quiet_process
 from benchmarks.page import publish
@@ -39,6 +39,10 @@ def lines(names: Sequence[str], machines: Sequence[str]) -> Iterator[str]:
     yield "## Published steps in batches"
     yield ""
     yield from batches.lines(RecordedModels(dict(batches.MODELS)))
+    yield ""
+    yield "## Measured on a GPU"
+    yield ""
+    yield from measured.lines(RecordedModels(dict(measured.MODELS)))
     yield ""
     subjects = RecordedModels({name: each.model for name, each in tables.SUBJECTS.items()})
     yield from tables.lines(subjects, names, machines)

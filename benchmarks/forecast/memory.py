@@ -103,7 +103,8 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield (
         "Buffers are those of convolutions: oneDNN copies maps and weight into a layout of its own, and the result "
-        "back. On GPUs cuDNN does so too for maps in torch's usual layout; that is not measured."
+        "back, unless the channels of a pixel lie side by side. On GPUs cuDNN does so too; that is not measured. And "
+        "2 MiB for what is too small to be counted."
     )
     yield ""
     yield (

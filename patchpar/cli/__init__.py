@@ -3,6 +3,7 @@
 `verbs.VERBS` lists them.
 """
 
+import gc
 import logging
 import sys
 from typing import Annotated
@@ -51,5 +52,15 @@ def main() -> None:
     # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     if sys.argv[1:2] in ([verb] for verb in RECORDING):
-        leave_out_libraries()
+        _record_only()
     app()
+
+
+def _record_only() -> None:
+    """Spare this process, which ends after a recording, libraries and collections of garbage.
+
+    The collector looks at all that was imported, again and again, and what it would free is small.
+    """
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # it warns that triton is left out
+    leave_out_libraries()
+    gc.disable()

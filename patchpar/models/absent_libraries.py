@@ -5,14 +5,13 @@ without them where they are not. A process that has left them out stays so: it i
 """
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+from patchpar.models.changed_modules import ChangingFinder
 
 LIBRARIES = (
     *("accelerate", "peft", "bitsandbytes", "torchao", "optimum", "deepspeed", "xformers", "flash_attn"),
-    *("sklearn", "pandas", "wandb"),
+    *("sklearn", "pandas", "wandb", "triton"),
 )
 DISTRIBUTED = "torch.distributed"
 """Says that it is not available, so that no tensors over several processes are imported."""
@@ -22,34 +21,10 @@ def leave_out_libraries() -> None:
     """Let LIBRARIES be absent from now on, except for those that were imported before. Idempotent."""
     for name in LIBRARIES:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system documents
-    if DISTRIBUTED not in sys.modules and not any(isinstance(each, AloneFinder) for each in sys.meta_path):
-        sys.meta_path.insert(0, AloneFinder())
+    finders = [each for each in sys.meta_path if isinstance(each, ChangingFinder)]
+    if DISTRIBUTED not in sys.modules and not any(DISTRIBUTED in each.changes for each in finders):
+        sys.meta_path.insert(0, ChangingFinder({DISTRIBUTED: _leave_alone}))
 
 
-class AloneLoader(Loader):
-    """Runs a module by its own `loader`, and lets it say that it is not available."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """See Loader."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """See Loader."""
-        self._loader.exec_module(module)
-        module.is_available = lambda: False  # type: ignore[attr-defined]
-
-
-class AloneFinder(MetaPathFinder):
-    """Finds DISTRIBUTED for a process that is alone."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """See MetaPathFinder."""
-        found = PathFinder.find_spec(fullname, path) if fullname == DISTRIBUTED else None
-        if found is not None and found.loader is not None:
-            found.loader = AloneLoader(found.loader)
-        return found
+def _leave_alone(distributed: ModuleType) -> None:
+    distributed.is_available = lambda: False  # type: ignore[attr-defined]

@@ -5,6 +5,8 @@ symbolic shapes, which need sympy. Inside `quick_imports` these modules are empt
 of it where nothing is compiled or symbolic, and runs when anything else is asked. Packages of diffusers that import all
 of their modules run when a name is looked up in them; an import of one of their modules does not run the others.
 diffusers also lists the files of every installed package; the list is made when something is looked up in it.
+transformers reads all its files for the names in them, twice, since it remembers 128 folders of some 500. torch looks
+at all modules to note the line where an operator is defined.
 """
 
 import importlib.metadata
@@ -18,6 +20,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from operator import eq
 from types import ModuleType
 from typing import Any
+
+from patchpar.models.changed_modules import ChangingFinder
 
 LOADER, DEFERRAL, DECORATIONS = "_deferred_loader", "_deferral", "_deferred_decorations"
 
@@ -152,6 +156,39 @@ PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
 DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, *PACKAGES)
 
 
+SCANNING, SCAN, NAMES = "transformers.utils.import_utils", "create_import_structure_from_path", "fetch__all__"
+"""The module of transformers that reads files for the names in them, its cached function for a folder, and the one for
+what `__all__` lists in a file, which looks at every line."""
+LISTED = "\n__all__"
+
+
+def scan_quickly(module: Any) -> None:
+    """Let the function SCAN of a module remember all folders, if it remembers any, and NAMES begin at the last list."""
+    scan, names = getattr(module, SCAN, None), getattr(module, NAMES, None)
+    if scan is not None and hasattr(scan, "cache_info"):
+        setattr(module, SCAN, cache(scan.__wrapped__))
+    if names is not None:
+        setattr(module, NAMES, lambda content: names(content[content.rfind(LISTED) + 1 :]))
+
+
+OPERATORS, SOURCE = "torch._library.utils", "get_source"
+"""The module of torch that notes where an operator is defined, and its function, which looks at all modules."""
+
+
+def name_source_quickly(module: Any) -> None:
+    """Let the function SOURCE of a module, if it has one, take file and line of a frame from the frame."""
+
+    def get_source(stacklevel: int) -> str:
+        frame = sys._getframe(stacklevel)
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    if hasattr(module, SOURCE):
+        setattr(module, SOURCE, get_source)
+
+
+CHANGES = {SCANNING: scan_quickly, OPERATORS: name_source_quickly}
+
+
 class DeferringLoader(Loader):
     """Makes a DeferredModule for the `loader` of the real one."""
 
@@ -221,14 +258,17 @@ class PackagesWhenAsked(Mapping[str, list[str]]):
 def quick_imports(deferred: Sequence[Deferral] = DEFERRED) -> Iterator[None]:
     """Context in which imports run no `deferred` module, nor list installed packages, before something needs it.
 
-    Nothing changes for what was imported before. Modules that have not run at the end do so when they are needed.
+    Nor do they look twice for the names in a file. Nothing changes for what was imported before. Modules that have not
+    run at the end do so when they are needed.
     """
     finder, packages = DeferringFinder(deferred), importlib.metadata.packages_distributions
-    sys.meta_path.insert(0, finder)
+    changing = ChangingFinder(CHANGES)
+    sys.meta_path[:0] = [finder, changing]
     importlib.metadata.packages_distributions = partial(PackagesWhenAsked, packages)
     try:
         yield
     finally:
+        sys.meta_path.remove(changing)
         finder.defers = False
         if not finder.is_needed or finder.is_second:
             sys.meta_path.remove(finder)

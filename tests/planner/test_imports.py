@@ -9,17 +9,20 @@ from pathlib import Path
 WITHOUT = (
     *("torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("sympy.core", "accelerate.utils", "peft.tuners", "pandas.core", "diffusers.models.transformers.transformer_flux"),
+    "triton.runtime",
 )
 """Modules by which those that run are known: deferred ones are there, and empty."""
 NEEDED = "diffusers.models.unets.unet_2d_condition"
 CODE = """
-import sys
+import gc, sys
 from patchpar.cli import main
 sys.argv = ["patchpar", "plan", "embedded", "--machine", "2xH100", "--dtype", "float16", "--height", "128"]
 try:
     main()
 finally:
     print("imported", *sorted(name for name, module in sys.modules.items() if module is not None))
+    scan = sys.modules["transformers.utils.import_utils"].create_import_structure_from_path
+    print("scanned", scan.cache_info().hits, scan.cache_info().misses, gc.isenabled())
 """
 
 
@@ -35,6 +38,9 @@ def test_a_first_plan_imports_neither_the_compiler_nor_optional_libraries(tmp_pa
     )
     assert "plan      " in answer.stdout
     assert not answer.stderr
-    names = answer.stdout.split("imported ")[1].split()
+    names, scanned = (answer.stdout.split(f"{each} ")[1].splitlines()[0].split() for each in ("imported", "scanned"))
     assert NEEDED in names
     assert not [each for each in WITHOUT if each in names]
+    hits, misses, collects = scanned
+    assert int(hits) > int(misses) / 2 > 100, "transformers asks twice for each folder, and reads it once"
+    assert collects == "False"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.sdpa import AttentionReplaced
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.probe.capture import Severed
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from tests.unit.threads import on_threads
 
@@ -215,3 +218,20 @@ def test_a_function_that_another_library_has_put_there(monkeypatch: pytest.Monke
     with AttentionReplaced(lambda call: F.scaled_dot_product_attention(call.query, call.key, call.value) + 1):
         assert torch.equal(F.scaled_dot_product_attention(query, query, query), torch.ones_like(query))
     assert F.scaled_dot_product_attention is theirs
+
+
+def test_what_a_search_has_seen_is_freed_with_it() -> None:
+    """Not only when garbage is collected, which may be calls later: these are keys of all layers."""
+    mode, keys = Severed(), torch.randn(1, 2, 4, 8)
+    key = weakref.ref(keys)
+    gc.disable()
+    try:
+        with mode:
+            F.scaled_dot_product_attention(torch.randn(1, 2, 4, 8), keys, keys)
+        assert (len(mode.seen.calls), mode.seen.count) == (1, 1)
+        del keys
+        assert key() is not None
+        del mode
+        assert key() is None
+    finally:
+        gc.enable()

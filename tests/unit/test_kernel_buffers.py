@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
+from patchpar.shard.sdpa import AttentionCall
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 KIB = 1024
@@ -60,6 +61,27 @@ def test_buffers_are_those_that_a_process_takes(layer: nn.Module, size: tuple[in
     counted = recorded(layer, x)
     working = counted.working[""]
     assert most * 0.97 <= working <= most * 1.1 + 8e6, (most, counted.peaks, working)
+
+
+def test_maps_with_channels_last_are_not_copied() -> None:
+    """Kernels read and write them as they are; the result has the same layout, also without values."""
+    layer = nn.Conv2d(64, 64, 3, padding=1)
+    x = torch.randn(1, 64, 416, 416).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        real = layer(x)
+        most = taken(lambda: layer(x))
+    counted = recorded(layer, x)
+    assert most * 0.97 <= counted.working[""] <= most * 1.1 + 1e6, (most, counted.peaks)
+    with torch.no_grad(), MetaMode(LiveBytes("")):
+        assert deepcopy(layer).to("meta")(x.to("meta")).stride() == real.stride()
+
+
+def test_attention_has_the_layout_of_torchs() -> None:
+    """Of a query whose tokens have their heads side by side, as models make it, a view of the answer has so too."""
+    for tokens_first in (True, False):
+        qkv = [torch.randn(2, 16, 3, 8).transpose(1, 2) if tokens_first else torch.randn(2, 3, 16, 8) for _ in "qkv"]
+        empty = MetaMode(LiveBytes("")).attend(AttentionCall(*(x.to("meta") for x in qkv)))
+        assert empty.stride() == AttentionCall(*qkv).run().stride()
 
 
 def test_buffers_count_while_a_kernel_runs_only() -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from patchpar.models.quick_imports import (
     COMPILER,
+    NAMES,
+    SCAN,
     SYMBOLS,
     Deferral,
     DeferringFinder,
     PackagesWhenAsked,
+    name_source_quickly,
     quick_imports,
+    scan_quickly,
 )
 
 NAME = "compiler_of_a_test"
@@ -130,3 +137,57 @@ def test_packages_are_listed_when_something_is_looked_up() -> None:
     assert not calls
     assert ("PIL" in found, found["PIL"], len(found), list(found)) == (True, ["pillow"], 1, ["PIL"])
     assert calls == [1]
+
+
+def test_no_folder_is_read_twice() -> None:
+    """The control: with its own cache, which is too small, all are."""
+    read = list[int]()
+
+    @lru_cache(maxsize=2)
+    def scan(folder: int) -> int:
+        read.append(folder)
+        return folder
+
+    module = SimpleNamespace(**{SCAN: scan})
+    for remembering in (False, True):
+        if remembering:
+            scan_quickly(module)
+        read.clear()
+        for folder in (1, 2, 3) * 2:
+            assert vars(module)[SCAN](folder) == folder
+        assert read == [1, 2, 3] * (1 if remembering else 2)
+
+
+def test_another_version_without_such_a_cache_is_left_as_it_is() -> None:
+    bare = SimpleNamespace(**{SCAN: str.upper})
+    for module in (bare, SimpleNamespace()):
+        before = dict(vars(module))
+        scan_quickly(module)
+        assert vars(module) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import a\n\n__all__ = ['b', 'c']\n",
+        "__all__ = ['b']",
+        "__all__ = ['a']\n\n__all__ = [\n    'b',\n    'c',\n]\n",
+        "x = '__all__'\n",
+        "x = 1\n",
+    ],
+)
+def test_names_are_those_of_the_last_list(text: str) -> None:
+    """As transformers finds them in the whole file."""
+    from transformers.utils.import_utils import fetch__all__
+
+    module = SimpleNamespace(**{NAMES: fetch__all__})
+    scan_quickly(module)
+    assert vars(module)[NAMES](text) == fetch__all__(text)
+
+
+def test_the_line_of_an_operator_is_that_which_torch_finds() -> None:
+    module = SimpleNamespace(get_source=torch._library.utils.get_source)
+    slow, line = module.get_source(1), sys._getframe().f_lineno
+    name_source_quickly(module)
+    assert slow == f"{__file__}:{line}"
+    assert module.get_source(1) == f"{__file__}:{sys._getframe().f_lineno}"

@@ -6,7 +6,7 @@ that is not there, it gets one that is made up.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from patchpar.models.dry_run.kernel_buffers import buffer_bytes
+from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
 from patchpar.plan.replay.tape import Operator
@@ -33,7 +34,14 @@ NO_KERNEL = frozenset(
 """Operators that launch nothing, by name; views are told by torch."""
 
 
-KnownForms = dict[Any, tuple[ResultForm, Operator]]
+class CountedKernel(NamedTuple):
+    """A kernel, and the bytes of `buffers` that it takes while it runs."""
+
+    operator: Operator
+    buffers: int
+
+
+KnownForms = dict[Any, tuple[ResultForm, CountedKernel]]
 """By operator and form of its arguments."""
 
 
@@ -49,7 +57,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.flops, self._note = memory, 0, note
         self.known = {} if known is None else known
-        self._last: Operator | None = None  # counted since the last result
+        self._last: CountedKernel | None = None  # counted since the last result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -72,8 +80,8 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             if key is not None:
                 self._learn(key, found, tensors)
             return self._seen(found, tensors)
-        form, operator = known
-        self._add(operator)
+        form, kernel = known
+        self._add(kernel)
         return self._seen(form.made(), ())
 
     def _seen(self, found: Any, tensors: Sequence[Tensor]) -> Any:
@@ -86,17 +94,17 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def _learn(self, key: Any, found: Any, tensors: Sequence[Tensor]) -> None:
         """Keep the form of a result: finding it takes torch as long as many kernels."""
-        operator, self._last = self._last, None
+        kernel, self._last = self._last, None
         form = ResultForm.of(found, tensors)
-        if form is not None and operator is not None:
-            self.known[key] = form, operator
+        if form is not None and kernel is not None:
+            self.known[key] = form, kernel
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
         if not _is_empty(call.query):
             return call.run()
         shapes = [_with_heads(x) for x in (call.query, call.key, call.value)]
-        found = call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
+        found = attended(call.query, call.value.shape[-1])
         self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))
         return found
 
@@ -115,6 +123,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if not all(x.is_meta for x in tensors_of((*args, *kwargs.values()))):
             args, kwargs = tree_map(_emptied, (args, kwargs))
         found = func(*args, **({**kwargs, "device": META} if target is not None else kwargs))
+        found = as_kernels_lay(func, args, kwargs, found)
         if not func.is_view and name not in NO_KERNEL:
             tensors = tensors_of((*args, *kwargs.values(), found))
             self._count("attention" if name in ATTENTION else name, _flops_of(func, args, kwargs, found), tensors)
@@ -124,15 +133,18 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         """Count a kernel that reads and writes `tensors`, of any shape; the last is its result."""
         num_bytes = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
         dtype = str(tensors[-1].dtype).removeprefix("torch.") if tensors else ""
-        self._last = Operator(name, dtype, flops, num_bytes, _dims_of(name, flops, tensors))
+        operator = Operator(name, dtype, flops, num_bytes, _dims_of(name, flops, tensors))
+        in_layout = name == CONVOLUTION and has_channels_last(tensors[-1])
+        buffers = buffer_bytes(operator, tensors[-1].element_size(), in_layout=in_layout) if flops else 0
+        self._last = CountedKernel(operator, buffers)
         self._add(self._last)
 
-    def _add(self, operator: Operator) -> None:
-        self.flops += operator.flops
-        if operator.flops:
-            self.memory.work(buffer_bytes(operator, getattr(torch, operator.dtype).itemsize))
+    def _add(self, kernel: CountedKernel) -> None:
+        self.flops += kernel.operator.flops
+        if kernel.buffers:
+            self.memory.work(kernel.buffers)
         if self._note is not None:
-            self._note(operator)
+            self._note(kernel.operator)
 
 
 def _flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> int:

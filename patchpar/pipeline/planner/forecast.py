@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from patchpar.launch.host_memory import CONTEXT_BYTES
+from patchpar.models.dry_run.kernel_buffers import TILES
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
@@ -236,8 +237,8 @@ def plan_fits(plan: Plan, machine: AnyMachine) -> None:
 def memory_of(rank: RecordedRank) -> RankMemory:
     """Return the memory that a recorded rank takes."""
     weights, tensors = sum(rank.weight_bytes.values()), max(rank.peaks.values())
-    working = max(rank.working.values())
-    return RankMemory(weights=weights, tensors=tensors, buffers=working - tensors, stale=rank.stale_bytes)
+    buffers = max(rank.working.values()) - tensors + TILES
+    return RankMemory(weights=weights, tensors=tensors, buffers=buffers, stale=rank.stale_bytes)
 
 
 def _phases(found: Replayed) -> dict[str, PhaseForecast]:

@@ -82,7 +82,7 @@ class FeatureProbe:
             arguments = arguments.map(lambda name, leaf: _noisy(leaf, runs) if name == source else leaf)
         with torch.no_grad(), self._answered(seen, perturbed), mode:
             output = self.block(*arguments.args, **arguments.kwargs)
-        for number, call in enumerate(mode.calls):
+        for number, call in enumerate(mode.seen.calls):
             for what, x in zip(ASKED[:3], call[:3], strict=True):
                 if x is not None and x.ndim == 4:
                     seen.note((ATTENTION, f"{number} {what}"), x)

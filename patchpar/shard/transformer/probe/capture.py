@@ -109,19 +109,30 @@ def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: CallArgum
     return seen
 
 
-class Severed(SdpaMode):
-    """A mode that records attention calls and returns their queries; other calls go to `mixing`, if given."""
+class AttentionCalls:
+    """Attention calls that are answered with their queries: how many, and, if `keeping`, their tensors."""
 
-    def __init__(self, mixing: MixingSevered | None = None) -> None:
-        super().__init__(self._answer, None if mixing is None else mixing.answer)
+    def __init__(self) -> None:
         self.calls: list[tuple[Tensor | None, ...]] = []
         self.keeping, self.count = True, 0
 
-    def _answer(self, call: AttentionCall) -> Tensor:
+    def answer(self, call: AttentionCall) -> Tensor:
+        """Return the output [B, N, q, E] of a call."""
         self.count += 1
         if self.keeping:
             self.calls.append((call.query, call.key, call.value, call.attn_mask))
         return severed(call)
+
+
+class Severed(SdpaMode):
+    """A mode that records attention calls and returns their queries; other calls go to `mixing`, if given.
+
+    `seen` does not know the mode: in a cycle its tensors would stay in memory until garbage is collected.
+    """
+
+    def __init__(self, mixing: MixingSevered | None = None) -> None:
+        self.seen = AttentionCalls()
+        super().__init__(self.seen.answer, None if mixing is None else mixing.answer)
 
 
 def severed(call: AttentionCall) -> Tensor:
@@ -138,8 +149,8 @@ def resized(x: Tensor, width: int) -> Tensor:
 class _CaptureHooks:
     """Torch hooks that record how blocks are called; of nested blocks the outermost."""
 
-    def __init__(self, seen: CapturedRun, mode: Severed) -> None:
-        self.seen, self.mode = seen, mode
+    def __init__(self, seen: CapturedRun, attended: AttentionCalls) -> None:
+        self.seen, self.attended = seen, attended
         self._inside: tuple[nn.Module, Kind, int] | None = None
 
     def entered(self, path: str, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -153,20 +164,20 @@ class _CaptureHooks:
         paths = self.seen[kind].paths
         if path not in paths:
             paths.append(path)
-        self._inside = (module, kind, self.mode.count)
+        self._inside = (module, kind, self.attended.count)
 
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The forward hook of a block."""
         if self._inside is not None and self._inside[0] is module:
             _, kind, before = self._inside
-            self.seen[kind].attentions = self.mode.count - before
+            self.seen[kind].attentions = self.attended.count - before
             self._inside = None
 
 
 @contextmanager
 def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iterator[None]:
     """Hook the items of every module list while open."""
-    mode.keeping, notes = False, _CaptureHooks(seen, mode)
+    mode.seen.keeping, notes = False, _CaptureHooks(seen, mode.seen)
     with HookSet() as hooks:
         for path, name, module in block_candidates(denoiser):
             hooks.before(module, partial(notes.entered, path, name), with_kwargs=True)

@@ -79,7 +79,7 @@ def observe_block(module: nn.Module, arguments: CallArguments, severance: Severa
     found: dict[str, Tensor] = {}
     with torch.no_grad(), mode, _stood_in(module, severance.parts, found):
         output = module(*arguments.args, **arguments.kwargs)
-    for number, call in enumerate(mode.calls):
+    for number, call in enumerate(mode.seen.calls):
         found |= {f"attention {number} {what}": x for what, x in zip(ASKED, call, strict=True) if x is not None}
     seen = {} if mixing is None else mixing.seen
     return found | seen | {f"output {number}": x for number, x in output_tensors(output).items()}

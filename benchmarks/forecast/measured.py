@@ -1,0 +1,78 @@
+"""Forwards that were measured on the GPU of docs/figures/gpu.md, beside steps from the catalogue for that device.
+
+Nothing of the catalogue and of what is assumed was chosen by these rows: the only ones of which that can be said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.forecast.models import flux, sdxl
+from benchmarks.forecast.recorded import RecordedModel
+from patchpar.plan.plan import Plan
+from patchpar.plan.replay.device_catalogue import DEVICES
+from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
+
+FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "gpu.json"
+SECTION, PLAIN = "A rank's own work", "plain"
+MODELS = {"sdxl": sdxl, "flux": flux}
+TITLES = {"sdxl": "SDXL, both branches", "flux": "FLUX.1 dev"}
+COSTS = {"eager": ASSUMED, "graph": AS_GRAPH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredForward:
+    """Seconds of a denoiser's forward at 1024 x 1024 on a device of the catalogue. `how`: eager, or graph."""
+
+    model: str
+    device: str
+    how: str
+    seconds: float
+
+
+def measured(figures: Path = FIGURES) -> list[MeasuredForward]:
+    """Return what the battery of GPU measurements has found for one process, on a device that the catalogue has."""
+    sections = {each["heading"]: each for each in json.loads(figures.read_text())}
+    names = re.findall(r"\w+", " ".join(sections[""]["text"]))
+    device = next((each.name for each in DEVICES if each.name in names), None)
+    rows: list[dict[str, Any]] = [row for table in sections.get(SECTION, {"tables": []})["tables"] for row in table]
+    return [
+        MeasuredForward(model=row["model"], device=device, how=row["step"], seconds=1e-3 * float(row["ms"]))
+        for row in rows
+        if device is not None and row["strategy"] == PLAIN and row["model"] in MODELS
+    ]
+
+
+def lines(models: Mapping[str, RecordedModel], figures: Path = FIGURES) -> Iterator[str]:
+    """Yield the table. The longest forward without launches calibrates those of the other model."""
+    rows = measured(figures)
+    yield (
+        "Forwards of the denoiser at 1024 x 1024, [measured](gpu.md) with random weights in one process, beside the "
+        "predicted step, which also has what the scheduler computes. Nothing was chosen by these rows. `calibrated`: "
+        "kernels scaled by the longest forward as a graph; of that model itself it is left out."
+    )
+    yield ""
+    yield "| call | device | launched | measured ms | predicted ms | error | calibrated | error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    longest = max((row for row in rows if row.how == "graph"), key=lambda row: row.seconds, default=None)
+    for row in rows:
+        found = _predicted(models, row)
+        cells = [TITLES[row.model], row.device, row.how, *_cells(row, found), "", ""]
+        if longest is not None and row.model != longest.model:
+            cells[-2:] = _cells(row, _predicted(models, row, longest.seconds / _predicted(models, longest)))[1:]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _cells(row: MeasuredForward, found: float) -> list[str]:
+    return [f"{1e3 * row.seconds:.1f}", f"{1e3 * found:.1f}", f"{found / row.seconds - 1:+.0%}"]
+
+
+def _predicted(models: Mapping[str, RecordedModel], row: MeasuredForward, scale: float = 1.0) -> float:
+    costs = replace(COSTS[row.how], scale=scale)
+    return models[row.model].forecast(Plan(), Machine.parse(row.device), 1, costs).step.seconds
