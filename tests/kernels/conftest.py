@@ -81,9 +81,13 @@ class _Recorder:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.setattr(Program, "launch", Program.first_launch)
-    monkeypatch.setattr(Program, "launched_again", lambda *_: False)
     found: list[Launch] = []
+
+    def launched(of: Program, grid: Any, tensors: Any, numbers: Any = (), **constants: Any) -> None:
+        of.first_launch(grid, *tensors, *numbers, **constants)
+
+    monkeypatch.setattr(Program, "launch", launched)
+    monkeypatch.setattr(Program, "launched_again", lambda *_: False)
     folders = (programs, programs_of_messages)
     names = [f"{folder.__name__}.{info.name}" for folder in folders for info in pkgutil.iter_modules(folder.__path__)]
     for module in map(importlib.import_module, names):

@@ -53,8 +53,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Triton:
     return found
 
 
-def launch(of: Program, x: torch.Tensor, y: Any, size: int = 7, *, width: int = 8) -> None:
-    of.launch((3, 2), x, y, size, num_warps=8, ROWS=4, WIDTH=width)
+def launch(of: Program, x: torch.Tensor, y: Any, size: Any = 7, *, width: int = 8) -> None:
+    of.launch((3, 2), (x, y), (size,), num_warps=8, ROWS=4, WIDTH=width)
 
 
 def test_a_second_launch_gives_the_kernel_all_arguments_in_the_order_of_its_parameters(triton: Triton) -> None:
@@ -79,9 +79,9 @@ def test_what_triton_may_compile_another_kernel_for_is_launched_by_triton(triton
         (x, None),
         (x, (x,)),
         (x, (x[1:],)),  # alignment in a tuple
-        (x, (1, 2)),
-        (x, (1, 3)),
         (x, x, 16),  # a multiple of 16
+        (x, x, (1, 2)),
+        (x, x, (1, 3)),
     ]
     for number, args in enumerate(others, 1):
         launch(of, *args)

@@ -27,25 +27,28 @@ class Program:
         self._module, self._name = module, name
         self._kernels: dict[Hashable, tuple[Any, tuple[int, ...], tuple[Any, ...]]] = {}  # with grid, last arguments
 
-    def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Launch it. `args`: those of its first parameters; `constants`: the others, and Triton's options.
+    def launch(
+        self, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...] = (), **constants: Any
+    ) -> None:
+        """Launch it. `tensors`, of any shape, of its first parameters: also None, or tuples of tensors.
 
-        A kernel is known again by all numbers, and by what Triton compiles it for of tensors.
+        `numbers` are of the next ones; `constants` of the others, and Triton's options. A kernel is known again by all
+        of these, and by what Triton compiles it for of tensors.
         """
-        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
-        facts = [grid, first.get_device(), *constants.values()]
-        for x in args:  # as in `facts_of`, without a call in every launch
+        first = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0][0]
+        facts = [grid, numbers, first.get_device(), *constants.values()]
+        for x in tensors:  # as in `facts_of`, without a call in every launch
             if isinstance(x, Tensor):
                 facts += (x.dtype, x.data_ptr() % ALIGNMENT)
             else:
-                facts.append(facts_of(x) if isinstance(x, tuple) and x and isinstance(x[0], Tensor) else x)
+                facts.append(x and facts_of(x))
         key = tuple(facts)
         known = self._kernels.get(key)
         if known is None:
-            self.launch_for(key, (), grid, *args, **constants)
+            self.launch_for(key, numbers, grid, *tensors, **constants)
         else:  # as `launched_again`, without a call in every launch
             kernel, whole_grid, last = known
-            kernel[whole_grid](*args, *last)
+            kernel[whole_grid](*tensors, *last)
 
     def launched_again(self, key: Hashable, *args: Any) -> bool:
         """Launch the kernel that is known by `key`, and return whether one is. `args`: those that the key is not of."""

@@ -123,12 +123,8 @@ def launch_correct_tokens(
     heads = math.prod(newest.shape[1:-1])
     _CORRECT_TOKENS.launch(
         (-(-_most_tokens(tuple(runs)) // rows), heads, table.shape[0]),
-        attended,
-        newest,
-        newest if previous is None else previous,
-        newest if fits is None else fits,
-        ratio,
-        table,
+        (attended, newest, newest if previous is None else previous, newest if fits is None else fits, ratio, table),
+        (),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,

@@ -44,12 +44,8 @@ def launch_extrapolate_tokens(
     rows = max(1, TILE // columns)
     _EXTRAPOLATE_TOKENS.launch(
         (-(-tokens // rows), math.prod(newest.shape[1:-1])),
-        into,
-        newest,
-        previous,
-        ratio if along is None else along,
-        ratio,
-        tokens,
+        (into, newest, previous, ratio if along is None else along, ratio),
+        (tokens,),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,

@@ -104,14 +104,8 @@ def launch_group_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
     columns = power_of_2(layout.width)
     _GROUP_MOMENTS.launch(
         (x.shape[0] * groups, parts),
-        x,
-        packed,
-        groups,
-        layout.rows,
-        _rows_per_part(layout, parts),
-        x.stride(0),
-        layout.stride_group,
-        layout.stride_row,
+        (x, packed),
+        (groups, layout.rows, _rows_per_part(layout, parts), x.stride(0), layout.stride_group, layout.stride_row),
         WIDTH=layout.width,
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
@@ -144,7 +138,13 @@ def launch_merge_parts(packed: Tensor) -> Tensor:
     """Launch the kernel for `packed` [S, 1 + 2 * B * G]."""
     merged, (parts, size) = empty_merged_parts(packed), packed.shape
     blocks = -(-(size // 2) // GROUPS)
-    _MERGE_PARTS.launch((blocks,), packed, merged, parts, size // 2, PARTS=power_of_2(parts), GROUPS=GROUPS)
+    _MERGE_PARTS.launch(
+        (blocks,),
+        (packed, merged),
+        (parts, size // 2),
+        PARTS=power_of_2(parts),
+        GROUPS=GROUPS,
+    )
     return merged
 
 

@@ -56,15 +56,8 @@ def launch_merge(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequenc
     rows = max(1, TILE // columns)
     _MERGE.launch(
         (-(-queries // rows), heads, batch),
-        (out, *outs),
-        (lse, *lses),
-        merged,
-        merged_lse,
-        queries,
-        out.stride()[:3],
-        lse.stride(),
-        merged.stride()[:3],
-        merged_lse.stride(),
+        ((out, *outs), (lse, *lses), merged, merged_lse),
+        (queries, out.stride()[:3], lse.stride(), merged.stride()[:3], merged_lse.stride()),
         PARTS=1 + len(outs),
         WIDTH=width,
         COLUMNS=columns,

@@ -62,7 +62,12 @@ def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, T
     levels, scale = empty_delta(copy, x, bits)
     grid, numbers = _heads_of(copy)
     _QUANTIZE_DELTA.launch(
-        grid, copy, x, levels, scale, scale.numel(), MOST=most_of(bits), IS_BYTE=bits == 8, **numbers
+        grid,
+        (copy, x, levels, scale),
+        (scale.numel(),),
+        MOST=most_of(bits),
+        IS_BYTE=bits == 8,
+        **numbers,
     )
     return levels, scale
 
@@ -70,7 +75,13 @@ def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, T
 def launch_add_delta(copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> None:
     """Launch the kernel for `copy` [..., D], levels and `scale` [..., 1], all contiguous. See the twin."""
     grid, numbers = _heads_of(copy)
-    _ADD_DELTA.launch(grid, copy, levels, scale, scale.numel(), IS_BYTE=bits == 8, **numbers)
+    _ADD_DELTA.launch(
+        grid,
+        (copy, levels, scale),
+        (scale.numel(),),
+        IS_BYTE=bits == 8,
+        **numbers,
+    )
 
 
 def _heads_of(copy: Tensor) -> tuple[tuple[int], dict[str, int]]:

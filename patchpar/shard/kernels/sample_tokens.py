@@ -54,14 +54,14 @@ def launch_sample_tokens(
     columns = power_of_2(width)
     _SAMPLE_TOKENS.launch(
         (mean.numel() // width,),
-        own,
-        mean,
-        tokens,
-        mean if mean_before is None else mean_before,
-        tokens if tokens_before is None else tokens_before,
-        own.shape[0],
-        stride,
-        own.stride(0),
+        (
+            own,
+            mean,
+            tokens,
+            mean if mean_before is None else mean_before,
+            tokens if tokens_before is None else tokens_before,
+        ),
+        (own.shape[0], stride, own.stride(0)),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
