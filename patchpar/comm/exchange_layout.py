@@ -84,7 +84,7 @@ class ExchangeLayout:
         filled, into = self._filled(parts), [part.into for part in parts]
         sent, received = self._packed(tensors, device, scope.memory), self._to_receive(filled, device, scope.memory)
         work = collectives.all_to_all(self.ranks, sent, received, self.incoming, where, bulk=scope.bulk)
-        return work.then(partial(self.by_part, into) if filled is None else partial(in_place, into[0]))
+        return work.then(partial(self.by_part, into) if filled is None else partial(as_received, into[0]))
 
     def _packed(self, tensors: Sequence[Tensor], device: torch.device, memory: MessageMemory | None) -> FlatParts:
         """Return the bytes sent to each rank. `tensors`: those of all parts in order, of any shape."""
@@ -137,7 +137,7 @@ def _typed(views: dict[torch.dtype, Tensor], dtype: torch.dtype) -> Tensor:
     return found
 
 
-def in_place(into: Mapping[int, Sequence[Tensor]], received: Tensor) -> list[Received]:
+def as_received(into: Mapping[int, Sequence[Tensor]], received: Tensor) -> list[Received]:
     """Return the tensors of a single part by sender, of any shape, that lie in `received` [bytes] as they came."""
     return [{peer: list(tensors) for peer, tensors in into.items()}]
 
