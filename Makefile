@@ -114,12 +114,13 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.forecast.delayed_links --write docs/figures/delayed-links.md
 	$(BIN)/python -m benchmarks.measured_ratio --write docs/figures/measured-ratio.md
 	$(BIN)/python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md
-	$(BIN)/python -m benchmarks.serving --write docs/figures/serving.md
+	$(BIN)/python -m benchmarks.serving --real 40 --write docs/figures/serving.md
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
 	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
 	$(BIN)/python -m benchmarks.stream.images --write docs/figures/stream-images.md
 	$(BIN)/python -m benchmarks.stream.live --write docs/figures/stream-live.md
+	$(BIN)/python -m benchmarks.stream.webrtc --write docs/figures/stream-webrtc.md
 	$(BIN)/python -m benchmarks.stream.flicker --write docs/figures/stream-flicker.md
 	$(BIN)/python -m benchmarks.stream.kills --write docs/figures/stream-kills.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md

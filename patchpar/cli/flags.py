@@ -62,6 +62,7 @@ class ModelFlags:
     scheduler: Annotated[str | None, more("Scheduler of diffusers, such as DDIMScheduler.")] = None
     dtype: Format = None
     variant: Variant = None
+    graphs: Annotated[bool, more("Repeat steps as CUDA graphs, where GPUs and plan can.", "--graphs")] = False
     trace: Annotated[Path | None, more("Write a timeline of all ranks, for Perfetto.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
@@ -85,7 +86,8 @@ class ModelFlags:
 
     def for_loading(self) -> dict[str, Any]:
         """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
-        return given(torch_dtype=self.dtype, variant=self.variant, vae=self.vae, deadline=self.deadline)
+        graphs = "auto" if self.graphs else None
+        return given(torch_dtype=self.dtype, variant=self.variant, vae=self.vae, deadline=self.deadline, graphs=graphs)
 
     def for_sampling(self) -> dict[str, Any]:
         """Return steps and guidance by diffusers' names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,18 @@ def current_device(device: str) -> AbstractContextManager[None]:
     """Return a context manager in which an accelerator is the current one of this thread. Nothing for a CPU."""
     manager = getattr(device_module(kind_of(device)), "device", None) if is_accelerator(device) else None
     return nullcontext() if manager is None else manager(device)
+
+
+def current_streams(devices: Iterable[torch.device]) -> list[Any]:
+    """Return this thread's current stream of each accelerator; none of a CPU, nor where torch knows no streams."""
+    modules = [(device, device_module(device.type)) for device in devices if is_accelerator(str(device))]
+    return [module.current_stream(device) for device, module in modules if hasattr(module, "current_stream")]
+
+
+def in_stream(stream: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which a stream is the current one of its device in this thread."""
+    manager: AbstractContextManager[None] = device_module(stream.device.type).stream(stream)
+    return manager
 
 
 def current_index(device: torch.device) -> int:

@@ -36,25 +36,25 @@ class Devices:
         return RAY in self.names
 
 
-def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) -> Devices:
+def resolve_devices(devices: object = "auto") -> Devices:
     """Return the devices that `devices` names.
 
     `devices`: "auto" (all GPUs, else the CPU); a number (GPUs where there are any, else CPU workers); "cpu"; "cpu:N"
     (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"]. "xpu", "npu"
     and "mps" as "cuda"; "mps" has to be named. "ray:N" (N ranks on a Ray cluster, on GPUs if it has any).
-    `oversubscribe`: allow a list to name a GPU more than once; its ranks then communicate through shared memory.
+    A list may name a GPU more than once: its ranks share it, and exchange through memory of the host.
 
-    Raises PlanError for devices that do not exist, repeat, or cannot work together.
+    Raises PlanError for devices that do not exist or cannot work together.
     """
     devices = plain(devices)
     if isinstance(devices, (list, tuple)):
-        return _from_list(devices, oversubscribe)
+        return _from_list(devices)
     if is_whole(devices, float("-inf")):
         return _from_number(devices)
     if type(devices).__module__ == "torch":
-        return _from_list([devices], oversubscribe)
+        return _from_list([devices])
     if isinstance(devices, str):
-        return _from_text(devices.strip(), oversubscribe)
+        return _from_text(devices.strip())
     raise PlanError(f"devices={devices!r} is a {type(devices).__name__}; {ACCEPTED}")
 
 
@@ -85,9 +85,9 @@ def _may_have_gpus() -> bool:
     return any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES)
 
 
-def _from_text(text: str, oversubscribe: bool) -> Devices:
+def _from_text(text: str) -> Devices:
     if "," in text:
-        return _from_list([part.strip() for part in text.split(",")], oversubscribe)
+        return _from_list([part.strip() for part in text.split(",")])
     if text.lstrip("-").isdigit():
         return _from_number(int(text))
     if text == "auto":
@@ -100,7 +100,7 @@ def _from_text(text: str, oversubscribe: bool) -> Devices:
     kind, _, number = text.partition(":")
     if (kind == "cpu" and number) or kind == RAY:
         return _counted(kind, int(number) if number.isdigit() else 0, text)
-    return _from_list([text], oversubscribe)
+    return _from_list([text])
 
 
 def _counted(kind: str, number: int, text: str) -> Devices:
@@ -126,7 +126,7 @@ def _from_number(number: int) -> Devices:
     return _gpus(kind, number)
 
 
-def _from_list(devices: Sequence[object], oversubscribe: bool) -> Devices:
+def _from_list(devices: Sequence[object]) -> Devices:
     if not devices:
         raise PlanError(f"devices is an empty list; {ACCEPTED}")
     if RAY in devices and set(devices) == {RAY}:  # as in `Devices.names`
@@ -136,10 +136,8 @@ def _from_list(devices: Sequence[object], oversubscribe: bool) -> Devices:
         raise PlanError(f"devices={list(names)}: CPU and GPU ranks cannot work together; use one kind")
     if names[0] == "cpu":
         return _cpu_workers(len(names), list(names))
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated and not oversubscribe:
-        raise PlanError(f"devices={list(names)}: {', '.join(repeated)} repeats; name each GPU once")
-    return Devices(names=names, note=", ".join(names) + (" (shared, without NCCL)" if repeated else ""))
+    is_shared = len(set(names)) < len(names)
+    return Devices(names=names, note=", ".join(names) + (" (shared, without NCCL)" if is_shared else ""))
 
 
 def _one_device(device: object) -> str:

@@ -1,14 +1,19 @@
 """Worker processes of this process, one per device. This process controls them and is not a rank."""
 
+import logging
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from patchpar.errors import LaunchError
+from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import RAY
 from patchpar.launch.executor import check_deadline
 from patchpar.launch.start_method import AUTO, resolve_start_method
 from patchpar.launch.worker_executor import WorkerExecutor
 from patchpar.launch.worker_start import LocalStarter, WorkerPoolSpec
+
+log = logging.getLogger(__name__)
 
 
 class LocalExecutor(WorkerExecutor):
@@ -43,6 +48,9 @@ class LocalExecutor(WorkerExecutor):
         if RAY in devices:
             raise LaunchError(f"devices='ray:{len(devices)}': this needs devices of this machine, such as 'cpu:2'")
         devices = tuple(devices)
+        for name, ranks in Counter(devices).items():
+            if ranks > 1 and is_accelerator(name):
+                log.warning("%d ranks share %s, to try a plan: this is slower than one rank on it", ranks, name)
         self.start_method = resolve_start_method(start_method, devices)
         spec = WorkerPoolSpec(
             devices=devices,

@@ -34,8 +34,6 @@ def why_no_graphs(plan: Plan) -> str:
     """Return why the denoiser calls of a plan are not captured; empty if they are."""
     if isinstance(plan.strategy, StructureGuidance):
         return "structure guidance decides in each step which patches to compute"
-    if plan.patch == 1:
-        return f"only denoisers that axis 'patch' splits are captured, and plan {plan} has none"
     if plan.weights != "whole":
         return f"weights={plan.weights} brings weights of blocks into other memory in each step"
     if plan.tensor > 1 or plan.stage > 1:

@@ -12,20 +12,20 @@ from torch import nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
-from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
-from patchpar.pipeline.graph_option import WAY_OUT, why_no_graphs
 from patchpar.pipeline.held_weights import Held
+from patchpar.pipeline.installed_graphs import recorder_of
 from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.graphs.recorder import recorder_for
+from patchpar.shard.graphs.recorder import StepRecorder
 from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.shard.guidance_branches import layers_by_branch
 from patchpar.shard.hooks import HookSet, InstalledHook
@@ -36,6 +36,7 @@ from patchpar.shard.tensor.agreed_cache import AgreedCache
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.whole_denoiser import WholeDenoiser
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
 from patchpar.strategies.piped import PipedStages
@@ -49,11 +50,13 @@ log = logging.getLogger(__name__)
 class InstalledPlan:
     """The hooks of a plan in a pipeline, until `restore`. Initially none: the pipeline runs on one rank.
 
-    `held`: networks that are in shards already.
+    `held`: networks that are in shards already. `graphs`: whether steady denoiser calls are replayed as graphs, as
+    `pipeline.graph_option` says.
     """
 
-    def __init__(self, pipe: Any = None, held: Held = MappingProxyType({})) -> None:
-        self.pipe, self._held = pipe, held
+    def __init__(self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False) -> None:
+        self.pipe, self._held, self._wanted = pipe, held, graphs
+        self._recorder: StepRecorder | None = None
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
         self.patched: list[SharedDenoiser | HighResDenoiser | StagedDenoiser | StagedPatches] = []
@@ -75,9 +78,13 @@ class InstalledPlan:
         guided: Callable[[], bool | None],
         verifications: Any,
     ) -> None:
-        """Make the denoisers parallel. `guided`: whether the current call uses guidance. Raises UnsupportedModel."""
+        """Make the denoisers parallel. `guided`: whether the current call uses guidance.
+
+        Raises UnsupportedModel, and PlanError where graphs are required and cannot be.
+        """
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm = mesh, comm
+        self._recorder = recorder_of(plan, self._wanted, comm.transport)
         if plan.tensor > 1 and verifications is not None:
             verifications = AgreedCache(verifications.folder, comm, mesh["tensor"], trusted=verifications.trusted)
         self._split_guidance(plan, clock, verifications)
@@ -102,15 +109,23 @@ class InstalledPlan:
             self._register(module, hook)
 
     def _in_patches(self, module: nn.Module, plan: Plan, clock: StepClock, verifications: Any) -> Any:
-        """Return a denoiser divided over axis `patch`; None where the plan does not do so."""
+        """Return a denoiser divided over axis `patch`, or one that is whole and captured; None where it is neither."""
         assert self.mesh is not None
         assert self.comm is not None
+        mesh = self.comm, self.mesh["patch"]
         options: dict[str, Any] = {"clock": clock, "verifications": verifications}
         if isinstance(plan.strategy, StructureGuidance):
-            return plan.strategy.install(module, self.comm, self.mesh["patch"], pipe=self.pipe, **options)
-        if plan.patch == 1:
-            return None
-        return plan.strategy.install(module, self.comm, self.mesh["patch"], split=plan.split, **options)
+            return plan.strategy.install(module, *mesh, pipe=self.pipe, **options)
+        if plan.patch > 1:
+            return self._captured(plan.strategy.install(module, *mesh, split=plan.split, **options))
+        return self._captured(WholeDenoiser(module, mesh, ExchangePolicy(), **options)) if self._recorder else None
+
+    def _captured(self, found: SharedDenoiser) -> SharedDenoiser:
+        """Return a denoiser whose steady calls are replayed as graphs, if they can be."""
+        if self._recorder is not None:
+            required = self._wanted is True
+            found.use_graphs(StepGraphs(found.denoiser, self._recorder, found.mesh, required=required))
+        return found
 
     def _divide_blocks(
         self, module: nn.Module, hook: DenoiserHook, plan: Plan, verifications: Any, in_patches: Any
@@ -155,23 +170,6 @@ class InstalledPlan:
         axis = self.mesh.of_one_image()
         if axis.size > 1 or mode == "tiled":
             self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), mode, (comm, axis), verifications)
-
-    def use_graphs(self, plan: Plan, wanted: bool | str) -> None:
-        """Replay steady denoiser calls as graphs, as `pipeline.graph_option` says. Raises PlanError if it cannot be."""
-        reason = why_no_graphs(plan) if wanted else ""
-        if not wanted or self.comm is None:
-            return
-        try:
-            recorder = None if reason else recorder_for(self.comm.transport)
-        except UnsupportedModel as error:
-            recorder, reason = None, str(error)
-        if recorder is None:
-            if wanted is True:
-                raise PlanError(f"graphs=True: {reason}: {WAY_OUT}")
-            log.info("steps run without graphs: %s", reason)
-            return
-        for patched in self._shared():
-            patched.use_graphs(StepGraphs(patched.denoiser, recorder, patched.mesh, required=wanted is True))
 
     def _shared(self) -> Iterator[SharedDenoiser]:
         yield from (patched for patched in self.patched if isinstance(patched, SharedDenoiser))

@@ -30,6 +30,7 @@ from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.description import described, set_by_attributes
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
+from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import PipelineCall
@@ -153,7 +154,7 @@ class PipelineRunner:
         wanted = CallOptions(plan=plan, **options)
         mesh, held = plan.mesh(self.context.rank, wanted.members), self._held.take(plan, wanted.members)
         one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
-        works = plan.world_size > 1 or one_rank or wanted.vae == "tiled"
+        works = plan.world_size > 1 or one_rank or wanted.vae == "tiled" or needs_hooks(self.pipe, wanted, self.device)
         if self.context.world_size > 1 or works:
             watched(self._connected(), self.context)  # whose limit may have been that of loading
         if self._transport is not None:  # also on ranks that stay idle
@@ -161,10 +162,9 @@ class PipelineRunner:
         if mesh is not None and works:
             verifications = VerificationCache.of(wanted.verify, wanted.trusted_code)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
-            self._installed = InstalledPlan(self.pipe, held)
+            self._installed = InstalledPlan(self.pipe, held, graphs=wanted.graphs)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(wanted.vae, communicators[1], verifications)
-            self._installed.use_graphs(plan, wanted.graphs)
         self._installed_for = wanted.to_install
 
     def form(self, plan: Plan, ranks: Sequence[int], *, symmetric_memory: bool = False) -> None:

@@ -105,16 +105,16 @@ class CacheVote:
         before = hook.state_manager.get_state().head_block_residual
         if before is None:
             return True
-        change, size = self._sum_over_ranks([(residual - before).abs().sum(), before.abs().sum()])
+        change, size = self._sum_over_ranks([_magnitude(residual - before), _magnitude(before)])
         return bool(change / size > hook.threshold)
 
-    def _sum_over_ranks(self, own: Sequence[Tensor]) -> list[float]:
-        votes = torch.stack([x.float() for x in own])
+    def _sum_over_ranks(self, own: Sequence[Tensor]) -> Tensor:
+        votes = torch.stack(list(own))
         for axis in self.axes:
             if axis.name == "cfg" and self.clock.branches == 1:
                 continue  # each rank has calls of its own
             votes = torch.stack(AllGather(self.comm, axis, "cache", "vote on a cached step").same(votes)).sum(0)
-        return [float(x) for x in votes]
+        return votes
 
 
 @contextmanager
@@ -148,6 +148,11 @@ def held_by(tree: Any) -> list[tuple[Tensor, int]]:
 def are_as_before(before: Sequence[tuple[Tensor, int]], now: Sequence[tuple[Tensor, int]]) -> bool:
     """Whether the tensors held, of any shape, are the same as before, and none has been written to."""
     return [(id(x), version) for x, version in before] == [(id(x), version) for x, version in now]
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Return the sum of |x|: of all tokens it exceeds the largest number of float16."""
+    return x.abs().sum(dtype=torch.float32)
 
 
 def _cache_hooks(denoiser: nn.Module) -> list[Any]:

@@ -174,6 +174,25 @@ def call_signature(call: Call, ignored: frozenset[str] = frozenset()) -> Any:
     return spec, tuple(map(_sort_of, leaves)), tuple(tensors)
 
 
+def kind_of_call(call: Call, ignored: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Return what decides which modules of a network run: which arguments there are, and the kind of each.
+
+    Neither sizes, nor numbers such as a timestep or a scale, nor keyword arguments that are `ignored`.
+    """
+    args, kwargs = call
+    leaves, _ = tree_flatten_with_path((args, {name: x for name, x in kwargs.items() if name not in ignored}))
+    return tuple(f"{keystr(path)} {_kind_of(leaf)}" for path, leaf in leaves if leaf is not None)
+
+
+def _kind_of(leaf: Any) -> str:
+    """Return a tensor's dims and dtype, the value of a switch or a text, and the type of anything else."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.ndim} {leaf.dtype}"
+    if isinstance(leaf, (bool, str)):
+        return repr(leaf)
+    return "number" if isinstance(leaf, (int, float)) else type(leaf).__name__
+
+
 def arguments_of(call: Call) -> list[str]:
     """Return the signature of a call as texts, for messages and files."""
     leaves, _ = tree_flatten_with_path(call)

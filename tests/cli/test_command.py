@@ -18,7 +18,7 @@ from patchpar.cli.generate import GenerateFlags
 SHARED = {
     "prompt", "model", "devices", "plan", "strategy", "height", "width", "steps", "guidance_scale",
     "negative_prompt", "seed", "num_images", "dtype", "variant", "json", "debug", "output",
-    "trace", "vae", "deadline", "lora", "scheduler", "image", "mask", "strength",
+    "trace", "vae", "deadline", "graphs", "lora", "scheduler", "image", "mask", "strength",
 }  # fmt: skip
 
 

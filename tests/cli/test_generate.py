@@ -70,6 +70,11 @@ def test_what_is_not_said_is_not_passed(fake: Any, run: Any, tmp_path: Path) -> 
     assert set(pipe.options) == {"deadline", "devices", "plan", "vae"}
 
 
+def test_steps_as_graphs_where_they_can_be(fake: Any, run: Any, tmp_path: Path) -> None:
+    run("generate", "a fox", "-o", tmp_path / "x.png", "--graphs")
+    assert fake.opened[0].options["graphs"] == "auto"
+
+
 def test_what_hosts_know_one_another_by_is_passed_on(fake: Any, run: Any, tmp_path: Path) -> None:
     run("generate", "a fox", "-o", tmp_path / "x.png", "--secret-file", "my.secret")
     run("generate", "a fox", "-o", tmp_path / "x.png", "--trusted-network")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.gpu.battery.timing import prepared_rank
+from patchpar import Team
 from patchpar.comm.kernels.fused_op import has_triton
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.launch.accelerators import in_stream
 from patchpar.launch.local import LocalExecutor
 from patchpar.shard.graphs import step_graphs
 from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.host_memory import HostCopy, to_device
 from tests.exact import denoisers
 from tests.gpu.on_ranks import GpuErrors
+from tests.modules.networks import call_of, network
 from tests.tensors import relative
 
 pytestmark = pytest.mark.gpu
@@ -34,8 +39,20 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def on_ranks(devices: Sequence[str], function: str, *args: Any) -> list[Any]:
-    with LocalExecutor(devices, "tests.ranks:Ranks", deadline=120.0, preload=["tests.tiny"]) as pool:
+    with started(devices) as pool:
         return pool.call("run", function, len(devices), "auto", args)
+
+
+def started(devices: Sequence[str]) -> LocalExecutor:
+    return LocalExecutor(devices, "tests.ranks:Ranks", deadline=120.0, preload=["tests.tiny"])
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Any]]]:
+    """Two ranks that share a card, and exchange through memory of the host; what it yields runs a function on them."""
+    kind = request.config.getoption("--gpu-device")
+    with started(["cpu" if kind == "cpu" else f"{kind}:0"] * 2) as pool:
+        yield lambda function, *args: pool.call("run", function, 2, "auto", args)
 
 
 def check(found: Sequence[GpuErrors], dtype: torch.dtype) -> None:
@@ -45,15 +62,34 @@ def check(found: Sequence[GpuErrors], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-def test_two_ranks_on_one_card(kind: str, dtype: torch.dtype) -> None:
-    """They share it, and exchange through memory of the host."""
-    check(on_ranks([f"{kind}:0" if kind != "cpu" else "cpu"] * 2, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+def test_two_ranks_on_one_card(kind: str, pair: Callable[..., list[Any]], dtype: torch.dtype) -> None:
+    check(pair("tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
 
 
-def test_products_are_not_rounded_while_bands_are_verified(kind: str, tmp_path: Path) -> None:
+def test_threads_work_in_the_streams_of_their_caller(kind: str, tmp_path: Path) -> None:
+    """Arguments that a stream has not computed yet are waited for, and so is the result in that stream."""
+    device, call = torch.device(kind, 0) if kind != "cpu" else torch.device(kind), call_of("unet")
+    replicas = [network("unet").to(device) for _ in range(2)]
+    ready = tree_map_only(torch.Tensor, lambda x: x.to(device), call)
+    want = replicas[0](**ready)
+    late = tree_map_only(torch.Tensor, torch.zeros_like, ready)
+    with Team(replicas, verify=tmp_path) as team:
+        team(**ready)
+        with in_stream(torch.cuda.Stream()) if kind != "cpu" else nullcontext():
+            if kind != "cpu":
+                torch.cuda._sleep(10**9)  # cycles, half a second
+            for into, x in zip(tree_leaves(late), tree_leaves(ready), strict=True):
+                if isinstance(x, torch.Tensor):
+                    into.copy_(x)
+            found = team(**late).clone()
+            assert relative(found, want) < 1e-2, "at most TF32"
+
+
+def test_products_are_not_rounded_while_bands_are_verified(
+    kind: str, pair: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """GPUs round convolutions in fp32 to TF32: wide networks then differ by more than the limit of fp32."""
-    devices = [f"{kind}:0" if kind != "cpu" else "cpu"] * 2
-    for error, allowed in on_ranks(devices, "tests.gpu.on_ranks:verified", "sdxl", tmp_path):
+    for error, allowed in pair("tests.gpu.on_ranks:verified", "sdxl", tmp_path):
         assert 0 < error < 1e-5
         assert allowed
 
@@ -94,9 +130,30 @@ def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, strategy: str) -> 
         assert replays == evaluations - (2 if strategy == "exact" else 3)
 
 
+def answered(start: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchTransport's `_start`, with what this rank sends in the place of what the others would.
+
+    Memory that nobody has written would hold moments of no map at all, on which a kernel and its twin round apart.
+    """
+
+    def echoed(self: TorchTransport, handle: Any, begin: Any, buffers: Any, *rest: Any) -> Any:
+        work = start(self, handle, begin, buffers, *rest)
+        sent, received = ([x for x in each if x.numel()] for each in buffers)
+        for x in received:
+            like = next((own for own in sent if own.dtype == x.dtype and x.numel() % own.numel() == 0), None)
+            if like is None:
+                x.zero_()
+            else:
+                x.view(-1, like.numel()).copy_(like.reshape(1, -1).expand(x.numel() // like.numel(), -1))
+        return work
+
+    return echoed
+
+
 @pytest.fixture(params=["exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled"])
-def step(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[[], Any]]:
-    """One steady step of a strategy on rank 1 of 4, whose messages go nowhere."""
+def step(request: pytest.FixtureRequest, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """One steady step of a strategy on rank 1 of 4, which gets its own messages back."""
+    monkeypatch.setattr(TorchTransport, "_start", answered(TorchTransport._start))
     dtype = torch.float16 if kind != "cpu" else torch.float32
     denoiser = denoisers.build("sdxl").to(kind, dtype)
     moved = tree_map_only(torch.Tensor, lambda x: x.to(kind, dtype), denoisers.call("sdxl", 32, 16))
@@ -151,12 +208,23 @@ class BesideTwin(TorchDispatchMode):
             return func(*args, **kwargs)
         of_twin = tree_map_only(torch.Tensor, lambda x: x.cpu(), (args, kwargs))
         found, expected = func(*args, **kwargs), func(*of_twin[0], **of_twin[1])
+        if func._schema.name == "patchpar::write_pieces":
+            self.apart[str(func)] = 0.0 if torch.equal(_written(*args), _written(*of_twin[0])) else float("inf")
+            return found
         pairs = zip(tree_leaves((found, args)), tree_leaves((expected, of_twin[0])), strict=True)
         for mine, other in pairs:
             if isinstance(mine, torch.Tensor) and mine.is_floating_point() and torch.isfinite(other).all():
                 error = relative(mine.cpu().double(), other.double()) / ROUNDING[mine.dtype]
                 self.apart[str(func)] = max(self.apart.get(str(func), 0.0), error)
         return found
+
+
+def _written(buffer: torch.Tensor, tensors: Sequence[torch.Tensor], pieces: Sequence[int]) -> torch.Tensor:
+    """The bytes [N] of what lies in a packed buffer [elements]; between the pieces it has no values."""
+    sizes = [x.numel() * x.element_size() for x in tensors]
+    parts = zip(pieces[::2], pieces[1::2], strict=True)
+    whole, unit = buffer.cpu().view(torch.uint8), buffer.element_size()
+    return torch.cat([whole.narrow(0, start * unit, sizes[number]) for number, start in parts])
 
 
 def test_kernels_equal_their_eager_twins(kind: str, step: Callable[[], Any]) -> None:

@@ -16,20 +16,23 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.errors import PlanError
-from patchpar.pipeline import installed_plan, runner
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.pipeline import installed_graphs, runner
+from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.pipeline.startup import check_request
 from patchpar.plan.plan import Plan
 from patchpar.shard.graphs.recorder import recorder_for
 from tests import tiny
+from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.contexts import ThreadContext
 from tests.gpu.op_tape import TapeRecorder
 
 STEPS = 5
 SIZES = ((64, 64), (64, 96))  # rows, columns
+CALLS_OF_A_STEP = {"flux": 2}  # of pipelines that call their denoiser for each guidance branch
 PLANS = ("patch=2", "patch=2,strategy=displaced:warmup_steps=1", "cfg=2,patch=2,strategy=fresh-edges")
 Between = Callable[[PipelineRunner], object]
 
@@ -58,7 +61,8 @@ def generated(
     found, stand_in = tiny.build(name), StandIn(parsed.world_size)
     pipes = [deepcopy(found.pipe) for _ in range(parsed.world_size)]
     monkeypatch.setattr(runner, "silence_libraries", lambda: None)
-    monkeypatch.setattr(installed_plan, "recorder_for", recorder or (lambda _: TapeRecorder(stand_in.rank)))
+    monkeypatch.setattr(installed_graphs, "recorder_for", recorder or (lambda *_, **__: TapeRecorder(stand_in.rank)))
+    monkeypatch.setattr(installed_graphs, "has_graphs", lambda kind: True)
 
     def on_rank(transport: TorchTransport) -> list[Any]:
         engine = PipelineRunner(ThreadContext(transport.rank, parsed.world_size))  # type: ignore[arg-type]
@@ -95,8 +99,47 @@ def test_images_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, name: 
     found = generated(monkeypatch, name, plan, graphs=True)
     assert found.images == wanted.images
     assert {sum(each) for each in wanted.replays} == {0}
-    steady = STEPS - 1 if "strategy" not in plan else STEPS - 2
-    assert [list(each) for each in found.replays] == [[steady - 1, steady]] * len(found.replays)
+    calls = CALLS_OF_A_STEP.get(name, 1)
+    steady, kinds = (STEPS - 1, 1) if "strategy" not in plan else (STEPS - 2, calls)  # stale values are of one branch
+    assert [list(each) for each in found.replays] == [[steady * calls - kinds, steady * calls]] * len(found.replays)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    first_of([("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "cfg=2"), ("sdxl", "patch=1")], ("sdxl", "patch=1")),
+)
+def test_calls_of_one_rank_are_replayed(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
+    """Whole networks, with nothing to exchange in a call: on one device, or with guidance or prompts on several."""
+    wanted = generated(monkeypatch, name, plan, graphs=False)
+    found = generated(monkeypatch, name, plan, graphs=True)
+    assert found.images == wanted.images
+    calls = CALLS_OF_A_STEP.get(name, 1) if plan == "patch=1" else 1
+    steady = (STEPS - 1) * calls
+    assert [list(each) for each in found.replays] == [[steady - 1, steady]] * Plan.parse(plan).world_size
+
+
+@pytest.mark.breadth
+def test_a_change_ends_the_graphs_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in (changed_attention, moved):
+        found = generated(monkeypatch, "sdxl", "patch=1", graphs=True, between=change)
+        assert found.images == generated(monkeypatch, "sdxl", "patch=1", graphs=False, between=change).images
+        assert [list(each) for each in found.replays] == [[STEPS - 2, STEPS - 2]], "captured anew"
+
+
+def test_a_denoiser_that_is_compiled_as_a_whole_has_no_graphs_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_graphs, "has_graphs", lambda kind: True)
+    pipe = tiny.build("sdxl").pipe
+
+    def needs(graphs: bool | str, patch: int = 1) -> bool:
+        return needs_hooks(pipe, CallOptions(plan=Plan(patch=patch), graphs=graphs), torch.device("cuda", 0))
+
+    assert needs("auto")
+    assert not needs("auto", patch=2), "which has hooks anyhow"
+    assert not needs(False)
+    pipe.unet.compile()
+    assert not needs("auto")
+    with pytest.raises(UnsupportedModel, match="is compiled as a whole"):
+        needs(True)
 
 
 DISPLACED = PLANS[1]
@@ -167,7 +210,8 @@ def test_auto_changes_nothing_where_no_device_has_graphs(monkeypatch: pytest.Mon
     ("plan", "message"),
     [
         ("patch=2", "devices of type 'cpu' cannot capture steps as graphs"),
-        ("cfg=2", "only denoisers that axis 'patch' splits are captured, and plan cfg=2 has none"),
+        ("cfg=2", "devices of type 'cpu' cannot capture steps as graphs"),
+        ("tensor=2", "denoisers whose features or blocks are divided between ranks are not captured"),
         ("patch=2,weights=sharded", "weights=sharded brings weights of blocks into other memory in each step"),
     ],
 )

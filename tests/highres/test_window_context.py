@@ -11,10 +11,10 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.structure.window_context import WindowContext
+from patchpar.strategies.structure.window_context import WindowContext, _WindowCall
 from patchpar.strategies.structure.windows import Tiling
 from patchpar.strategies.structure.work_schedule import Evaluation, assign_units
 from tests.tensors import noise
@@ -97,6 +97,22 @@ def test_what_is_longer_ago_is_forgotten() -> None:
     clock.tick()
     found.reset()
     assert torch.equal(first_window(), plain)
+
+
+def test_a_plan_is_removed_though_a_rank_is_lost() -> None:
+    """The next image waits for the last exchange, as its ranks are there; a plan that is removed does not."""
+    answer: Any = large(build("sd"), context=0.25)
+
+    def lost() -> Any:
+        raise ExchangeError("rank 1 was lost")
+
+    calls = answer._detail._window_context._calls
+    calls[0] = _WindowCall(pending=lost)
+    with pytest.raises(ExchangeError, match="rank 1 was lost"):
+        answer.reset()
+    calls[0] = _WindowCall(pending=lost)
+    answer.restore()
+    answer.reset()
 
 
 def test_who_cannot_see() -> None:

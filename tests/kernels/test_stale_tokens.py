@@ -53,6 +53,13 @@ def test_tokens_are_copied(interpreted: Callable[..., Any], dtype: torch.dtype, 
         assert torch.equal(found[1][:, 1], value[:, common:].transpose(0, 1))
 
 
+def test_tokens_of_any_layout_are_copied(interpreted: Callable[..., Any]) -> None:
+    """Also of keys whose numbers of a head do not follow one another in memory: as a convolution's channels are."""
+    key, value = noise(0, 2, 3, 8, 18).permute(0, 3, 1, 2), noise(1, 2, 18, 3, 16)[..., ::2]
+    found = interpreted(written, launch_write_tokens, key, value, 5, 12)
+    torch.testing.assert_close(found, written(write_tokens_eager, key, value, 5, 12), rtol=0, atol=0, equal_nan=True)
+
+
 def fit(
     fit_tokens: Callable[..., Tensor],
     now: Tensor,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,6 +96,22 @@ def test_a_copy_that_fails_ends_the_call_of_all(tmp_path: Path) -> None:
         assert torch.equal(team(**call_of("unet")), want)
 
 
+def test_threads_enter_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of CPUs there are none: what a GPU does with them is seen in tests/gpu."""
+    entered: list[tuple[str, str]] = []
+
+    @contextmanager
+    def in_stream(stream: str) -> Iterator[None]:
+        entered.append((threading.current_thread().name.rpartition("_")[0], stream))
+        yield
+
+    with Team(copies("unet"), verify=tmp_path) as team:
+        monkeypatch.setattr("patchpar.pipeline.module.team.in_stream", in_stream)
+        monkeypatch.setattr("patchpar.pipeline.module.team.current_streams", lambda _: ["side"])
+        team.begin()
+    assert sorted(entered) == [("patchpar-0", "side"), ("patchpar-1", "side")]
+
+
 class Counts(nn.Module):
     """A network that counts its calls, those of a comparison too."""
 
@@ -139,6 +159,46 @@ def test_what_cannot_be_a_team_is_refused() -> None:
 def test_without_processes_the_way_out_is_named() -> None:
     with pytest.raises(LaunchError, match=r"start this with torchrun .* or use Team"):
         shard_module(network("wan"), patch=2)
+
+
+class Switched(nn.Module):
+    """Runs another convolution and another norm where it is told to refine, or gets a map to add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, scale: float, refine: bool = False, residual: Tensor | None = None) -> Tensor:
+        x = scale * self.first(F.silu(self.norms[0](x)))
+        if residual is not None:
+            x = x + self.third(residual)
+        return self.second(self.norms[1](x)) if refine else x
+
+
+@pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1"])
+def test_a_call_that_runs_other_layers_is_discovered_and_verified(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each kind of call once, whatever its numbers and sizes. Values are stale after a call of the same kind only."""
+    found: list[Any] = []
+    monkeypatch.setattr("patchpar.shard.unet.denoiser.discover", lambda *call: found.append(call) or discover(*call))
+    torch.manual_seed(0)
+    plain = Switched().eval().requires_grad_(False)
+    x, residual = torch.randn(2, 1, 4, 16, 16)
+    kinds: list[dict[str, Any]] = [{}, {"refine": True}, {"residual": residual}, {}, {"refine": True}, {"refine": True}]
+    with Team([deepcopy(plain) for _ in range(2)], strategy=strategy, verify=tmp_path) as team:
+        team.begin()
+        for step, kind in enumerate(kinds):
+            call: dict[str, Any] = {"x": x, "scale": 1 + 0.1 * step, **kind}
+            error = relative(team(**call), plain(**call))
+            assert (error > LIMIT) == (step == 5 and strategy != "exact"), (step, error)
+            team.step()
+        for size in (12, 8):
+            team.begin()
+            call = {"x": x[..., :size, :size], "scale": 2}
+            assert relative(team(**call), plain(**call)) <= LIMIT
+    assert len(found) == 2 * 3
 
 
 class OneLayer(nn.Module):

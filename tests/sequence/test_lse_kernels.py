@@ -144,6 +144,14 @@ def test_rows_of_a_mask_are_aligned_on_cuda() -> None:
         assert all(step % 8 == 0 for step in (*mask.stride()[:-1], mask.storage_offset()))
 
 
+def test_a_part_whose_keys_are_all_masked_in_a_wider_dtype() -> None:
+    """The smallest number of float32 is -inf in float16: the part counts nothing, and its output is 0 and not NaN."""
+    q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0)).half()
+    out, lse = attend_locally(q, q, q, bias=torch.full((1, 1, 1, 3), torch.finfo(torch.float32).min))
+    assert not out.any()
+    assert lse.isneginf().all()
+
+
 def wanted_lse(q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
     logits = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return (logits if bias is None else logits + bias).logsumexp(-1)

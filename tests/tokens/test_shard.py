@@ -15,7 +15,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered, attend_in_parts
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
+from patchpar.shard.transformer.attention import Mode, TokenSplit, _sees_itself_alone, attend_split
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows
@@ -237,3 +237,12 @@ def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> N
     torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])
     texts = [(each[:, :, -3:] - want[:, :, -3:]).abs().max().item() for each in (first, second)]
     assert all(off <= LIMIT for off in texts) == (mode is not None), texts
+
+
+def test_one_token_says_nothing_of_whether_tokens_see_themselves_alone() -> None:
+    """So its rank gathers the mask, and ranks that have more tokens must not skip the message that it waits for."""
+    for tokens, alone in ((4, True), (3, False)):  # the second rank has two of them, or one
+        for rank in range(2):
+            parts = spread(tokens, rank, 2)
+            keys = SplitTokens.of(parts.count + 3, [TokenRun(TokenRows(2, 0, 3), parts)])
+            assert _sees_itself_alone(_blind_to_each_other(parts.count, 3, boolean=True), keys) is alone

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import apply_first_block_cache, apply_pyramid_attention_broadcast
+from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
@@ -52,3 +55,16 @@ def test_a_cache_that_decides_by_a_part_of_the_batch(axis: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"SeaCacheConfig cannot be used with {axis}=2: it may decide by the"):
         vote.renew()
     CacheVote(model, vote.comm, [Axis("patch"), Axis(axis)], StepClock()).renew()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("change", [0.0, 0.04, 0.06])
+def test_the_vote_of_one_rank_is_the_decision_of_diffusers(dtype: torch.dtype, change: float) -> None:
+    """Also where the magnitudes of all tokens add up to more than float16 holds, and where there is nothing."""
+    for before in (torch.ones(1, 1024, 128, dtype=dtype), torch.zeros(1, 4, 8, dtype=dtype)):
+        state = FBCSharedBlockState()
+        state.head_block_residual = before
+        hook = cast("Any", FBCHeadBlockHook(cast("Any", SimpleNamespace(get_state=lambda state=state: state)), 0.05))
+        vote = CacheVote(torch.nn.Identity(), cast("Communicator", None), [], StepClock())
+        for after in (before * (1 + change), before + change):
+            assert vote._decide(hook, after) is hook._should_compute_remaining_blocks(after)

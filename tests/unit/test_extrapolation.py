@@ -20,6 +20,12 @@ def test_steps_of_different_length(kind: Any) -> None:
     assert paces([kind(time) for time in (1000.0, 900.0, 800.0, 750.0, 650.0)]) == [0.0, 0.0, 1.0, 0.5, 2.0]
 
 
+def test_tokens_that_are_given() -> None:
+    """As Wan 2.2 has one timestep for each token: that of the given first frame is 0 in every step."""
+    times = [torch.tensor([[0.0, 0.0, time, time]]) for time in (1000.0, 900.0, 800.0, 750.0)]
+    assert paces(times) == [0.0, 0.0, 1.0, 0.5]
+
+
 def test_steps_that_grow_fast_are_not_followed() -> None:
     assert paces([1000.0, 990.0, 900.0, 905.0]) == [0.0, 0.0, 2.0, 0.0]
 

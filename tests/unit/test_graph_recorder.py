@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from patchpar.comm.transport import Incoming, TensorSpec
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.graphs import recorder
@@ -126,3 +127,13 @@ def test_where_there_are_no_graphs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedModel, match="pass through memory of the host"):
         recorder_for(through_host)
     assert isinstance(recorder_for(transport()), GraphRecorder)
+
+
+def test_a_step_without_messages_needs_no_nccl(graphs: Graphs) -> None:
+    """Its replays wait for no other rank, so that nothing is watched."""
+    transport = SharedMemoryTransport(0, {}, torch.device("cpu"), 60.0)
+    with pytest.raises(UnsupportedModel, match="graphs need NCCL"):
+        recorder_for(transport)
+    found = recorder_for(transport, with_messages=False).capture(lambda: "prediction", "a step")
+    found.replay()
+    assert (found.output, graphs.replays) == ("prediction", 1)

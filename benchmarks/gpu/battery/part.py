@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.gpu.battery import timing
+from benchmarks.gpu.battery import hosted, timing
 from benchmarks.gpu.quiet import quiet_process
 
 Row = dict[str, Any]
@@ -56,6 +56,7 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "tests": tests,
     "layers": timing.layers,
     "overhead": timing.overhead,
+    "hosted": hosted.hosted,
 }
 
 

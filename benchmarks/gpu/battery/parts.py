@@ -4,6 +4,7 @@ facts      the GPUs, the driver, and what patchpar will use
 tests      the tests marked `gpu`
 layers     where the time of one plain forward goes, by type of layer
 overhead   a rank's own work, without waiting for messages, against the plain forward
+hosted     weights in host memory, against the law of docs/weights.md and diffusers' group offload
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ PARTS = (
         "`host` is the time after which the process has enqueued everything. A step runs from Python, or as a CUDA "
         "graph.",
         least_seconds=20.0,
+    ),
+    Part(
+        name="hosted",
+        title="Weights in host memory",
+        explanation="A pass of FLUX.1 with random weights in FP8 (layerwise casting), of which the blocks are in host "
+        "memory, while 8 GB of the GPU may be used. `law`: of each block the longer of its own computation and of the "
+        "copy of the next one ([weights](../weights.md#slots)). `GB/s`: of copies with nothing beside.",
+        least_seconds=60.0,
     ),
 )
 

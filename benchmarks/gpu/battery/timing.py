@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,8 +51,8 @@ Times = tuple[float, float]
 
 def layers(device: str) -> Iterator[Row]:
     """Yield for each model and type of layer what one forward spends in it."""
-    for name, denoiser in _models(device):
-        with _device(device), torch.no_grad():
+    for name, denoiser in models(device):
+        with on_device(device), torch.no_grad():
             denoiser.network(**denoiser.call)
             spent = _LayerTimes(device)
             spent.watch(denoiser.network)
@@ -64,8 +64,8 @@ def layers(device: str) -> Iterator[Row]:
 
 def overhead(device: str) -> Iterator[Row]:
     """Yield times of the plain forward, then of each strategy's steps on one rank."""
-    for name, denoiser in _models(device):
-        with _device(device), torch.no_grad():
+    for name, denoiser in models(device):
+        with on_device(device), torch.no_grad():
             plain = dict(_plain_times(device, denoiser))
             for step, (seconds, host) in plain.items():
                 yield {"model": name, "strategy": "plain", "step": step, "ms": 1e3 * seconds, "host ms": 1e3 * host}
@@ -81,15 +81,15 @@ def overhead(device: str) -> Iterator[Row]:
                     }
 
 
-def _models(device: str) -> Iterator[tuple[str, Denoiser]]:
-    """Yield the models that fit this GPU in full size; on a CPU a tiny one of the same type."""
+def models(device: str, names: Collection[str] = tuple(DENOISERS)) -> Iterator[tuple[str, Denoiser]]:
+    """Yield the models that fit this GPU in full size, of these names; on a CPU a tiny one."""
     if device == "cpu":
-        with _device(device):
+        with on_device(device):
             yield "tiny SDXL", _initialised(denoisers.sdxl(128, layers=TINY), torch.float32)
         return
     free, _ = torch.cuda.mem_get_info()
     for name, build in DENOISERS.items():
-        if free > ROOM * WEIGHTS_GIB[name] * GIB:
+        if name in names and free > ROOM * WEIGHTS_GIB[name] * GIB:
             yield name, _initialised(build(1024))
             torch.cuda.empty_cache()
 
@@ -105,7 +105,7 @@ def _initialised(denoiser: Denoiser, dtype: torch.dtype | None = None) -> Denois
 
 
 @contextmanager
-def _device(device: str) -> Iterator[None]:
+def on_device(device: str) -> Iterator[None]:
     """On a CPU, put models there, and let events be of no effect."""
     with ExitStack() as stack:
         if device == "cpu":
@@ -123,12 +123,12 @@ def _plain_times(device: str, denoiser: Denoiser) -> Iterator[tuple[str, Times]]
     def forward() -> object:
         return denoiser.network(**denoiser.call)
 
-    yield "eager", _times(device, forward)
+    yield "eager", seconds_of(device, forward)
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             forward()
-        yield "graph", _times(device, graph.replay)
+        yield "graph", seconds_of(device, graph.replay)
 
 
 def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tuple[str, str, Times]]:
@@ -147,7 +147,7 @@ def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tupl
         step = stack.enter_context(prepared_rank(device, denoiser.network, strategy, prepare, denoiser.call))
         for _ in range(STALE_STEPS if remembers else 0):
             step()
-        yield kind, "eager", _times(device, step)
+        yield kind, "eager", seconds_of(device, step)
         if device == "cuda":
             stack.enter_context(mock.patch.object(step_graphs, "every_rank_has", lambda mesh, where, here: here))
             (split,) = splits
@@ -158,7 +158,7 @@ def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tupl
             if split.graphs.refused:
                 print(f"{strategy}: {split.graphs.refused}", flush=True)
             else:
-                yield kind, "graph", _times(device, step)
+                yield kind, "graph", seconds_of(device, step)
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def prepared_rank(
 ) -> Iterator[Callable[[], Any]]:
     """Open rank RANK of WORLD on `device`, whose messages go nowhere; what it yields runs one step of `strategy`."""
     method = parse_strategy(strategy)
-    with _device(device), fake_nccl(RANK, WORLD, GroupCounts()):
+    with on_device(device), fake_nccl(RANK, WORLD, GroupCounts()):
         transport = TorchTransport(torch.device(device, 0), 600.0)
         clock, axis = StepClock(), Mesh(RANK, range(WORLD), patch=WORLD)["patch"]
         method = replace(method, warmup_steps=1) if method.policy.remembers else method
@@ -188,23 +188,24 @@ def prepared_rank(
             transport.close()
 
 
-def _times(device: str, call: Callable[[], object]) -> Times:
+def seconds_of(device: str, call: Callable[[], object]) -> Times:
     """Return the median seconds of a call, and of what the process takes to enqueue it."""
     whole, enqueued = [], []
     warm_up, times = (WARM_UP, TIMES) if device == "cuda" else (0, 1)
     for turn in range(warm_up + times):
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         call()
         returned = time.perf_counter()
-        _wait(device)
+        wait(device)
         if turn >= warm_up:
             whole.append(time.perf_counter() - began)
             enqueued.append(returned - began)
     return statistics.median(whole), statistics.median(enqueued)
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+    """Block until a GPU has done what was enqueued."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -241,7 +242,7 @@ class _LayerTimes:
         """Return seconds and calls by type of layer, and remove all marks."""
         for hook in self._hooks:
             hook.remove()
-        _wait(self._device)
+        wait(self._device)
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for kind, begin, end in self._events:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from patchpar.comm.pytree import map_leaves
 from patchpar.comm.transport import Mailboxes, ThreadTransport
 from patchpar.errors import ExchangeError, PlanError
-from patchpar.launch.accelerators import current_device
+from patchpar.launch.accelerators import current_device, current_streams, in_stream
 from patchpar.pipeline.module.options import ModuleOptions
 from patchpar.pipeline.module.sharded_module import ShardedModule, device_of
 from patchpar.shard.unsupported_model import refuse_gradients
@@ -186,22 +186,24 @@ class Team:
 
 
 class _CallerMode:
-    """What torch keeps by thread and a call depends on: gradients, inference mode, autocast."""
+    """What torch keeps by thread and a call depends on: gradients, inference mode, autocast, streams of devices."""
 
-    def __init__(self, inference: bool, autocast: dict[str, torch.dtype]) -> None:
-        self._inference, self._autocast = inference, autocast
+    def __init__(self, inference: bool, autocast: dict[str, torch.dtype], streams: Sequence[Any]) -> None:
+        self._inference, self._autocast, self._streams = inference, autocast, streams
 
     @classmethod
     def now(cls, devices: Sequence[torch.device]) -> _CallerMode:
         """Return the modes of this thread."""
         kinds = {device.type for device in devices}
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-        return cls(torch.is_inference_mode_enabled(), autocast)
+        return cls(torch.is_inference_mode_enabled(), autocast, current_streams(devices))
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Context with these modes, without gradients, in which `device` is the current one."""
         with contextlib.ExitStack() as stack:
+            for stream in self._streams:  # in which arguments are computed and the result is used
+                stack.enter_context(in_stream(stream))
             stack.enter_context(current_device(str(device)))
             stack.enter_context(torch.inference_mode() if self._inference else torch.no_grad())
             if device.type in self._autocast:

@@ -21,9 +21,10 @@ def attend_locally(
 
     `bias` is added to the logits and broadcasts to [B, N, l, k].
     """
-    found = attend(q_BNlD, k_BMkD, v_BMkD, scale, bias=bias)
     if bias is None:
-        return found
+        return attend(q_BNlD, k_BMkD, v_BMkD, scale)
+    bias = bias.to(q_BNlD.dtype)  # in which the smallest number of a wider dtype is -inf
+    found = attend(q_BNlD, k_BMkD, v_BMkD, scale, bias=bias)
     blind_BNl = bias.isneginf().all(-1).expand(found.lse_BNl.shape)
     return Partial(
         found.out_BNlD.masked_fill(blind_BNl.unsqueeze(-1), 0.0), found.lse_BNl.masked_fill(blind_BNl, -torch.inf)

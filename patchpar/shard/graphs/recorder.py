@@ -4,6 +4,7 @@ Nothing else in this folder knows the device: a recorder of another kind can tak
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from patchpar.comm.transport import Transport
@@ -35,9 +36,12 @@ class StepRecorder(Protocol):
 
 
 class GraphRecorder:
-    """Captures steps as graphs of a GPU with the messages of NCCL in them. Each graph has memory of its own."""
+    """Captures steps as graphs of a GPU with the messages of NCCL in them. Each graph has memory of its own.
 
-    def __init__(self, kind: str, waits: StreamWaits) -> None:
+    `waits`: what watches the stream; None on a rank that has no messages of NCCL.
+    """
+
+    def __init__(self, kind: str, waits: StreamWaits | None) -> None:
         self._module, self._waits = device_module(kind), waits
 
     def capture(self, step: Callable[[], Any], what: str) -> CapturedStep:
@@ -45,7 +49,8 @@ class GraphRecorder:
         graph = self._module.CUDAGraph()
         try:
             # Other threads of the process, such as those of libraries, may use the GPU meanwhile.
-            with self._waits.capturing(), self._module.graph(graph, capture_error_mode="thread_local"):
+            unwatched = nullcontext() if self._waits is None else self._waits.capturing()
+            with unwatched, self._module.graph(graph, capture_error_mode="thread_local"):
                 output = step()
         except PatchparError:
             raise
@@ -57,26 +62,32 @@ class GraphRecorder:
 class _DeviceGraph:
     """A graph of the device. The end of each replay is watched from outside: one deadline for all waits in it."""
 
-    def __init__(self, graph: Any, output: Any, module: Any, waits: StreamWaits, what: str) -> None:
+    def __init__(self, graph: Any, output: Any, module: Any, waits: StreamWaits | None, what: str) -> None:
         self.output, self.has_run = output, False
         self._graph, self._module, self._waits, self._what = graph, module, waits, what
 
     def replay(self) -> None:
         """See `CapturedStep`. Returns at once."""
         self._graph.replay()
+        if self._waits is None:  # it waits for no other rank
+            return
         end = self._module.Event()
         end.record()
         self._waits.watch(end.query, lambda: f"{self._what}: the replay of its graph has not ended")
 
 
-def recorder_for(transport: Transport) -> StepRecorder:
-    """Return what captures the steps of a rank. Raises UnsupportedModel where its device or transport has no graphs."""
+def recorder_for(transport: Transport, *, with_messages: bool = True) -> StepRecorder:
+    """Return what captures the steps of a rank. Raises UnsupportedModel where its device or transport has no graphs.
+
+    `with_messages`: whether ranks exchange anything in a step.
+    """
     kind = transport.device.type
     if not has_graphs(kind):
         raise UnsupportedModel(f"devices of type {kind!r} cannot capture steps as graphs")
-    if not isinstance(transport, TorchTransport) or transport.waits is None:
+    waits = transport.waits if isinstance(transport, TorchTransport) else None
+    if with_messages and waits is None:
         raise UnsupportedModel(
             "messages between these ranks pass through memory of the host, which a graph of the GPU cannot repeat: "
             "graphs need NCCL, and so a GPU for each rank"
         )
-    return GraphRecorder(kind, transport.waits)
+    return GraphRecorder(kind, waits)

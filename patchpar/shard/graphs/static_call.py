@@ -39,15 +39,26 @@ def _distinct(call: Call) -> Iterator[Tensor]:
 
 
 def signature_of(call: Call) -> Any:
-    """Return the form of a call, layouts of its tensors, which of them are the same, and all other values."""
+    """Return the form of a call, layouts of its tensors, which of them are the same, and all other values.
+
+    And the dtypes of autocast, which a captured call has as it was captured.
+    """
     leaves, form = tree_flatten(call)
     first_at: dict[int, int] = {}
-    return str(form), tuple(
+    types = {x.device.type for x in leaves if isinstance(x, Tensor)}
+    autocast = [(each, torch.get_autocast_dtype(each)) for each in sorted(types) if _has_autocast(each)]
+    of_leaves = tuple(
         (tuple(x.shape), x.stride(), x.dtype, str(x.device), first_at.setdefault(id(x), number))
         if isinstance(x, Tensor)
         else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else id(x))
         for number, x in enumerate(leaves)
     )
+    return str(form), tuple(autocast), of_leaves
+
+
+def _has_autocast(kind: str) -> bool:
+    """Whether autocast is on for devices of a type."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def why_not_static(call: Call, device: torch.device) -> str:

@@ -39,6 +39,7 @@ def launch_write_tokens(
 
     See the twin: `key` and `value` [B, c + l, N, D], `attended` [T, 2, B, N, D], `message` [l, 2, B, N, D].
     """
+    key, value = _with_adjacent_columns(key), _with_adjacent_columns(value)
     batch, tokens, heads, width = key.shape
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
@@ -51,6 +52,11 @@ def launch_write_tokens(
         ROWS=rows,
         HAS_MESSAGE=message is not None,
     )
+
+
+def _with_adjacent_columns(x: Tensor) -> Tensor:
+    """Return x, or a copy of it in which the numbers of a head follow one another, as the program reads them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 write_tokens = fused_op(

@@ -30,11 +30,12 @@ class StepExtrapolator:
         """Return (now - last) / (last - the one before), clamped to 0..2; 0 where both of these are one timestep.
 
         A scalar tensor, or a number: 1 where the call has no timestep, 0 while fewer than three are known.
-        `timestep` is a number or a tensor of any shape, whose first value counts.
+        `timestep` is a number or a tensor of any shape, whose largest value counts: tokens that are given, such as the
+        first frame of a video, have timestep 0 in every step.
         """
         known = {at: has for at, has in self._known.items() if evaluation - at in range(KNOWN)}
         if timestep is not None:
-            now = torch.as_tensor(timestep).detach().flatten()[0]
+            now = torch.as_tensor(timestep).detach().amax()
             if now.device != self._times[0].device:
                 self._times, known = torch.empty(KNOWN, dtype=torch.float32, device=now.device).unbind(), {}
             self._times[evaluation % KNOWN].copy_(now)

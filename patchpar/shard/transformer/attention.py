@@ -178,7 +178,8 @@ def _whole_mask(
 def _sees_itself_alone(mask: Tensor, keys: SplitTokens) -> bool:
     """Whether a mask made in the block lets each of our tokens attend to itself and to no other token.
 
-    Common tokens must attend to all of them alike. A single token would not show this.
+    Common tokens must attend to all of them alike. A single token would not show this: where a rank has no more, the
+    answer is no on all of them, as they gather the mask then.
     """
     ((start, ranges),) = keys.runs
     columns = as_bias(mask, torch.float32).narrow(-1, start, ranges.count)
@@ -186,7 +187,7 @@ def _sees_itself_alone(mask: Tensor, keys: SplitTokens) -> bool:
     common = torch.cat(around, -2)
     itself = torch.eye(ranges.count, dtype=torch.bool, device=mask.device)
     return (
-        ranges.count > 1
+        min(ranges.sizes) > 1
         and torch.equal(common, common[..., :1].expand(common.shape))
         and bool((own.isneginf() != itself).all())
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
+from torch.utils._pytree import tree_map_with_path
 
 from patchpar.comm.collectives import AllGather
 from patchpar.comm.pytree import with_own_lists
@@ -27,24 +27,41 @@ from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, first_tensor
 from patchpar.shard.unet.spatial_arguments import level_of, map_of
-from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, verify_once
+from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, kind_of_call, verify_once
 
+Kind = tuple[int, tuple[str, ...]]
+"""The dim along which a call is split, and its `kind_of_call`."""
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the image"
 
 
 @dataclass(eq=False, repr=False)
 class PatchedDenoiser(SharedDenoiser):
-    """A denoiser whose calls are computed in bands of rows or columns, as `split` says. See `SharedDenoiser`."""
+    """A denoiser whose calls are computed in bands of rows or columns, as `split` says. See `SharedDenoiser`.
+
+    Calls of another kind may run other modules, so that each kind is discovered and verified at its first call.
+    """
 
     split: str = "auto"
 
-    _learns: ClassVar[str] = "sites"
+    _learns: ClassVar[str] = "_learnt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.sites: ExchangeSites | None = None
+        self._learnt: dict[tuple[str, ...] | None, ExchangeSites] = {}  # by kind; None: of the first, whatever it is
+        self._kind: Kind | None = None  # the split dim and the kind of call that is installed
+        self._verified = set[Kind]()
+        self._sites: ExchangeSites | None = None  # those that are installed
         self._sharded: UNetSharder | None = None
         self._gather = AllGather(*self.mesh, "prediction", "prediction")
+
+    @property
+    def sites(self) -> ExchangeSites | None:
+        """Where ranks exchange in calls of the first kind; None if not known. If set before, not discovered."""
+        return next(iter(self._learnt.values()), None)
+
+    @sites.setter
+    def sites(self, value: ExchangeSites | None) -> None:
+        self._learnt = {} if value is None else {None: value}
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return what `forward`, the denoiser's own, returns for the whole image.
@@ -86,10 +103,12 @@ class PatchedDenoiser(SharedDenoiser):
         """Find where ranks have to exchange in such a call, and verify it, unless it is known. Raises as `denoise`."""
         refuse_arguments(kwargs)
         self._make_sure()
-        dim = self._dim(map_of(args, kwargs))
+        kind = self._dim(map_of(args, kwargs)), kind_of_call((args, kwargs), self.ignored)
         try:
-            if self._sharded is None or self.patch.dim != dim:
-                self._install(forward, dim, (args, kwargs))
+            if kind in self._verified:
+                self._put_in(kind)
+            else:
+                self._install(forward, kind, (args, kwargs))
         finally:
             self.patch.active = False
 
@@ -103,8 +122,8 @@ class PatchedDenoiser(SharedDenoiser):
         finally:
             self.patch.active = False
 
-    def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
-        self.restore()
+    def _install(self, forward: Callable[..., Any], kind: Kind, call: tuple[Any, Any]) -> None:
+        self._take_out()
         if any(map(is_wrapped, self.denoiser.modules())):
             raise UnsupportedModel(
                 f"{type(self.denoiser).__name__} has blocks that torch.compile(block) has wrapped: compile them by "
@@ -113,20 +132,33 @@ class PatchedDenoiser(SharedDenoiser):
         before = self._look()
         refuse_caches(self.denoiser, stale=self.history is not None)
         with self.foreign.set_aside(forward) as from_before:
-            self._install_at(from_before, dim, call)
+            self._install_at(from_before, kind, call)
             self.watched.record(before)
+        self._verified.add(kind)
 
-    def _install_at(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
+    def _install_at(self, forward: Callable[..., Any], kind: Kind, call: tuple[Any, Any]) -> None:
         """Find the exchange points, install and verify them, by calls for their own sake."""
-        if self.sites is None:
+        sites = self._learnt.get(kind[1]) or self._learnt.pop(None, None)
+        if sites is None:
             with uncompiled(self.denoiser):  # functions in compiled graphs cannot be intercepted
-                self.sites = discover(self.denoiser, forward, *call)
-        self.patch.dim = dim
-        self.patch.kv_sizes = dict(zip(self.sites.attentions, self.sites.kv_sizes, strict=True))
-        self._sharded = UNetSharder(self.denoiser, self.sites, self.patch)
+                sites = discover(self.denoiser, forward, *call)
+        self._learnt[kind[1]] = sites
+        self._put_in(kind)
         if self.verifications is not None:
-            compare = partial(compared_at_two_sizes, call=call, sites=self.sites, patch=self.patch)
-            self.error = self._checked(compare, forward, self._facts(self.sites, call))
+            compare = partial(compared_at_two_sizes, call=call, sites=sites, patch=self.patch)
+            self.error = self._checked(compare, forward, self._facts(sites, call))
+
+    def _put_in(self, kind: Kind) -> None:
+        """Install the exchange points of a kind of call, if others are installed or none."""
+        if kind == self._kind:
+            return
+        dim, sites = kind[0], self._learnt[kind[1]]
+        if self._sharded is None or self.patch.dim != dim or self._sites != sites:
+            self._take_out()
+            self.patch.dim, self._sites = dim, sites
+            self.patch.kv_sizes = dict(zip(sites.attentions, sites.kv_sizes, strict=True))
+            self._sharded = UNetSharder(self.denoiser, sites, self.patch)
+        self._kind = kind
 
     def _checked(
         self,
@@ -148,7 +180,6 @@ class PatchedDenoiser(SharedDenoiser):
     def _facts(self, sites: ExchangeSites, call: tuple[Any, Any]) -> dict[str, Any]:
         """Return the facts that the verification result depends on."""
         sample = map_of(*call)
-        leaves, _ = tree_flatten_with_path(call)
         return {
             **fingerprint_of(self.denoiser),
             "modules": sites.describe(),
@@ -157,7 +188,7 @@ class PatchedDenoiser(SharedDenoiser):
             "dim": self.patch.dim,
             "dtype": str(sample.dtype),
             "device": sample.device.type,
-            "arguments": [keystr(path) for path, leaf in leaves if leaf is not None],
+            "arguments": kind_of_call(call),
         }
 
     def _plain(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +204,7 @@ class PatchedDenoiser(SharedDenoiser):
     def _with_stale_state(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run with stale values where the previous step is known and the policy uses them."""
         patch, sample = self.patch, map_of(args, kwargs)
-        self._look_back(history, (sample.shape, sample.dtype, patch.dim), (args, kwargs))
+        self._look_back(history, (sample.shape, sample.dtype, patch.dim, self._sharded), (args, kwargs))
         patch.policy = history.policy.frozen() if patch.frozen else history.policy
         step = partial(self._stale_step, history, forward)
         whole, gathered = self._steady(history.steady_kind, step, (args, kwargs))
@@ -187,11 +218,11 @@ class PatchedDenoiser(SharedDenoiser):
         return self._join(output, history.report(), meanwhile=history.cache.end)
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.sites is not None
+        assert self._sites is not None
         patch, sample = self.patch, map_of(args, kwargs)
-        patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self.sites.total_stride)
+        patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self._sites.total_stride)
         patch.whole, patch.active = sample, self.exchange != "off"
-        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self.sites.beside), (args, kwargs))
+        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self._sites.beside), (args, kwargs))
         return forward(*own_args, **own_kwargs)
 
     def _cut(self, sample: Tensor, beside: Collection[str], path: Any, x: Any) -> Any:
@@ -231,11 +262,16 @@ class PatchedDenoiser(SharedDenoiser):
         return -2 if self.split == "rows" else -1
 
     def _unlearn(self) -> None:
-        self.sites = None
+        self._learnt = {}
 
     def restore(self) -> None:
         """Remove the exchange points. Idempotent."""
+        self._take_out()
+        self._verified.clear()
+
+    def _take_out(self) -> None:
         self._drop_graphs()
+        self._kind = None
         if self._sharded is not None:
             self._sharded.restore()
             self._sharded = None

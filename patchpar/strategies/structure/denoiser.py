@@ -227,7 +227,8 @@ class HighResDenoiser:
             self.team.forget()
 
     def restore(self) -> None:
-        """Remove all hooks: the pipeline is as it was before."""
+        """Remove all hooks: the pipeline is as it was before. Waits for no rank, since some may be lost."""
+        self._detail.discard()
         self._end()
         self._content.close()
         if self.team is not None:

@@ -97,6 +97,11 @@ class WindowContext:
         self._forms: dict[str, KVPair] = {}  # of a whole window, one branch
         self._left: Bands = {}
 
+    def discard(self) -> None:
+        """End an image whose ranks may be gone: pending exchanges are not waited for."""
+        self._calls.clear()
+        self.reset()
+
     def begin(self, windows: Windows, assignment: UnitAssignment) -> None:
         """Call before the windows of a step. Context of other windows, or older than one step, is dropped."""
         if not self._layers:

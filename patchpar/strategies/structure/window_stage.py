@@ -47,6 +47,11 @@ class WindowStage:
         if self._flow is not None:
             self._flow.end()
 
+    def discard(self) -> None:
+        """End an image whose ranks may be gone: pending exchanges are not waited for."""
+        self._window_context.discard()
+        self.end()
+
     def predict(
         self,
         denoiser_call: DenoiserCall,

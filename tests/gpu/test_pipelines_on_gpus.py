@@ -1,0 +1,104 @@
+"""Whole pipelines on GPUs, as a user calls them: plans and streams on one card, steps of one device as graphs.
+
+`python -m benchmarks.gpu.battery` runs these; `--gpu-device cpu` tries them on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar import ParallelPipeline, StreamingPipeline
+from patchpar.launch.accelerators import has_graphs
+
+pytestmark = pytest.mark.gpu
+FACE = Path(__file__).parents[2] / "assets" / "face-stream"
+PROMPT, STEPS, SIZE = "a red house on the left, green hills at noon", 6, 256
+PLANS = ("cfg=2", "patch=2", "patch=2,weights=sharded", "patch=2,weights=hosted", "stage=2", "tensor=2")
+"""The last one is for transformers."""
+APPROXIMATE = ("patch=2,strategy=displaced", "patch=2,strategy=pcpp", "patch=2,strategy=fresh-edges")
+EXACT_PSNR, OTHER_PSNR = 55.0, 25.0
+"""dB of images from 0 to 1. GPUs round convolutions in fp32 to TF32, and a band may be convolved by another kernel."""
+
+
+@pytest.fixture(scope="module")
+def card(request: pytest.FixtureRequest) -> str:
+    """The device that all ranks use."""
+    kind = request.config.getoption("--gpu-device")
+    assert kind == "cpu" or torch.cuda.is_available(), "torch finds no GPU here: use --gpu-device cpu to try the tests"
+    return "cpu" if kind == "cpu" else f"{kind}:0"
+
+
+def image(pipe: ParallelPipeline, plan: str = "", seed: int = 0) -> Tensor:
+    if plan:
+        pipe.plan = plan
+    generator = torch.Generator().manual_seed(seed)
+    given = {"num_inference_steps": STEPS, "height": SIZE, "width": SIZE, "output_type": "pt", "generator": generator}
+    return pipe(PROMPT, **given).images[0].float().cpu()
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    return float(-10 * torch.log10((a.double() - b.double()).square().mean() + 1e-12))
+
+
+@pytest.fixture(scope="module", params=["embedded", "embedded-dit"])
+def pair(request: pytest.FixtureRequest, card: str) -> Iterator[tuple[ParallelPipeline, Tensor]]:
+    """Two ranks on the card, and the image of one."""
+    with ParallelPipeline.from_pretrained(request.param, devices=[card]) as pipe:
+        alone = image(pipe)
+    with ParallelPipeline.from_pretrained(request.param, devices=[card] * 2) as pipe:
+        yield pipe, alone
+
+
+def test_plans_on_one_card(pair: tuple[ParallelPipeline, Tensor]) -> None:
+    pipe, alone = pair
+    plans = PLANS if pipe.description.splits_into_tokens else PLANS[:-1]
+    found = {plan: psnr(image(pipe, plan), alone) for plan in plans}
+    assert min(found.values()) > EXACT_PSNR, found
+    assert psnr(image(pipe, "patch=2", seed=1), alone) < OTHER_PSNR, "another seed is another image"
+
+
+def test_stale_strategies_on_one_card(pair: tuple[ParallelPipeline, Tensor]) -> None:
+    pipe, alone = pair
+    found = {plan: psnr(image(pipe, plan), alone) for plan in APPROXIMATE}
+    assert min(found.values()) > OTHER_PSNR, found
+
+
+@pytest.mark.parametrize("model", ["embedded", "embedded-dit"])
+def test_steps_of_one_device_as_graphs(card: str, model: str) -> None:
+    if not has_graphs(card.partition(":")[0]):
+        pytest.skip("a CPU has no graphs")
+    with ParallelPipeline.from_pretrained(model, devices=[card]) as pipe:
+        wanted = [image(pipe, seed=seed) for seed in (0, 1)]
+    with ParallelPipeline.from_pretrained(model, devices=[card], graphs=True) as pipe:
+        for seed, replays in ((0, STEPS - 2), (1, STEPS - 1)):
+            assert psnr(image(pipe, seed=seed), wanted[seed]) > EXACT_PSNR
+            assert [rank.replayed_calls for rank in pipe.last_run.ranks] == [replays]
+
+
+def test_weights_in_host_memory_on_one_device(card: str) -> None:
+    with ParallelPipeline.from_pretrained("embedded-dit", devices=[card]) as pipe:
+        alone = image(pipe)
+    with ParallelPipeline.from_pretrained("embedded-dit", devices=[card], plan="weights=hosted") as pipe:
+        assert psnr(image(pipe), alone) > EXACT_PSNR
+
+
+def test_stages_of_a_stream_on_one_card(card: str) -> None:
+    """Two stages give what one does, block by block."""
+    one, two = (_frames([card] * ranks) for ranks in (1, 2))
+    assert one.shape == two.shape
+    assert one.std() > 0.05
+    assert psnr(one, two) > EXACT_PSNR
+
+
+def _frames(devices: Any) -> Tensor:
+    with (
+        StreamingPipeline.from_pretrained(FACE, devices=devices, variant="fp16") as pipe,
+        pipe.stream("happy", seconds=1.0) as session,
+    ):
+        return torch.cat([torch.as_tensor(chunk.frames).float() / 255 for chunk in session])
