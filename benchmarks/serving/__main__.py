@@ -4,6 +4,7 @@ python -m benchmarks.serving --write docs/figures/serving.md
 python -m benchmarks.serving --requests 1 --runs 20           # what a request costs: on an idle machine
 python -m benchmarks.serving --no-overhead --requests 200      # the simulated mix only: the same on any machine
 python -m benchmarks.serving --no-overhead --real 40           # also a real mix on two workers: on an idle machine
+python -m benchmarks.serving --no-overhead --kills 10          # also how soon ranks go on after a kill: likewise
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from benchmarks.page import publish
 from benchmarks.serving.mix import DEVICES, RESUME_SECONDS, SLACK, SMALL_PART, Kind, kinds, outcomes
 from benchmarks.serving.overhead import Overhead, measure
 from benchmarks.serving.real_mix import LARGE, LOAD, SMALL, RealOutcome, real_outcomes
+from benchmarks.serving.regroup import measure_regroups, regroup_lines
 
 
 def mix_lines(count: int) -> Iterator[str]:
@@ -82,14 +84,16 @@ def real_lines(found: Iterable[tuple[RealOutcome, RealOutcome]], count: int) -> 
         yield f"| {bound.policy} | {bound.met:.0%} | {free.per_minute:.1f} | {free.seconds:.2f} |"
 
 
-def page(count: int, found: Overhead | None, runs: int, real: int = 0) -> Iterator[str]:
-    """The lines of the page. `real`: requests of the real mix."""
+def page(count: int, found: Overhead | None, runs: int, real: int = 0, kills: int = 0) -> Iterator[str]:
+    """The lines of the page. `real`: requests of the real mix. `kills`: of workers."""
     yield from ("# Serving", "", "Written by `python -m benchmarks.serving` ([serve images](../howto/serve.md)).", "")
     if found is not None:
         yield from overhead_lines(found, runs)
     yield from mix_lines(count)
     if real:
         yield from real_lines(real_outcomes(real), real)
+    if kills:
+        yield from regroup_lines(measure_regroups(kills))
 
 
 def main() -> None:
@@ -99,10 +103,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="measured requests")
     parser.add_argument("--no-overhead", action="store_true", help="leave out what is measured")
     parser.add_argument("--real", type=int, default=0, help="requests of the real mix on two CPU workers")
+    parser.add_argument("--kills", type=int, default=0, help="times that one of three CPU workers is killed")
     parser.add_argument("--write", type=Path, help="file of the page")
     asked = parser.parse_args()
     found = None if asked.no_overhead else measure(asked.runs)
-    publish(page(asked.requests, found, asked.runs, asked.real), asked.write)
+    publish(page(asked.requests, found, asked.runs, asked.real, asked.kills), asked.write)
 
 
 if __name__ == "__main__":

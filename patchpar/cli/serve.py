@@ -39,6 +39,7 @@ class ServeFlags:
     plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
     dtype: Format = None
+    quality: Annotated[str | None, more("Steps by the field quality of requests: low=8,high=30.")] = None
     task: Annotated[str | None, more("image-to-image: edits by a text-to-image model.")] = None
     lora: Annotated[list[str] | None, more("NAME=PATH[:scale], a LoRA that requests may select; repeatable.")] = None
     variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
@@ -51,6 +52,8 @@ class ServeFlags:
     app: Annotated[bool, more("Also the page of `patchpar app`, at /app, on the same queue.", "--app")] = False
     app_auth: Annotated[str | None, more("Its log-in: NAME:PASSWORD, or a file of these.")] = None
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
+    max_per_key: Annotated[int | None, more("Requests that may wait of one API key; default: --max-queue.")] = None
+    max_per_user: Annotated[int | None, more("The same of one `user` of a key.")] = None
     batch: Annotated[int, more("Requests of small images that are made in one call; 1: none.")] = 1
     policy: Annotated[str, more("Which request is next: latency, throughput, deadline.")] = "latency"
     max_pixels: Annotated[int, more("Largest image, in pixels.")] = 2048 * 2048
@@ -60,7 +63,7 @@ class ServeFlags:
     ttl: Annotated[float, more("Seconds for which they are kept.")] = 3600.0
     files: Annotated[
         Path | None,
-        more("Folder of videos; default: one that ends with the server."),
+        more("Folder of videos and linked images; default for videos: one that ends with the server."),
     ] = None
     journal: Annotated[Path | None, more("Folder for requests that do not finish before the end.")] = None
     grace: Annotated[float, more("Seconds to finish requests after a signal; a second ends it.")] = 30.0
@@ -126,6 +129,7 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         measured=_measured(request, plan),
         loras=_loras(request.lora),
         batch=request.batch,
+        quality_steps=_quality(request),
     )
     settings = _settings(request)
     if is_streamed:
@@ -151,6 +155,7 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
             )
         return
     of_images = {"--lora": request.lora, "--per-request": request.per_request, "--task": request.task}
+    of_images["--quality"] = request.quality
     for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
         if value is not None:
             raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")
@@ -165,6 +170,8 @@ def _settings(request: ServeFlags) -> "ServerSettings":
         keys=_keys(request.api_key_file, "--api-key-file"),
         admin_keys=_keys(request.admin_key_file, "--admin-key-file"),
         max_queue=request.max_queue,
+        max_per_key=request.max_per_key,
+        max_per_user=request.max_per_user,
         policy=request.policy,
         grace=request.grace,
         journal=request.journal,
@@ -196,6 +203,19 @@ def _loras(texts: "list[str] | None") -> "tuple[RegisteredLora, ...]":
         flag = LoraFlag.parse(path)
         found.append(RegisteredLora(name=name, source=flag.source, scale=flag.scale))
     return tuple(found)
+
+
+def _quality(request: ServeFlags) -> dict[str, int]:
+    """Return steps by quality. Raises PlanError for text of another form, and more steps than are made."""
+    found = {}
+    for part in request.quality.split(",") if request.quality else ():
+        name, _, steps = part.strip().partition("=")
+        if not (steps.isascii() and steps.isdigit()):
+            raise PlanError(f"--quality {request.quality}: write it as low=8,high=30, with numbers of steps")
+        if int(steps) > request.max_steps:
+            raise PlanError(f"--quality {part.strip()}: at most {request.max_steps} steps are made, see --max-steps")
+        found[name] = int(steps)
+    return found
 
 
 def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:

@@ -43,6 +43,7 @@ from patchpar.comm.transport import (
     TensorSpec,
     Transport,
     Work,
+    transport_of_host,
 )
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.launch.message_seal import MessageSeal
@@ -53,12 +54,12 @@ Beat = Callable[[str], object]
 
 
 class Communicator:
-    """Sends and receives the messages of this rank through one transport and counts them. `seal`: see RankContext."""
+    """Sends, receives and counts this rank's messages. `seal`: see RankContext. `host`: for what stays on the host."""
 
     def __init__(self, transport: Transport, beat: Beat | None = None, seal: MessageSeal | None = None) -> None:
-        self.transport, self.seal, self.traffic = transport, seal, CommStats()
-        self._beat = beat
-        self._collectives = KnownCollectives(transport)
+        self.transport, self.seal, self.traffic, self._beat = transport, seal, CommStats(), beat
+        self._collectives, host = KnownCollectives(transport), transport_of_host(transport)
+        self.host: Communicator = self if host is transport else Communicator(host, beat, seal)
 
     def send_recv(
         self,

@@ -169,12 +169,17 @@ class Executor(ABC):
         self.devices, self._engine_name = tuple(devices), engine
         self._deadline = check_deadline("deadline", deadline)
         self._locks = RankLocks()
-        self._is_closed = False
+        self._is_closed, self._released = False, frozenset[int]()
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.devices)
+
+    @property
+    def in_service(self) -> tuple[int, ...]:
+        """The ranks of calls that name none."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self._released)
 
     @property
     def has_groups(self) -> bool:
@@ -205,10 +210,9 @@ class Executor(ABC):
         since the first one's questions are answered. `divides`: whether these ranks hold parts of one state afterwards,
         which are lost together. Until a call says that they do not, each of them brings the others into its calls,
         behind `ranks`. A call with `replay` is one on all ranks.
-
-        Under torchrun all ranks take part, and only this rank's result is known; the others are None.
-        Events of one rank arrive in order, in the caller's thread, and all before this returns.
-        `on_start` gets the function that sends messages to ranks during the call; not available under torchrun.
+        Under torchrun all ranks take part, and only this rank's result is known; the others are None. Events of a rank
+        arrive in order, in the caller's thread, and all before this returns. `on_start` gets the function that sends
+        messages to ranks during the call; not available under torchrun.
         `is_cancelled` is asked while the call waits for its ranks (after `wake`), and several times a second while it
         runs: it then ends at the ranks' next pause point, with CallCancelled. Not under torchrun.
         `replay`: repeat this call whenever workers are restarted (loading a model, adding a LoRA). A dotted name says
@@ -227,7 +231,7 @@ class Executor(ABC):
                 args=args,
                 kwargs=kwargs,
                 callbacks=Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start, is_cancelled=is_cancelled),
-                ranks=tuple(range(self.world_size)) if replay or ranks is None else self.check_ranks(ranks),
+                ranks=self.in_service if replay or ranks is None else self.check_ranks(ranks),
                 replay=replay,
                 divides=divides,
                 expected=expected,

@@ -97,6 +97,25 @@ class WorkerExecutor(Executor):
                     return
             needed = lacking.union(ranks)
 
+    def release(self, rank: int) -> None:
+        """End the worker of a rank once its call has ended, and leave it out of calls that name no ranks.
+
+        Raises PlanError for a rank that does not exist. Workers of a default group are lost together.
+        """
+        check_owner(self._owner)
+        self.check_ranks((rank,))
+        with self._locks.holding([rank]):
+            self._check_open()
+            self._released |= {rank}
+            self._pool.drop([rank])
+
+    def take_back(self, rank: int) -> None:
+        """Bring a rank into calls that name no ranks. The first one starts its worker, which repeats what is replayed.
+
+        Raises PlanError for a rank that does not exist.
+        """
+        self._released -= {*self.check_ranks((rank,))}
+
     def remember(
         self, method: str, *args: Any, replay: bool | str | CallEffects = True, expected: float = 0.0, **kwargs: Any
     ) -> None:

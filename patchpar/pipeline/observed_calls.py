@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from patchpar.launch.host_memory import FreeMemory
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState
 
@@ -17,6 +18,15 @@ class ObservedCalls:
     def last_run(self) -> Run | None:
         """Statistics of the latest call."""
         return self._state.last_run
+
+    def free_memory(self, rank: int, *, is_cancelled: Callable[[], bool] = lambda: False) -> FreeMemory:
+        """Return the bytes that are free on the device of a rank, and on its host. Waits until the rank is free.
+
+        Raises PlanError for a rank that does not exist, and as a call of the pipeline does for its worker: one that has
+        ended is started again. `is_cancelled`: see `Executor.call`.
+        """
+        results = self._state.ranks.call("free_memory", ranks=(rank,), is_cancelled=is_cancelled)
+        return results[0]  # others are of ranks that hold parts of the same model
 
     @property
     def slow_ranks(self) -> dict[int, float]:

@@ -27,6 +27,7 @@ from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.planned_calls import PlannedCalls
+from patchpar.pipeline.released_ranks import ReleasedRanks
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
@@ -36,7 +37,7 @@ from patchpar.pipeline.validate import bind, check_call, check_generators, check
 from patchpar.plan.plan import Plan
 
 
-class ParallelPipeline(ObservedCalls, PlannedCalls):
+class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:

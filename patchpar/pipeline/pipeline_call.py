@@ -12,14 +12,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, device, nn
 
-from patchpar.comm.pytree import map_leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
+from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
@@ -36,8 +36,6 @@ from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
-EMBEDDINGS = ("embeds", "attention_mask")
-"""Parts of the names of such arguments."""
 BAR = "_progress_bar_config"  # diffusers' attribute
 
 
@@ -65,7 +63,7 @@ class PipelineCall:
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline, with the caller's switches of torch. Networks keep nothing of a call that fails."""
         take_switches(self.options.switches)
-        arguments = with_embeddings_on(self.context.device, kwargs)
+        arguments = with_embeddings_on(device(self.context.device), kwargs)
         if self.options.has_callback:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
@@ -152,22 +150,6 @@ def _caches_reset_after_failure(pipe: Any) -> Iterator[None]:
             if hasattr(network, "_reset_stateful_cache"):
                 network._reset_stateful_cache()
         raise
-
-
-def with_embeddings_on(device: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a call with embeddings, and masks of them, on the device of this rank.
-
-    Some pipelines use them where they are, and a caller that is no rank has them on its own device or on the CPU.
-    Images stay: pipelines move them once they are prepared, which they are on the CPU.
-    """
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return {
-        name: map_leaves(moved, value) if any(part in name for part in EMBEDDINGS) else value
-        for name, value in kwargs.items()
-    }
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:

@@ -28,6 +28,7 @@ from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.description import described, set_by_attributes
+from patchpar.pipeline.device_arguments import of_method_on
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_graphs import needs_hooks
@@ -64,8 +65,7 @@ class PipelineRunner:
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
-        self._arguments: dict[str, Any] = {}
-        self._adapters = AdapterSelection()
+        self._adapters, self._arguments = AdapterSelection(), dict[str, Any]()
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that print
             silence_libraries()
 
@@ -120,7 +120,7 @@ class PipelineRunner:
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
-        args, kwargs = with_checked_sources(method, args, kwargs)
+        args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
         result = method(*args, **kwargs)
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)

@@ -145,7 +145,7 @@ class PipelineState:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""
         if not isinstance(self.ranks, WorkerExecutor):
             return  # other executors never restart ranks, and call all of them
-        others = [rank for rank in range(self.ranks.world_size) if rank not in ranks]
+        others = [rank for rank in self.ranks.in_service if rank not in ranks]
         for change in changes:
             words: list[Any] = ["set", change.path, *change.args]
             options: dict[str, Any] = {"replay": change.path}

@@ -16,9 +16,11 @@ from patchpar.plan.resync import Resync
 from patchpar.plan.scalars import is_number, is_whole
 
 Moments = Literal["fresh", "corrected", "guarded", "stale", "separate"]
+Text = Literal["split", "whole"]
 GroupNorm = Literal["corrected", "guarded", "stale", "separate", "sync"]
 Correction = Literal["affine", "linear", "none"]
 BITS = (16, 8, 4)
+TEXTS: tuple[Text, ...] = ("split", "whole")
 CORRECTIONS: tuple[Correction, ...] = ("affine", "linear", "none")
 GROUP_NORMS: dict[GroupNorm, Moments] = {
     "corrected": "corrected",
@@ -62,7 +64,8 @@ class ExchangePolicy:
 
     The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments are sent to all ranks,
     keys and values are joined by copying, and variances of stale moments are unbiased, as in DistriFusion's code.
-    `bucket`: how many small messages are sent together. `keys`: the exchange of fresh keys and values.
+    `bucket`: how many small messages are sent together. `keys`: the exchange of fresh keys and values. `text` of joint
+    attention: "split" between ranks as the image is, or "whole", so that each rank computes all of it.
     """
 
     name: str = "exact"
@@ -74,6 +77,7 @@ class ExchangePolicy:
     published: bool = False
     bucket: int = 16
     resync: Resync | None = None
+    text: Text = "split"
 
     @property
     def remembers(self) -> bool:

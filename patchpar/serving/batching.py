@@ -8,7 +8,7 @@ from typing import Any
 
 from patchpar.serving.generated import FinishedCall, GeneratedImages, generated
 from patchpar.serving.image_call import ImageCall
-from patchpar.serving.partial_images import CompletedImage, ImageFigures
+from patchpar.serving.partial_images import CompletedImage
 
 MOST_PIXELS = 512 * 512
 """Of an image in a batch: larger ones fill a device alone."""
@@ -30,7 +30,7 @@ def batch_key(call: ImageCall, *, is_exact: bool) -> Hashable | None:
     if is_exact or call.count > 1 or call.partial_images or not is_plain or width * height > MOST_PIXELS:
         return None
     given = tuple(name in call.arguments for name in PER_IMAGE)
-    return given, tuple(sorted(shared.items())), str(call.plan), tuple(sorted(call.loras.items()))
+    return given, tuple(sorted(shared.items())), str(call.plan), call.degree, tuple(sorted(call.loras.items()))
 
 
 def seeded(call: ImageCall, seed: int) -> dict[str, Any]:
@@ -53,9 +53,7 @@ def batch_results(made: FinishedCall, images: Sequence[Any], tokens: Sequence[in
     """Return what each request gets of a call. `tokens`: of each prompt. The first one has the call's statistics."""
     found = []
     for number, (image, count) in enumerate(zip(images, tokens, strict=True)):
-        done = CompletedImage(
-            image_index=0, image=image, figures=ImageFigures.of(made.run), reason=made.reason, prompt_tokens=count
-        )
+        done = CompletedImage(image_index=0, image=image, figures=made.figures, reason=made.reason, prompt_tokens=count)
         found.append(generated([done], [] if number else [made.run]))
     return found
 

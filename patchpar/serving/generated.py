@@ -25,20 +25,30 @@ class GeneratedImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedVideo:
-    """Frames [F, H, W, 3] in uint8, the statistics of their call, and the reason for the plan."""
+    """Frames [F, H, W, 3] in uint8, statistics and figures of their call, and the reason for the plan."""
 
     frames: Any
     run: Run
     reason: str
+    figures: ImageFigures
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCall:
-    """A call of the pipeline that has ended well: its output, statistics, and the reason for the plan."""
+    """A call of the pipeline that has ended well: its output, statistics, and the reason for the plan.
+
+    `retries`: how often it was made again after it had lost a worker.
+    """
 
     output: Any
     run: Run
     reason: str
+    retries: int = 0
+
+    @property
+    def figures(self) -> ImageFigures:
+        """What clients are told of it."""
+        return ImageFigures.of(self.run, self.retries)
 
 
 def generated(done: Sequence[CompletedImage], runs: Sequence[Run]) -> GeneratedImages:

@@ -4,7 +4,7 @@ Knows nothing of HTTP. Calls come from the threads of the queue, which has no mo
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -29,9 +29,11 @@ from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedV
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.latent_preview import ColourMap
-from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
-from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImages
+from patchpar.serving.lora_registry import LoraRegistry
+from patchpar.serving.partial_images import CompletedImage, PartialImages
+from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
+from patchpar.serving.ranks_in_service import check_in_service
 from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
 from patchpar.serving.unfinished_call import UnfinishedCall
@@ -49,7 +51,8 @@ class ImageGenerator:
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.ranks = RankPool(len(served.devices), self._slow_ranks)
+        self.pings = RankPings(self._ping, len(served.devices))
+        self.ranks = RankPool(len(served.devices), self._slow_ranks, self.pings)
         self.task: PipelineTask | None = None
         self.loras = LoraRegistry()
         self._is_warm = self.can_batch = False
@@ -60,12 +63,18 @@ class ImageGenerator:
     def _slow_ranks(self) -> Collection[int]:
         return () if self._pipe is None else self._pipe.slow_ranks
 
+    def _ping(self, rank: int, is_cancelled: Callable[[], bool]) -> None:
+        pipe = self._pipe
+        if pipe is not None:
+            pipe.free_memory(rank, is_cancelled=is_cancelled)
+
     @property
     def state(self) -> PoolState:
-        """Whether enough ranks for a request are there: "lost" after calls in which too many of them failed."""
+        """Whether enough ranks for a request are there: "lost" where too many of them have failed, or do not answer."""
         if not self._is_warm:
             return "loading"
-        return "ready" if self.ranks.usable >= self.served.devices_of(self.served.plan) else "lost"
+        needed = min(self.served.devices_of(self.served.plan), self.ranks.in_service)
+        return "ready" if self.ranks.usable >= needed else "lost"
 
     @property
     def pipe(self) -> ParallelPipeline:
@@ -114,7 +123,7 @@ class ImageGenerator:
         takes = self.served.devices_of(plan)
         with self.ranks.taken(len(self.served.devices)) as ranks:
             groups = [ranks[start : start + takes] for start in range(0, len(ranks) - takes + 1, takes)]
-            self._warm_up(job, plan, groups)
+            self.warm_up_on(job, plan, groups)
             if self.served.batch > 1:
                 self.can_batch = self._batches_are_equal(job, groups[0])
         self._is_warm = True
@@ -142,9 +151,10 @@ class ImageGenerator:
         with self.ranks.taken(min(len(lost), job.takes), lost_first=True) as ranks:
             if len(ranks) % takes:  # of a request with a plan for fewer devices than others take
                 plan, takes = "auto", len(ranks)
-            self._warm_up(job, plan, [ranks[start : start + takes] for start in range(0, len(ranks), takes)])
+            self.warm_up_on(job, plan, [ranks[start : start + takes] for start in range(0, len(ranks), takes)])
 
-    def _warm_up(self, job: Job, plan: Plan | str, groups: list[tuple[int, ...]]) -> None:
+    def warm_up_on(self, job: Job, plan: Plan | str, groups: list[tuple[int, ...]]) -> None:
+        """Make a call of two steps on each of these groups of ranks."""
         arguments, size = warm_up_arguments(self.description, plan)
         for group in groups:
             previews = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
@@ -156,23 +166,13 @@ class ImageGenerator:
             if images is not None and hasattr(images[0], "convert"):
                 previews.fit(images[0])
 
-    def add_lora(self, job: Job, lora: RegisteredLora) -> None:
-        """Load a LoRA while nothing else runs. Raises PlanError, and what diffusers raises."""
-        job.show(note=f"loading LoRA {lora.name}")
-        self.loras.load(lora, self.pipe)
-
-    def remove_lora(self, job: Job, name: str) -> None:
-        """Delete a LoRA while nothing else runs. Raises RequestError, 404, for an unknown name."""
-        job.show(note=f"deleting LoRA {name}")
-        self.loras.remove(name, self.pipe)
-
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         """Return the images of a call. Raises Cancelled, Suspended, PlanError, and what the pipeline raises.
 
         Images are made one after another, each as it would be alone. Each is an event of the job, and so are its
         partial images. A job that was suspended goes on with the first image that is not finished.
         """
-        plan = self.served.plan if call.plan is None else call.plan
+        plan = call.plan_of(self.served)
         kept = job.kept = job.kept or UnfinishedCall()
         runs: list[Run] = []
         tokens = self._tokens(call.arguments["prompt"])
@@ -192,7 +192,7 @@ class ImageGenerator:
                     CompletedImage(
                         image_index=number,
                         image=image,
-                        figures=ImageFigures.of(made.run),
+                        figures=made.figures,
                         reason=made.reason,
                         prompt_tokens=tokens,
                     )
@@ -202,7 +202,7 @@ class ImageGenerator:
 
     def generate_batch(self, job: Job, calls: Sequence[ImageCall]) -> list[GeneratedImages]:
         """Return the one image of each of several calls that are alike, made together. Raises as `generate` does."""
-        plan = self.served.plan if calls[0].plan is None else calls[0].plan
+        plan = calls[0].plan_of(self.served)
         adapters = self.loras.adapters(calls[0].loras)
         with self.ranks.taken(self._count(job, plan)) as ranks:
             made = self._finished(job, self._submit(job, batch_arguments(calls), plan, ranks, adapters=adapters), ranks)
@@ -210,11 +210,11 @@ class ImageGenerator:
 
     def generate_video(self, job: Job, call: ImageCall) -> GeneratedVideo:
         """Return the frames of a call. Raises as `generate` does."""
-        plan = self.served.plan if call.plan is None else call.plan
+        plan = call.plan_of(self.served)
         job.kept = job.kept or UnfinishedCall()
         with self.ranks.taken(self._count(job, plan)) as ranks:
             made = self._made(job, call, call.seed, plan, ranks)
-        return GeneratedVideo(frames=frames_of(made.output), run=made.run, reason=made.reason)
+        return GeneratedVideo(frames=frames_of(made.output), run=made.run, reason=made.reason, figures=made.figures)
 
     def _made(
         self, job: Job, call: ImageCall, seed: int, plan: Plan | str, ranks: tuple[int, ...], **options: Any
@@ -240,8 +240,11 @@ class ImageGenerator:
             raise
 
     def _count(self, job: Job, plan: Plan | str) -> int:
-        """Return the number of ranks of a job: those of its plan, or what the queue has given it."""
-        return plan.world_size if isinstance(plan, Plan) else job.takes
+        """Return the number of ranks of a job: of its plan, or what the queue has given it. Raises RequestError."""
+        if not isinstance(plan, Plan):
+            return job.takes
+        check_in_service(plan, self.ranks.in_service)
+        return plan.world_size
 
     def _submit(
         self,
@@ -277,7 +280,7 @@ class ImageGenerator:
             raise
         self.ranks.restore(ranks)
         assert call.run is not None
-        return FinishedCall(output, call.run, self.pipe.explain(call))
+        return FinishedCall(output, call.run, self.pipe.explain(call), call.retries)
 
     def close(self) -> None:
         """End the workers. Idempotent."""

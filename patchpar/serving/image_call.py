@@ -12,6 +12,7 @@ from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.plan import Plan
 from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.pipeline_fields import PipelineFields
+from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
 from patchpar.serving.upload_arguments import MIN_SIDE, uploaded_size, with_uploads
@@ -30,7 +31,8 @@ class ImageCall:
     """One call of the pipeline for each image, with `arguments` and a generator of its own.
 
     `size`: width and height in pixels. Image i has the seed `seed` + i. `plan`: that of this request; None for the
-    server's own. `partial_images`: how many come before each image. `loras`: scales of those that act, by name.
+    server's own. `degree`: the devices that it asks for; None where a plan, or the server, says it. `partial_images`:
+    how many come before each image. `loras`: scales of those that act, by name.
     """
 
     arguments: Mapping[str, Any]
@@ -38,8 +40,17 @@ class ImageCall:
     count: int
     size: tuple[int, int]
     plan: Plan | str | None = None
+    degree: int | None = None
     partial_images: int = 0
     loras: Mapping[str, float] = field(default_factory=dict)
+
+    def plan_of(self, served: ServedModel) -> Plan | str:
+        """Return the plan of this request on a server."""
+        return served.plan if self.plan is None else self.plan
+
+    def devices_of(self, served: ServedModel) -> int:
+        """Return how many devices work on it, unless a policy gives it another number."""
+        return self.degree or served.devices_of(self.plan_of(served))
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -51,7 +62,8 @@ class ImageCall:
 class CallRules:
     """What requests are checked against: the model, its devices and plan as they are served, and limits.
 
-    `needs_image`: the model cannot do without an image. `loras`: those that requests may select.
+    `needs_image`: the model cannot do without an image. `loras`: those that requests may select. `ranks`: those that
+    are served; None is one for each device.
     """
 
     model: PipelineInfo
@@ -59,6 +71,12 @@ class CallRules:
     limits: RequestLimits
     needs_image: bool = False
     loras: LoraRegistry = field(default_factory=LoraRegistry)
+    ranks: RankPool | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many devices are in service."""
+        return len(self.served.devices) if self.ranks is None else self.ranks.in_service
 
     def call_of(self, request: PipelineFields, uploads: Uploads = NO_UPLOADS, **extra: Any) -> ImageCall:
         """Return the calls of a request. Raises RequestError for a field that the model or a limit refuses.
@@ -66,6 +84,7 @@ class CallRules:
         `extra`: further arguments of the pipeline.
         """
         self._check_counts(request)
+        self._check_degree(request)
         arguments = {"prompt": request.prompt, **self._passed_on(request), **extra}
         sides = self._sides(request)
         if uploads.images:
@@ -87,17 +106,38 @@ class CallRules:
             count=getattr(request, "n", None) or 1,
             size=(size[1], size[0]),
             plan=plan,
+            degree=None if isinstance(plan, Plan) else request.degree,
             partial_images=getattr(request, "partial_count", 0),
             loras=self.loras.scales_of(request.lora),
         )
 
     def _check_counts(self, request: PipelineFields) -> None:
         limits = self.limits
-        steps = request.num_inference_steps or self.model.parameters.get(STEPS) or 0
-        _check_most(STEPS, steps, limits.steps)
+        _check_most(STEPS, self._steps(request) or self.model.parameters.get(STEPS) or 0, limits.steps)
         _check_most("n", getattr(request, "n", None) or 1, limits.images)
         for name in ("prompt", "negative_prompt"):
             _check_most(f"{name}, characters", len(getattr(request, name) or ""), limits.characters)
+
+    def _steps(self, request: PipelineFields) -> int | None:
+        """Return the steps that a request asks for, by their number or else by `quality`."""
+        known = self.served.quality_steps if STEPS in self.model.parameters else {}
+        return request.num_inference_steps or known.get(getattr(request, "quality", None) or "")
+
+    def _check_degree(self, request: PipelineFields) -> None:
+        """Raise RequestError for more devices than there are, and where a plan says how many work on a request."""
+        degree, plan, most = request.degree, self.served.plan, self.devices
+        if degree is None:
+            return
+        reason = ""
+        if degree > most:
+            reason = f"there are {most} devices: use 1 to {most}"
+        elif request.plan not in (None, "auto"):
+            reason = "plan says how many devices work on it: give one of them"
+        elif isinstance(plan, Plan) and (plan.divides_weights or request.plan is None):
+            way_out = "leave it out" if plan.divides_weights else "leave it out, or add plan=auto"
+            reason = f"the server's plan, {plan}, says how many devices work on a request: {way_out}"
+        if reason:
+            raise RequestError(f"degree={degree}: {reason}", param="degree")
 
     def _check_without_image(self, sides: Mapping[str, int]) -> None:
         if self.needs_image:
@@ -112,6 +152,8 @@ class CallRules:
 
     def _passed_on(self, request: PipelineFields) -> dict[str, Any]:
         given = {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
+        if (steps := self._steps(request)) is not None:
+            given[STEPS] = steps
         for name in given:
             if name not in self.model.parameters:
                 raise RequestError(
@@ -166,8 +208,8 @@ class CallRules:
             if request.strategy is None and request.plan == "auto":
                 return "auto"
             plan = self._parsed(request)
-            if plan.world_size > len(self.served.devices):
-                plan.check_devices(len(self.served.devices))
+            if plan.world_size > self.devices:
+                plan.check_devices(self.devices)
         except PlanError as error:
             raise RequestError(str(error), param=name) from None
         if plan.data > 1 or plan.divides_weights:
@@ -186,7 +228,8 @@ class CallRules:
             return Plan.parse(request.plan or "", strategy=request.strategy)
         if isinstance(self.served.plan, Plan):
             raise PlanError(f"strategy without plan: the server's plan is {self.served.plan}; give both")
-        return Plan(patch=self.served.devices_of("auto"), strategy=request.strategy)
+        most = min(self.served.devices_of("auto"), self.devices)
+        return Plan(patch=request.degree or most, strategy=request.strategy)
 
     def _check(self, arguments: Mapping[str, Any], plan: Plan | str) -> None:
         try:

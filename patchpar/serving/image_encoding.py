@@ -1,4 +1,4 @@
-"""PIL images as base64 of PNG, JPEG or WebP."""
+"""PIL images as PNG, JPEG or WebP."""
 
 import base64
 import io
@@ -11,8 +11,13 @@ DEFAULT_COMPRESSION = 100
 
 
 def encode_image(image: Any, output_format: OutputFormat, compression: int | None) -> str:
-    """Return the base64 text of a PIL image. `compression`: 0 to 100, the quality of JPEG and WebP; PNG is lossless."""
+    """Return the base64 text of a PIL image. See `image_bytes`."""
+    return base64.b64encode(image_bytes(image, output_format, compression)).decode()
+
+
+def image_bytes(image: Any, output_format: OutputFormat, compression: int | None) -> bytes:
+    """Return the file of a PIL image. `compression`: 0 to 100, the quality of JPEG and WebP; PNG is lossless."""
     file = io.BytesIO()
     options = {} if output_format == "png" else {"quality": DEFAULT_COMPRESSION if compression is None else compression}
     (image.convert("RGB") if output_format == "jpeg" else image).save(file, output_format.upper(), **options)
-    return base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()

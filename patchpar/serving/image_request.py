@@ -18,6 +18,7 @@ class GenerationRequest(PipelineFields):
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
     response_format: Text | None = None
     quality: Literal["low", "medium", "high", "xhigh", "max", "auto", "standard", "hd"] | None = None
+    previews: Literal["linear", "vae"] | None = None
     background: Text | None = None
     style: Text | None = None
     moderation: Text | None = None
@@ -38,12 +39,17 @@ class EditRequest(GenerationRequest):
 
 FIELDS = tuple(GenerationRequest.model_fields)
 ONLY: dict[str, tuple[Any, str]] = {
-    "response_format": (("b64_json",), "images are returned as b64_json; this server keeps no files to link to"),
+    "response_format": (("b64_json", "url"), "images are returned as b64_json, or as url where there is --files"),
     "background": (("auto", "opaque"), "images are opaque"),
     "style": (("vivid", "natural"), "a style is written into the prompt"),
     "moderation": (("auto",), "this server does not moderate"),
+    "previews": (
+        ("linear",),
+        "each pipeline scales and packs latents for its decoder in code of its own, within its call; use linear, the "
+        "map of latents to colours",
+    ),
 }
-"""Fields with values that change nothing, and why others are refused."""
+"""Fields with few values, and why others are refused."""
 
 
 def parse_request(body: bytes) -> GenerationRequest:
@@ -60,11 +66,28 @@ def parse_edit(values: dict[str, str]) -> EditRequest:
     return request
 
 
+def parse_edit_text(body: bytes) -> EditRequest:
+    """Return the request of the JSON of a WebSocket, which has one image for each. Raises RequestError as others do."""
+    request = from_json(EditRequest, body)
+    _check(request)
+    for name in ("n", "stream", "partial_images"):
+        if getattr(request, name) not in (None, 0, 1, False):
+            raise RequestError(f"{name}: a WebSocket sends one image for each: leave it out", param=name)
+    check_only(request, {"response_format": (("b64_json",), "a WebSocket sends files: leave it out")})
+    return request
+
+
 def _check(request: GenerationRequest) -> None:
     check_only(request, ONLY)
     if request.partial_images and not request.stream:
         raise RequestError(
             f"partial_images={request.partial_images}: they are sent with stream=true only: add it, or leave them out",
             param="partial_images",
+            code="unsupported_parameter",
+        )
+    if request.stream and request.response_format == "url":
+        raise RequestError(
+            "response_format='url' with stream=true: events have their images as b64_json: leave one out",
+            param="response_format",
             code="unsupported_parameter",
         )

@@ -6,7 +6,8 @@ from typing import Any
 
 from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.image_call import ImageCall
-from patchpar.serving.image_encoding import encode_image
+from patchpar.serving.image_encoding import encode_image, image_bytes
+from patchpar.serving.image_files import ImageFiles
 from patchpar.serving.image_request import GenerationRequest
 from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
 
@@ -15,11 +16,13 @@ LATENT = 8
 
 
 def response_of(
-    request: GenerationRequest, call: ImageCall, done: GeneratedImages, queued_seconds: float
+    request: GenerationRequest, call: ImageCall, done: GeneratedImages, queued_seconds: float, files: ImageFiles
 ) -> dict[str, Any]:
-    """Return the JSON of a response. Encodes the images, which takes a good part of a second for large ones."""
-    output_format = request.output_format or "png"
-    data = [{"b64_json": encode_image(each, output_format, request.output_compression)} for each in done.images]
+    """Return the JSON of a response. Encodes the images, which takes a good part of a second for large ones.
+
+    `files`: where images are kept that the response links to, by paths on this server.
+    """
+    data = [_encoded(request, each, files) for each in done.images]
     return {
         "created": int(time.time()),
         "data": data,
@@ -50,6 +53,13 @@ def event_fields(
     }
 
 
+def _encoded(request: GenerationRequest, image: Any, files: ImageFiles) -> dict[str, str]:
+    output_format = request.output_format or "png"
+    if request.response_format == "url":
+        return {"url": files.store(image_bytes(image, output_format, request.output_compression), output_format)}
+    return {"b64_json": encode_image(image, output_format, request.output_compression)}
+
+
 def _described(request: GenerationRequest, image: Any) -> dict[str, str]:
     return {
         "size": f"{image.width}x{image.height}",
@@ -68,6 +78,7 @@ def _figures(seed: int, calls: Sequence[ImageFigures], reason: str, queued_secon
         "seconds": round(sum(call.seconds for call in calls), 4),
         "queued_seconds": round(queued_seconds, 4),
         "steps": sum(call.steps for call in calls),
+        "recovered": sum(call.recovered for call in calls),
     }
 
 

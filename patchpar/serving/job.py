@@ -19,6 +19,10 @@ class Cancelled(Exception):
     """Raised inside a job that was cancelled."""
 
 
+class ServerEnding(Cancelled):
+    """Raised for a job that the end of the server has cancelled, and nobody who wants it."""
+
+
 class Suspended(Exception):
     """Raised inside a job that is to go on later. What it needs for that is in its `kept`."""
 
@@ -83,10 +87,11 @@ class Job:
         self.peers: tuple[Job, ...] = ()
         """Jobs that this one makes the results of, in one call."""
         self._leader: Job | None = None
-        self._takes_alone = takes
+        self._takes_alone = self._wanted = takes
         self._lock = threading.Lock()
         self._view = JobView()
         self._is_unwanted = False
+        self._reason = Cancelled()
         self.submitted = time.monotonic()
         self.queued_seconds = 0.0
         self._events: list[Any] = []
@@ -135,11 +140,12 @@ class Job:
         if self.is_suspending:
             raise Suspended
 
-    def cancel(self) -> None:
-        """Cancel: at once while it waits, at its next check while it runs."""
-        self._is_unwanted = True
+    def cancel(self, reason: Cancelled | None = None) -> None:
+        """Cancel: at once while it waits, at its next check while it runs. The first reason is that of its outcome."""
+        if not self._is_unwanted:
+            self._is_unwanted, self._reason = True, reason or self._reason
         if self._change(only="waiting", state="cancelled"):
-            self.outcome.set_exception(Cancelled())
+            self.outcome.set_exception(self._reason)
         (self._leader or self)._end_unwanted()
 
     def _end_unwanted(self) -> None:
@@ -183,6 +189,10 @@ class Job:
         else:
             self.finish(result)
 
+    def fit(self, capacity: int) -> None:
+        """Take no more than there is, or as much as it was to take."""
+        self.takes = self._takes_alone = min(self._wanted, capacity)
+
     def join(self, leader: "Job") -> None:
         """Wait for the result that another job makes, without taking anything of the capacity."""
         self._leader, self._takes_alone, self.takes = leader, self.takes, 0
@@ -209,7 +219,7 @@ class Job:
     def fail(self, error: Exception) -> None:
         """End with an exception, its own or that of the job which it has joined."""
         if isinstance(error, Cancelled):
-            self._end_with(error, state="cancelled")
+            self._end_with(self._reason, state="cancelled")
             return
         if not isinstance(error, PatchparError):
             log.exception("a job failed")
@@ -220,11 +230,15 @@ class Job:
         self._on_suspend.clear()
         self._change(state="waiting", note="suspended")
         if self._is_unwanted:  # also if it was cancelled just before it waited, which ended nothing
-            self._end_with(Cancelled(), state="cancelled")
+            self._end_with(self._reason, state="cancelled")
+
+    def forget_suspension(self) -> None:
+        """Let it run on when it is run again, also if it was suspended once more when it waited already."""
+        self.is_suspending = False
 
     def abandon(self, reason: Cancelled | None = None) -> None:
         """End a job that was cancelled and goes on all the same: whoever waits for its outcome has it now."""
-        self._end_with(reason or Cancelled(), state="cancelled")
+        self._end_with(reason or self._reason, state="cancelled")
 
     def set_ahead(self, ahead: int) -> None:
         """Set the number of jobs before it."""

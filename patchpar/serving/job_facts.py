@@ -27,7 +27,7 @@ def facts_of(
     return JobFacts(
         shape=CallShape(width * height * frames, model.branches(call.arguments)),
         steps=steps * call.count,
-        degrees=_degrees(served, served.plan if call.plan is None else call.plan, policy),
+        degrees=(call.degree,) if call.degree else _degrees(served, call.plan_of(served), policy),
         deadline=time.monotonic() + left,
         priority=request.priority or 0,
         batch_key=None if frames > 1 else batch_key(call, is_exact=request.exactness == "exact"),

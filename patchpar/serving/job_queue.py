@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.serving.job import Job
+from patchpar.serving.job import Job, ServerEnding
 
 CLOSE_SECONDS = 1.0  # a first call may be minutes from its next step
 
@@ -77,14 +77,23 @@ class WorkQueue:
             return sum(not job.view.is_over for job in self._waiting)
 
     def append(
-        self, work: Callable[[Job], Any], *, takes: int = 1, facts: Any = None, source: Any = None, kept: Any = None
+        self,
+        work: Callable[[Job], Any],
+        *,
+        takes: int = 1,
+        facts: Any = None,
+        source: Any = None,
+        kept: Any = None,
+        admit: Callable[[Sequence[Job]], object] = lambda _: None,
     ) -> Job:
         """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait.
 
         `facts`: what `choose` has to know of it. `source`, `kept`: see Job; one that goes on is never one too many.
+        `admit` gets the jobs that wait, and raises for one that is not to wait with them.
         """
         with self._changed:
             self._drop_ended()
+            admit(tuple(self._waiting))
             if len(self._waiting) >= self._most and kept is None:
                 raise QueueFull(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
             job = Job(work, min(takes, self._capacity), facts=facts, source=source, kept=kept)
@@ -111,6 +120,15 @@ class WorkQueue:
             found = self._choose(self._free, tuple(self._waiting), tuple(self._running))
             if isinstance(found, JobSuspend):
                 found.job.suspend()
+
+    def resize(self, capacity: int) -> None:
+        """Let jobs that run take so much together from now on, at most what it was at first; those that wait fit in."""
+        with self._changed:
+            self._free += capacity - self._capacity
+            self._capacity = capacity
+            for job in self._waiting:
+                job.fit(capacity)
+            self._changed.notify_all()
 
     def check_open(self) -> None:
         """Raise QueueClosed if the queue takes no more jobs."""
@@ -145,7 +163,7 @@ class WorkQueue:
         with self._changed:
             self.stop_taking()
             for job in (*self._waiting, *self._running):
-                job.cancel()
+                job.cancel(ServerEnding())
         if not self.finish(timeout):
             with self._changed:
                 for job in self._running:
@@ -173,6 +191,7 @@ class WorkQueue:
         for each in (*reversed(peers), job):
             self._running.remove(each)
             if not each.view.is_over:
+                each.forget_suspension()
                 self._waiting.insert(sum(other.is_urgent for other in self._waiting), each)
 
     def _next(self) -> Job | None:

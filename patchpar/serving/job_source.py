@@ -26,13 +26,17 @@ class QueuedImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    """What a job was made of. `route`: see `JournaledRequest`. `owner`: who may see it."""
+    """What a job was made of. `route`: see `JournaledRequest`. `owner`: who may see it.
+
+    `is_lasting`: whether the next server goes on with it.
+    """
 
     route: str
     request: PipelineFields
     uploads: Uploads
     owner: str
     call: ImageCall
+    is_lasting: bool = True
 
 
 def journaled(job: Job, source: JobSource, kept: KeptJob | None, model: str) -> JournaledRequest:
@@ -58,8 +62,8 @@ def write_journal(journal: RequestJournal, jobs: Sequence[Job], kept: KeptJobs, 
     One that cannot be written is lost, unless an earlier server has written it: the next one begins with that.
     """
     for job in jobs:
-        if not isinstance(job.source, JobSource):
-            continue  # of no request
+        if not isinstance(job.source, JobSource) or not job.source.is_lasting:
+            continue
         known = kept.of(job)
         try:
             entry = journaled(job, job.source, known, model)

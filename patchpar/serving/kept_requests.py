@@ -76,7 +76,7 @@ def keep(service: ImageService, later: LaterRequest) -> KeptJob:
         request=later.wanted,
         call=calls,
         finish=partial(_stored if is_video else _response, service, later.wanted, calls),
-        drop=StoredVideo.delete if is_video else lambda _: None,
+        drop=StoredVideo.delete if is_video else partial(_delete_files, service),
         images=getattr(later.wanted, "n", None) or 1,
         route=later.route,
         ended=partial(_ended, service),
@@ -147,12 +147,20 @@ def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
 def _dropped(service: ImageService, name: str, result: Any) -> None:
     if isinstance(result, StoredVideo):
         result.delete()
+    else:
+        _delete_files(service, result)
     if service.journal is not None:
         service.journal.remove(name)
 
 
 def _response(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, done: Any) -> dict[str, Any]:
-    return response_of(wanted, calls[0].call, done, calls[0].job.queued_seconds)
+    return response_of(wanted, calls[0].call, done, calls[0].job.queued_seconds, service.files)
+
+
+def _delete_files(service: ImageService, response: dict[str, Any]) -> None:
+    for each in response["data"]:
+        if "url" in each:
+            service.files.delete(each["url"])
 
 
 def _stored(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, video: Any) -> StoredVideo:

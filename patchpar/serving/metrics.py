@@ -1,14 +1,17 @@
 """Counts of a server for Prometheus. Values of labels come from closed sets: routes, statuses, ranks, kinds, states."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from patchpar.pipeline.report import Run
+from patchpar.serving.rank_pool import RankState
 
 STATES = ("loading", "ready", "lost", "draining")
+RANK_STATES = get_args(RankState)
 SIZES = (1, 2, 4, 8, 16, 32)
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -36,6 +39,15 @@ class ServerMetrics:
         self._batches = Histogram(
             "patchpar_batch_size", "Requests that were made in one call.", buckets=SIZES, registry=registry
         )
+        self._suspensions = Counter(
+            "patchpar_suspensions_total", "Running requests that were suspended.", registry=registry
+        )
+        self._recoveries = Counter(
+            "patchpar_recoveries_total", "Times that a call went on after it had lost a worker.", registry=registry
+        )
+        self._missed = Counter(
+            "patchpar_deadlines_missed_total", "Requests whose deadline passed while they waited.", registry=registry
+        )
         self._bytes = Counter(
             "patchpar_bytes_sent_total", "Bytes sent to other ranks.", ["rank", "kind"], registry=registry
         )
@@ -43,6 +55,7 @@ class ServerMetrics:
             "patchpar_wait_seconds_total", "Seconds that a rank waited for others.", ["rank", "kind"], registry=registry
         )
         self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", registry=registry)
+        self._ranks = Gauge("patchpar_ranks", "Ranks by what they do.", ["state"], registry=registry)
         self._state = Gauge("patchpar_state", "1 of the state that the server is in.", ["state"], registry=registry)
 
     def watch(self, *, queue_length: Callable[[], int], state: Callable[[], str]) -> None:
@@ -50,6 +63,11 @@ class ServerMetrics:
         self._queue_length.set_function(queue_length)
         for each in STATES:
             self._state.labels(each).set_function(partial(_is_in, state, each))
+
+    def watch_ranks(self, states: Callable[[], Sequence[str]]) -> None:
+        """Read what each rank does whenever metrics are read."""
+        for each in RANK_STATES:
+            self._ranks.labels(each).set_function(partial(_count_of, states, each))
 
     def observe(self, queued_seconds: float, runs: Iterable[Run]) -> None:
         """Count a finished request of images."""
@@ -67,6 +85,18 @@ class ServerMetrics:
         """Count a call that made the images of several requests."""
         self._batches.observe(size)
 
+    def observe_recoveries(self, count: int) -> None:
+        """Count calls that were made again after they had lost a worker."""
+        self._recoveries.inc(count)
+
+    def observe_suspension(self) -> None:
+        """Count a running request that waits again."""
+        self._suspensions.inc()
+
+    def observe_missed_deadline(self) -> None:
+        """Count a request that has waited for too long."""
+        self._missed.inc()
+
     def observe_response(self, route: str, status: int, seconds: float) -> None:
         """Count a response. `route`: the path as it is declared, never as it was requested."""
         self._requests.labels(route, status).inc()
@@ -75,6 +105,10 @@ class ServerMetrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _count_of(states: Callable[[], Sequence[str]], name: str) -> float:
+    return float(states().count(name))
 
 
 def _is_in(state: Callable[[], str], name: str) -> float:

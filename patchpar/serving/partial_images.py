@@ -20,17 +20,21 @@ class PartialImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFigures:
-    """What clients are told of a call: its plan as text, seconds, ranks and steps."""
+    """What clients are told of a call: its plan as text, seconds, ranks and steps.
+
+    `recovered`: how often it was made again after it had lost a worker.
+    """
 
     plan: str
     seconds: float
     ranks: int
     steps: int
+    recovered: int = 0
 
     @classmethod
-    def of(cls, run: Run) -> "ImageFigures":
+    def of(cls, run: Run, recovered: int = 0) -> "ImageFigures":
         """Return the figures of a call."""
-        return cls(plan=str(run.plan), seconds=run.seconds, ranks=len(run.ranks), steps=run.steps)
+        return cls(plan=str(run.plan), seconds=run.seconds, ranks=len(run.ranks), steps=run.steps, recovered=recovered)
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> "ImageFigures":
@@ -40,6 +44,7 @@ class ImageFigures:
             seconds=float(facts["seconds"]),
             ranks=int(facts["ranks"]),
             steps=int(facts["steps"]),
+            recovered=int(facts.get("recovered", 0)),
         )
 
 

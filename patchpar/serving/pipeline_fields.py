@@ -12,8 +12,6 @@ MAX_SEED = 2**63 - 1
 MAX_DEADLINE = 24 * 3600 * 1000
 MAX_SCALE, MAX_LORAS = 10.0, 8
 Text = Annotated[str, Field(max_length=32_000)]
-NOT_THERE_YET = ("degree", "previews")
-"""Extensions that are planned; a request with one is refused, so that none is ignored."""
 
 _UPLOADS = "send it as a file of a form (multipart/form-data), to /v1/images/edits or /v1/videos; never a path or URL"
 OF_OTHERS = {
@@ -42,8 +40,8 @@ class PipelineFields(BaseModel):
     """Arguments of the pipeline and of its call. None is a field that was left out. `height` and `width` in pixels.
 
     `deadline_ms`: milliseconds from the arrival of the request. `priority`: those of a higher one come first.
-    `lora`: those that act, each as a name and a scale; in a form their JSON. `exactness`: "exact" keeps it out of
-    batches.
+    `degree`: devices that work on it, with an automatic plan. `lora`: those that act, each as a name and a scale; in a
+    form their JSON. `exactness`: "exact" keeps it out of batches.
     """
 
     model_config = STRICT
@@ -63,6 +61,7 @@ class PipelineFields(BaseModel):
     width: Annotated[int, Field(ge=1)] | None = None
     plan: Text | None = None
     strategy: Text | None = None
+    degree: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE)] | None = None
     lora: Loras | None = None
@@ -127,8 +126,6 @@ def _missing(name: str, kind: str) -> RequestError:
 
 def _unknown(name: str, known: Sequence[str]) -> RequestError:
     short = name[:64]
-    if short in NOT_THERE_YET:
-        return RequestError(f"{short} is not there yet: leave it out", param=short, code="unsupported_parameter")
     if short in OF_OTHERS:
         return RequestError(f"{short}: {OF_OTHERS[short]}", param=short, code="unsupported_parameter")
     near = nearest(short.rpartition(".")[2], known)
@@ -137,7 +134,7 @@ def _unknown(name: str, known: Sequence[str]) -> RequestError:
 
 
 def check_only(request: BaseModel, only: dict[str, tuple[Any, str]]) -> None:
-    """Raise RequestError for a field of `only` with another value than those listed, which change nothing."""
+    """Raise RequestError for a field of `only` with another value than those listed."""
     for name, (accepted, reason) in only.items():
         value = getattr(request, name)
         if value is not None and value not in accepted:

@@ -1,57 +1,105 @@
-"""Which ranks of a server work, are free, or have lost their process."""
+"""Which ranks of a server work, are free, have lost their process, or are out of service."""
 
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
-RankState = Literal["free", "busy", "lost"]
+RankState = Literal["free", "busy", "silent", "lost", "removed"]
+
+
+class Answers(Protocol):
+    """When ranks have answered."""
+
+    def note(self, rank: int) -> None:
+        """Note that a rank has answered."""
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether a rank that has nothing to do has not answered for too long."""
+
+
+class NoQuestions:
+    """Of ranks that nobody asks."""
+
+    def note(self, rank: int) -> None:
+        """See Answers."""
+
+    def is_silent(self, rank: int) -> bool:
+        """See Answers."""
+        return False
 
 
 class RankPool:
     """The ranks of one server. The queue starts no more calls than there are ranks for.
 
-    `slow` returns ranks that are taken after all others.
+    `slow` returns ranks that are taken after all others. `answers`: which free ones do not answer.
     """
 
-    def __init__(self, count: int, slow: Callable[[], Collection[int]] = tuple) -> None:
-        self._slow = slow
-        self._states: list[RankState] = ["free"] * count
+    def __init__(self, count: int, slow: Callable[[], Collection[int]] = tuple, answers: Answers | None = None) -> None:
+        self._slow, self._answers = slow, answers or NoQuestions()
+        self._is_busy = [False] * count
         self._lost: set[int] = set()
+        self._removed: set[int] = set()
         self._lock = threading.Lock()
 
     @property
     def states(self) -> tuple[RankState, ...]:
         """What each rank does. A lost one works on nothing, or on being replaced."""
         with self._lock:
-            return tuple("lost" if rank in self._lost else state for rank, state in enumerate(self._states))
+            return tuple(self._state_of(rank) for rank in range(len(self._is_busy)))
+
+    def _state_of(self, rank: int) -> RankState:
+        """Needs the lock."""
+        if rank in self._removed:
+            return "removed"
+        if rank in self._lost:
+            return "lost"
+        if self._is_busy[rank]:
+            return "busy"
+        return "silent" if self._answers.is_silent(rank) else "free"
+
+    @property
+    def in_service(self) -> int:
+        """Number of ranks that are not removed."""
+        return len(self._is_busy) - len(self._removed)
 
     @property
     def usable(self) -> int:
-        """Number of ranks that are not lost."""
-        return len(self._states) - len(self._lost)
+        """Number of ranks that work, or would."""
+        return sum(state in ("free", "busy") for state in self.states)
 
     @property
     def lost(self) -> tuple[int, ...]:
         """The lost ranks."""
         with self._lock:
-            return tuple(sorted(self._lost))
+            return tuple(sorted(self._lost - self._removed))
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether a rank has nothing to do, and has not been lost or removed."""
+        with self._lock:
+            return self._state_of(rank) in ("free", "silent")
 
     @contextmanager
     def taken(self, count: int, *, lost_first: bool = False) -> Iterator[tuple[int, ...]]:
         """Take so many free ranks, the first ones that are not lost or slow; with `lost_first` those that are lost."""
         slow = self._slow()
         with self._lock:
-            free = [rank for rank, state in enumerate(self._states) if state == "free"]
+            free = [rank for rank, is_busy in enumerate(self._is_busy) if not is_busy and rank not in self._removed]
             assert len(free) >= count, "the queue starts a job when its devices are free"
-            best_first = sorted(free, key=lambda rank: ((rank in self._lost) != lost_first, rank in slow))
+            best_first = sorted(free, key=lambda rank: (*self._order(rank, lost_first=lost_first), rank in slow))
             found = tuple(sorted(best_first[:count]))
-            self._set(found, "busy")
+            for rank in found:
+                self._is_busy[rank] = True
         try:
             yield found
         finally:
             with self._lock:
-                self._set(found, "free")
+                for rank in found:
+                    self._answers.note(rank)
+                    self._is_busy[rank] = False
+
+    def _order(self, rank: int, *, lost_first: bool) -> tuple[bool, bool]:
+        return (rank in self._lost) != lost_first, self._answers.is_silent(rank)
 
     def lose(self, ranks: tuple[int, ...]) -> None:
         """Note that a call on these ranks has failed with its workers."""
@@ -63,6 +111,14 @@ class RankPool:
         with self._lock:
             self._lost -= set(ranks)
 
-    def _set(self, ranks: tuple[int, ...], state: RankState) -> None:
-        for rank in ranks:
-            self._states[rank] = state
+    def remove(self, rank: int) -> None:
+        """Take a rank out of service, which has nothing to do."""
+        with self._lock:
+            self._removed.add(rank)
+            self._lost.discard(rank)
+
+    def put_back(self, rank: int) -> None:
+        """Put a rank into service again."""
+        with self._lock:
+            self._removed.discard(rank)
+            self._answers.note(rank)

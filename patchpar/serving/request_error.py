@@ -6,6 +6,9 @@ from typing import Any
 
 from patchpar.errors import PatchparError
 
+KINDS = {429: "rate_limit_error"}
+"""Types of errors by status, as OpenAI's clients know them; others are of the request itself, or of the server."""
+
 
 class RequestError(PatchparError):
     """A request is refused, or has failed. `param`: the field that is wrong; `retry_after`: seconds, for clients."""
@@ -25,7 +28,7 @@ class RequestError(PatchparError):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON of the response."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property

@@ -38,7 +38,7 @@ class JobScheduler:
     """Chooses the next job of a queue by a policy, with costs that it learns."""
 
     def __init__(self, policy: Policy, devices: int, costs: LearntCosts) -> None:
-        self._policy, self._devices, self.costs = policy, devices, costs
+        self._policy, self.devices, self.costs = policy, devices, costs
         self.batch = 1
         """Most requests of one call."""
 
@@ -55,7 +55,7 @@ class JobScheduler:
         known = [job for job in running if isinstance(job.facts, JobFacts) and job.takes]
         state = ScheduleState(
             now=now,
-            devices=self._devices,
+            devices=self.devices,
             waiting=tuple(self._request(job) for job in waiting),
             running=tuple(self._running(job, now) for job in known),
             busy=sum(job.takes for job in running if job not in known),
@@ -78,7 +78,7 @@ class JobScheduler:
 
     def check_deadline(self, facts: JobFacts) -> None:
         """Raise RequestError, 504, for a deadline that nothing can meet, as far as calls like it have been measured."""
-        fastest = self.costs.costs(facts.shape, facts.degrees)
+        fastest = self.costs.costs(facts.shape, self._degrees(facts))
         degree = fastest.degrees[-1]
         predicted = fastest.seconds(degree, facts.steps)
         left = facts.deadline - time.monotonic()
@@ -91,13 +91,17 @@ class JobScheduler:
                 code="deadline_unreachable",
             )
 
+    def _degrees(self, facts: JobFacts) -> tuple[int, ...]:
+        """Return the numbers of devices that a request may have now: fewer than it could have, where some are gone."""
+        return tuple(each for each in facts.degrees if each <= self.devices) or (self.devices,)
+
     def _request(self, job: Job) -> WaitingRequest:
         facts: JobFacts = job.facts
         return WaitingRequest(
             name=job,
             arrival=job.submitted,
             steps=max(1, facts.steps - job.done_steps),
-            costs=self.costs.costs(facts.shape, facts.degrees),
+            costs=self.costs.costs(facts.shape, self._degrees(facts)),
             deadline=facts.deadline,
             priority=facts.priority,
             suspensions=job.suspensions if facts.can_suspend and not job.peers else MAX_SUSPENSIONS,
@@ -119,13 +123,3 @@ def check_not_late(job: Job) -> None:
             param="deadline_ms",
             code="deadline_missed",
         )
-
-
-def ends_late(job: Job) -> bool:
-    """Return whether a job that has joined another one is late; it ends then."""
-    try:
-        check_not_late(job)
-    except RequestError as error:
-        job.fail(error)
-        return True
-    return False

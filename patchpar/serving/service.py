@@ -1,34 +1,35 @@
 """What a server does, without HTTP: loads a model, checks and queues requests, keeps results, drains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from patchpar.errors import LaunchError, WorkerError
-from patchpar.pipeline.report import Run
-from patchpar.serving.batching import completed
 from patchpar.serving.finished_results import save_results
-from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.image_call import NO_UPLOADS, CallRules, ImageCall
+from patchpar.serving.image_files import ImageFiles
 from patchpar.serving.image_request import GenerationRequest
-from patchpar.serving.job import Cancelled, Job, Suspended
+from patchpar.serving.job import Job
 from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import CLOSE_SECONDS, QueueClosed, QueueFull, WorkQueue
 from patchpar.serving.job_source import JobSource, QueuedImages, write_journal
 from patchpar.serving.kept_jobs import KeptJobs
 from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
-from patchpar.serving.out_of_memory import is_out_of_memory
+from patchpar.serving.model_facts import model_facts
 from patchpar.serving.pipeline_fields import PipelineFields
+from patchpar.serving.queue_parts import check_part
+from patchpar.serving.ranks_in_service import check_removable, check_removed, put_back_rank, remove_rank
 from patchpar.serving.refusals import RETRY_SECONDS, draining, loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import RequestJournal
-from patchpar.serving.scheduler import JobFacts, JobScheduler, check_not_late, ends_late
+from patchpar.serving.scheduler import JobFacts, JobScheduler
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
+from patchpar.serving.served_calls import ServedCalls
 from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.socket_tickets import SocketTickets
 from patchpar.serving.unfinished_call import UnfinishedCall
 from patchpar.serving.uploaded_image import Uploads
 from patchpar.serving.video_call import video_arguments
@@ -50,13 +51,15 @@ class ImageService:
         self.journal: RequestJournal | None = None if settings.journal is None else RequestJournal(settings.journal)
         is_complete = self.journal is None or self.journal.is_empty
         self.kept, self.videos = KeptJobs(settings.kept, is_complete), VideoFiles(settings.kept.folder)
+        self.files, self.tickets = ImageFiles(settings.kept), SocketTickets()
         self._devices = len(generator.served.devices)
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
         self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
+        self._calls = ServedCalls(generator, self.scheduler.costs, self.metrics, self._repair, float(RETRY_SECONDS))
         self._rules: CallRules | None = None
         self._is_draining = False
-        self._seconds = float(RETRY_SECONDS)  # of the last request
         self.metrics.watch(queue_length=lambda: self.waiting, state=lambda: self.state)
+        self.metrics.watch_ranks(lambda: self.generator.ranks.states)
 
     @property
     def name(self) -> str:
@@ -77,6 +80,13 @@ class ImageService:
     def loras(self) -> LoraRegistry:
         """The LoRAs that requests may select."""
         return self.generator.loras
+
+    @property
+    def model_facts(self) -> dict[str, Any]:
+        """What clients are told of the model, beside its name; nothing before it is loaded."""
+        if self._rules is None:
+            return {}
+        return model_facts(self._rules.model, self.generator.task, self.settings.limits)
 
     @property
     def state(self) -> str:
@@ -110,7 +120,9 @@ class ImageService:
             limits=self.settings.limits,
             needs_image=task is not None and task.begins_with == "image",
             loras=self.generator.loras,
+            ranks=self.generator.ranks,
         )
+        self.generator.pings.start(self.generator.ranks.is_idle, self._lose)
 
     def submit(
         self,
@@ -120,17 +132,19 @@ class ImageService:
         route: str = "generation",
         owner: str = "",
         kept: UnfinishedCall | None = None,
+        is_lasting: bool = True,
     ) -> QueuedImages:
         """Check and queue a request. Raises RequestError: 400, 404 for another model, 503 if it cannot be queued.
 
-        `kept`: what an earlier server has of it.
+        `kept`: what an earlier server has of it. `is_lasting`: see JobSource.
         """
         rules = self._open_rules(request, is_earlier=kept is not None)
         if self.generator.makes_videos:
             raise RequestError("this model makes videos: use /v1/videos", code="unsupported_model", param="model")
+        self.files.check(request.response_format)
         call = rules.call_of(request, uploads)
-        source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
-        return QueuedImages(call, self._queued(source, call, lambda job: self._images(job, call), kept))
+        source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call, is_lasting=is_lasting)
+        return QueuedImages(call, self._queued(source, call, lambda job: self._calls.images(job, call), kept))
 
     def submit_video(
         self,
@@ -149,7 +163,7 @@ class ImageService:
             )
         call = rules.call_of(request, uploads, **video_arguments(request, rules.model, rules.limits))
         source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
-        return QueuedImages(call, self._queued(source, call, lambda job: self._video(job, call), kept))
+        return QueuedImages(call, self._queued(source, call, lambda job: self._calls.video(job, call), kept))
 
     def _open_rules(self, request: PipelineFields, *, is_earlier: bool) -> CallRules:
         """Return the rules. Raises RequestError. `is_earlier`: of the journal, which comes before new requests."""
@@ -166,18 +180,19 @@ class ImageService:
         """Append a job to the queue. Raises RequestError: 504 for a deadline that cannot be met, 503 if it is full."""
         served = self.generator.served
         facts = facts_of(source.request, call, served, self.generator.description, self.settings.policy)
+        seconds = max(1, min(MAX_RETRY_SECONDS, round(self._calls.seconds)))  # the queue is likely to be shorter then
         if kept is None:
             self.scheduler.check_deadline(facts)
         try:
             return self._queue.append(
                 work,
-                takes=served.devices_of(served.plan if call.plan is None else call.plan),
+                takes=call.devices_of(served),
                 facts=facts,
                 source=source,
                 kept=kept,
+                admit=(lambda _: None) if kept is not None else partial(check_part, source, self.settings, seconds),
             )
         except QueueFull as error:
-            seconds = max(1, min(MAX_RETRY_SECONDS, round(self._seconds)))  # the queue is likely to be shorter then
             raise RequestError(str(error), status=503, code="queue_full", retry_after=seconds) from None
         except QueueClosed:
             raise draining() from None
@@ -197,21 +212,46 @@ class ImageService:
         if self._rules is None:
             raise loading()
         facts = JobFacts(shape=PAGE_IMAGE, steps=PAGE_STEPS, degrees=(self._devices,), can_suspend=False)
-        return self._queue.append(work, takes=self._devices, facts=facts)
+        return self._queue.append(self._on_all_ranks(work), takes=self._devices, facts=facts)
+
+    def _on_all_ranks(self, work: Callable[[Job], Any]) -> Callable[[Job], Any]:
+        def done(job: Job) -> Any:
+            with self.generator.ranks.taken(self.generator.ranks.in_service):
+                return work(job)
+
+        return done
 
     def add_lora(self, lora: RegisteredLora) -> Job:
         """Load a LoRA once what runs has ended, before anything else starts. Raises RequestError, 503."""
-        return self._alone(lambda job: self.generator.add_lora(job, lora))
+        return self._alone(lambda job: self.loras.load(lora, self.generator.pipe))
 
     def remove_lora(self, name: str) -> Job:
         """Delete a LoRA as `add_lora` loads one. Requests that wait for it fail. Raises RequestError: 404, 503."""
-        return self._alone(lambda job: self.generator.remove_lora(job, name))
+        return self._alone(lambda job: self.loras.remove(name, self.generator.pipe))
+
+    def remove_rank(self, rank: int) -> Job:
+        """End the worker of a rank once what runs has ended. Raises RequestError: 404, 503; 409 where it is needed."""
+        if self.settings.page_paths:
+            raise RequestError(f"rank {rank}: the page takes all devices", status=409, code="rank_needed")
+        check_removable(self.generator, rank)
+        return self._alone(lambda job: self._change_ranks(partial(remove_rank, self.generator, job, rank)))
+
+    def put_back_rank(self, rank: int) -> Job:
+        """Start the worker of a removed rank again once what runs has ended. Raises RequestError: 404, 503."""
+        check_removed(self.generator, rank)
+        return self._alone(lambda job: self._change_ranks(partial(put_back_rank, self.generator, job, rank)))
+
+    def _change_ranks(self, change: Callable[[], None]) -> None:
+        change()
+        count = self.generator.ranks.in_service
+        self.scheduler.devices = count
+        self._queue.resize(count)
 
     def _alone(self, work: Callable[[Job], Any]) -> Job:
         if self._rules is None:
             raise loading()
         try:
-            return self._queue.put_first(work, takes=self._devices)
+            return self._queue.put_first(self._on_all_ranks(work), takes=self._devices)
         except QueueClosed:
             raise draining() from None
 
@@ -228,6 +268,7 @@ class ImageService:
     def close(self) -> None:
         """Cancel what is left and end the workers. Idempotent."""
         self._is_draining = True
+        self.generator.pings.close()
         if self.journal is not None:
             write_journal(self.journal, self._queue.suspend_all(SUSPEND_SECONDS), self.kept, self.name)
         self._queue.close()
@@ -239,60 +280,11 @@ class ImageService:
         self.videos.close()
         self.generator.close()
 
-    def _batch(self, job: Job) -> GeneratedImages:
-        """Make the images of a job and of those that have joined it. Each has an event of its own image.
-
-        One that is late ends alone: if it is the job itself, the others wait again.
-        """
-        check_not_late(job)
-        joined = (job, *(peer for peer in job.peers if not ends_late(peer)))
-        calls = [each.source.call for each in joined]
-        try:
-            made: list[GeneratedImages] = self._run(job, lambda: self.generator.generate_batch(job, calls))
-        except (Cancelled, Suspended):
-            raise  # those who have joined wait again
-        except Exception as error:
-            if is_out_of_memory(error):
-                for each in joined:
-                    each.facts = replace(each.facts, batch_key=None)  # alone it may fit
-                raise Suspended from error
-            for peer in joined[1:]:
-                peer.fail(error)
-            raise
-        self.metrics.observe_batch(len(made))
-        for each, images in zip(joined, made, strict=True):
-            each.send(completed(images))
-            if each is not job:
-                each.finish(images)
-        self._ended(job, made[0].runs)
-        return made[0]
-
-    def _images(self, job: Job, call: ImageCall) -> GeneratedImages:
-        if job.peers:
-            return self._batch(job)
-        check_not_late(job)
-        images: GeneratedImages = self._run(job, lambda: self.generator.generate(job, call))
-        self._ended(job, images.runs)
-        return images
-
-    def _video(self, job: Job, call: ImageCall) -> GeneratedVideo:
-        check_not_late(job)
-        video: GeneratedVideo = self._run(job, lambda: self.generator.generate_video(job, call))
-        self._ended(job, [video.run])
-        return video
-
-    def _ended(self, job: Job, runs: Sequence[Run]) -> None:
-        self._seconds = sum(run.seconds for run in runs)
-        self.metrics.observe(job.queued_seconds, runs)
-        for run in runs:
-            self.scheduler.costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
-
-    def _run(self, job: Job, generate: Callable[[], Any]) -> Any:
-        try:
-            return generate()
-        except (WorkerError, LaunchError):
-            self._repair(job.takes)
-            raise
+    def _lose(self, rank: int) -> None:
+        """Replace a rank that does not answer, and those that are started together with it."""
+        lost = (rank,) if self.generator.pipe.can_release else tuple(range(self._devices))
+        self.generator.ranks.lose(lost)
+        self._repair(len(lost))
 
     def _repair(self, takes: int) -> None:
         """Start lost workers before anything else takes their devices; requests on other devices go on meanwhile."""

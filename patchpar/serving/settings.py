@@ -1,5 +1,6 @@
 """Settings of `patchpar serve`: what is served, to whom, and what a request may ask for at most."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 
 MAX_BATCH = 32
+QUALITIES = ("low", "medium", "high", "xhigh", "max", "standard", "hd")
+"""Values of the field `quality`, beside auto."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +24,9 @@ class ServedModel:
 
     `per_request`: the devices that work on a request with an automatic plan; None is all of them, or what a policy
     gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
-    what they are. `loras`: those that requests may select. `batch`: most requests of one call. Raises PlanError for a
-    plan with axis data, two LoRAs of one name, and numbers out of bounds.
+    what they are. `loras`: those that requests may select. `batch`: most requests of one call. `quality_steps`: steps
+    by the field `quality`. Raises PlanError for a plan with axis data, two LoRAs of one name, an unknown quality, and
+    numbers out of bounds.
     """
 
     model: str
@@ -33,6 +37,7 @@ class ServedModel:
     measured: tuple[Any, ...] = ()
     loras: tuple[RegisteredLora, ...] = ()
     batch: int = 1
+    quality_steps: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan) and self.plan.data > 1:
@@ -45,6 +50,9 @@ class ServedModel:
         names = [each.name for each in self.loras]
         if len(set(names)) < len(names):
             raise PlanError(f"--lora: {', '.join(names)}: each needs a name of its own")
+        for name, steps in self.quality_steps.items():
+            if name not in QUALITIES or not is_whole(steps):
+                raise PlanError(f"--quality {name}={steps}: use {', '.join(QUALITIES)} with steps, as low=8,high=30")
         most = len(self.devices)
         if isinstance(self.plan, Plan) and (self.plan.world_size > most or self.plan.divides_weights):
             self.plan.check_devices(most)
@@ -118,9 +126,10 @@ class ServerSettings:
     """Address, access and queue. `grace`: seconds for accepted requests to finish after a signal.
 
     `journal`: a folder for those that do not, which the next server goes on with. `page_paths`: begins of paths of a
-    page, which has a log-in of its own.
+    page, which has a log-in of its own. `max_queue`: most requests that wait; `max_per_key`: of one API key;
+    `max_per_user`: of one user of a key, whom requests name.
 
-    Raises PlanError for an address beyond this machine without a key.
+    Raises PlanError for an address beyond this machine without a key, and for limits below 1.
     """
 
     host: str = HOME
@@ -128,6 +137,8 @@ class ServerSettings:
     keys: ApiKeys = field(default_factory=ApiKeys)
     admin_keys: ApiKeys = field(default_factory=ApiKeys)
     max_queue: int = 32
+    max_per_key: int | None = None
+    max_per_user: int | None = None
     policy: str = "latency"
     grace: float = 30.0
     kept: KeptResults = field(default_factory=KeptResults)
@@ -139,8 +150,10 @@ class ServerSettings:
         check_port(self.port, "--port")
         if self.policy not in POLICIES:
             raise PlanError(f"--policy {self.policy}: use one of {', '.join(POLICIES)}")
-        if not is_whole(self.max_queue):
-            raise PlanError(f"--max-queue {self.max_queue}: it must be at least 1")
+        for name in ("max_queue", "max_per_key", "max_per_user"):
+            value = getattr(self, name)
+            if value is not None and not is_whole(value):
+                raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
         if not 0 <= self.grace < float("inf"):
             raise PlanError(f"--grace {self.grace:g}: it must be a finite number of seconds, or 0")
         if not is_local(self.host) and not self.keys:

@@ -60,7 +60,7 @@ class SocketTickets:
         matches = [each for each in self._open if hmac.compare_digest(given, each.digest)]
         self._open = [each for each in self._open if each not in matches]
         if not matches or matches[0].path != path:
-            reason = "the ticket is wrong, used or expired: POST /v1/streams/ID/tickets returns another one"
+            reason = f"the ticket is wrong, used or expired: POST {path[:80]}/tickets returns another one"
             raise RequestError(reason, status=401, code="invalid_ticket")
         return matches[0].owner
 

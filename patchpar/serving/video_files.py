@@ -86,7 +86,7 @@ class VideoFiles:
             frames=count,
             fps=fps,
             size=(width, height),
-            figures=ImageFigures.of(video.run),
+            figures=video.figures,
             reason=video.reason,
         )
 

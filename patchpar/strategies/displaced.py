@@ -5,13 +5,22 @@ arrive. The first steps are exact.
 
 axis        patch: each rank owns a band of rows, or of columns where the image is wider than tall
 exchanged   halo rows (to the neighbours), moments, keys and values (to all)
-when        stale, sent as soon as they are computed
+when        stale, sent as soon as they are computed; keys and values of a transformer's text fresh
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from patchpar.plan.exchange_policy import GROUP_NORMS, ExchangePolicy, GroupNorm, StaleKV, check_choice, check_warmup
+from patchpar.plan.exchange_policy import (
+    GROUP_NORMS,
+    TEXTS,
+    ExchangePolicy,
+    GroupNorm,
+    StaleKV,
+    Text,
+    check_choice,
+    check_warmup,
+)
 from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 
@@ -28,19 +37,22 @@ class DisplacedPatch(PatchStrategy):
     "sync" uses fresh moments of all.
     `preset`: "paper" computes and sends what the paper's code does: the variance of stale moments times N/(N - 1),
     halos to all ranks, keys joined by copying. Its warm-up steps have that factor too and so are not exact; ours are.
-    Raises PlanError.
+    `text` of a transformer with joint attention: "split" between ranks, its keys and values fresh; or computed "whole"
+    by each rank, so that no rank waits for it. Raises PlanError.
     """
 
     name: ClassVar[str] = "displaced"
     warmup_steps: int = 5
     group_norm: GroupNorm = "corrected"
     preset: Literal["paper"] | None = None
+    text: Text = "split"
 
     def __post_init__(self) -> None:
         make_plain(self)
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
         check_choice(self.name, "preset", self.preset, (None, "paper"))
+        check_choice(self.name, "text", self.text, TEXTS)
 
     @property
     def policy(self) -> ExchangePolicy:
@@ -51,5 +63,6 @@ class DisplacedPatch(PatchStrategy):
             halo="stale",
             moments=GROUP_NORMS[self.group_norm],
             context=StaleKV(),
+            text=self.text,
         )
         return replace(found, published=True, bucket=PAPER_BUCKET) if self.preset else found

@@ -17,10 +17,12 @@ from typing import ClassVar, Literal
 from patchpar.plan.exchange_policy import (
     BITS,
     CORRECTIONS,
+    TEXTS,
     CachedPartials,
     Correction,
     ExchangePolicy,
     StaleKV,
+    Text,
     check_choice,
     check_count,
     check_fraction,
@@ -47,7 +49,9 @@ class FreshEdges(PatchStrategy):
     `bits`: 8 or 4 send the quantised difference to what the receiver holds.
     `quality`: make a step exact where stale keys would cost more than this PSNR in dB allows; `budget`: MiB that a rank
     may send per step on average, spent on exact steps where they help most. `warmup_steps`: exact steps at the
-    beginning, the first included. Raises PlanError.
+    beginning, the first included.
+    `text` of a transformer with joint attention: "split" between ranks, its keys and values fresh; or computed "whole"
+    by each rank; "auto" splits it where keys and values of all tokens are sent as they are. Raises PlanError.
     """
 
     name: ClassVar[str] = "fresh-edges"
@@ -61,6 +65,7 @@ class FreshEdges(PatchStrategy):
     bits: int = 16
     quality: float | None = None
     budget: float | None = None
+    text: Text | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -72,6 +77,7 @@ class FreshEdges(PatchStrategy):
         check_fraction(self.name, "band", self.band)
         check_count(self.name, "pool", self.pool)
         check_count(self.name, "refresh", self.refresh)
+        check_choice(self.name, "text", self.text, ("auto", *TEXTS))
         check_resync(self.name, self.quality, self.budget)
 
     @property
@@ -89,4 +95,12 @@ class FreshEdges(PatchStrategy):
             warmup_steps=self.warmup_steps,
             context=CachedPartials(refresh=self.refresh) if self.context == "partials" else context,
             resync=None if self.quality is None and budget is None else rules,
+            text=self._text,
         )
+
+    @property
+    def _text(self) -> Text:
+        """Whether text is split: where less is sent, for slow links, its keys and values would be most of it."""
+        if self.text != "auto":
+            return self.text
+        return "split" if self.context == "all" and self.bits == 16 else "whole"

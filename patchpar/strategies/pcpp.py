@@ -13,9 +13,11 @@ from typing import ClassVar, Literal
 
 from patchpar.plan.exchange_policy import (
     GROUP_NORMS,
+    TEXTS,
     ExchangePolicy,
     GroupNorm,
     StaleKV,
+    Text,
     check_choice,
     check_fraction,
     check_warmup,
@@ -30,7 +32,8 @@ class PartiallyConditioned(PatchStrategy):
     """Displaced bands that attend only to the nearest `fraction` of each neighbour's rows.
 
     `context`: "band" sends those rows; "paper" sends whole neighbours and uses the same rows, as the paper's code does.
-    `warmup_steps` and `group_norm` as in DisplacedPatch. Raises PlanError.
+    `warmup_steps`, `group_norm` and `text` as in DisplacedPatch; a text that is split would be most of what is sent.
+    Raises PlanError.
     """
 
     name: ClassVar[str] = "pcpp"
@@ -38,6 +41,7 @@ class PartiallyConditioned(PatchStrategy):
     warmup_steps: int = 5
     context: Literal["band", "paper"] = "band"
     group_norm: GroupNorm = "corrected"
+    text: Text = "whole"
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -45,6 +49,7 @@ class PartiallyConditioned(PatchStrategy):
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "context", self.context, ("band", "paper"))
         check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
+        check_choice(self.name, "text", self.text, TEXTS)
 
     @property
     def policy(self) -> ExchangePolicy:
@@ -53,5 +58,10 @@ class PartiallyConditioned(PatchStrategy):
         sent = StaleKV(selection=band) if self.context == "band" else StaleKV(selection=NearRows(1.0), narrow_to=band)
         moments = GROUP_NORMS[self.group_norm]
         return ExchangePolicy(
-            name=self.name, warmup_steps=self.warmup_steps, halo="stale", moments=moments, context=sent
+            name=self.name,
+            warmup_steps=self.warmup_steps,
+            halo="stale",
+            moments=moments,
+            context=sent,
+            text=self.text,
         )

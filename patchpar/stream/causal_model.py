@@ -45,6 +45,9 @@ class CausalModel(StageModel, Protocol):
     def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
         """Return the payload of `begin` started from frames [F, height, width, 3] in uint8. Called in order."""
 
+    def posed(self, payload: Payload, frames: Tensor) -> Payload:
+        """Return the payload with a pose at its end, from frames [F, height, width, 3] in uint8 of a pose video."""
+
     def apply(self, state: Any, change: Change) -> None:
         """Change a condition in the state of one step, from its next block on. Raises PlanError."""
 

@@ -55,6 +55,10 @@ class StreamFormat:
         """Return the number of a block's first frame."""
         return first_frame_number(block * self.frames, self.per_latent)
 
+    def frames_of(self, block: int) -> int:
+        """Return the number of a block's frames."""
+        return self.first_frame(block + 1) - self.first_frame(block)
+
     def seconds(self, block: int) -> float:
         """Return the time of a block's first frame, in seconds from the beginning of the stream."""
         return self.first_frame(block) / self.fps

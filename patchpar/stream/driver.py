@@ -31,7 +31,7 @@ from patchpar.stream.messages import (
 )
 from patchpar.stream.rank_driver import RankDriver, Restarts
 from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import LiveVideo, VideoSource
+from patchpar.stream.video_source import NO_FRAMES, FrameSources
 
 Run = Callable[..., list[Any]]
 MAX_UPDATES = 1000
@@ -91,15 +91,21 @@ class ResumeState:
         self.next_out = produced.block + 1
         self.updates = with_updates(self.updates, begun.updates)
         if produced.sink is not None:
-            self.updates["reference"], self.has_sink = Reference(latents=produced.sink), True
+            self.updates[SINK], self.has_sink = Reference(latents=produced.sink), True
+
+
+SINK = "sink"
+"""Kind of the adaptive sink, which does not replace what a reference says besides: its video and its masks."""
 
 
 def with_updates(known: Mapping[str, Update], updates: Iterable[Update]) -> dict[str, Update]:
-    """Return the conditions after `updates`, by kind; a prompt is there at once."""
+    """Return the conditions after `updates`, by kind and in the order of their effect; a prompt is there at once."""
     found = dict(known)
     for update in updates:
         is_reference = isinstance(update, (ReferenceUpdate, Reference))
         kind = "reference" if is_reference else getattr(update, "name", "prompt")
+        if is_reference:
+            found.pop(SINK, None)
         found[kind] = replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
     return found
 
@@ -117,12 +123,12 @@ class StreamDriver(RankDriver):
         limits: StreamLimits,
         track: AudioSource | None,
         deliver: Callable[[OutputBlock], object],
-        video: VideoSource | LiveVideo | None = None,
+        frames: FrameSources = NO_FRAMES,
     ) -> None:
         self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
         super().__init__(self._current.ranks, limits.credit)
         self._run, self._later, self._limits, self._track, self._deliver = run, deque(later), limits, track, deliver
-        self._video = video
+        self._frames = frames
         self._updates: dict[int, list[Update]] = {}
         self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
         self._resume_state = ResumeState()
@@ -217,7 +223,7 @@ class StreamDriver(RankDriver):
                 self._ready = None
                 self._send(0, EndStream())
                 return
-            if not self._has_frames(block) or not self._has_audio(block) or not self._take_credit():
+            if not self._frames.is_here(block) or not self._has_audio(block) or not self._take_credit():
                 return
             self._sent[block] = self._next_order(block)
         self._ready = None
@@ -227,12 +233,9 @@ class StreamDriver(RankDriver):
         tokens, samples = (None, None) if self._track is None else self._track.take(block)
         self._next = block + 1
         updates = tuple(self._updates.pop(block, ()))
-        frames = None if self._video is None else self._video.take(block)
-        return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates, frames=frames), samples
-
-    def _has_frames(self, block: int) -> bool:
-        """Whether a block can begin as far as the frames of its video go."""
-        return self._video is None or self._video.is_here(block)
+        frames, pose = self._frames.take(block)
+        inputs = () if tokens is None else (tokens,)
+        return BeginBlock(inputs=inputs, updates=updates, frames=frames, pose=pose), samples
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""
@@ -256,7 +259,7 @@ class StreamDriver(RankDriver):
             return True
         if self._later and block == self._later[0].first_block:
             return True
-        return any(source is not None and source.is_over(block) for source in (self._track, self._video))
+        return any(source is not None and source.is_over(block) for source in (self._track, self._frames.video))
 
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""

@@ -56,11 +56,13 @@ class Reference:
     """Another sink [1, C, 1, H, W].
 
     `video`: latents [1, C, F, H, W] of the image and grey images, for image-to-video, or of the still image, for
-    models with speech. None keeps those before.
+    models with speech. None keeps those before. `masks`: where each of S speakers is in the image, 0 to 1, by patches
+    [S, rows, columns]; None keeps those before.
     """
 
     latents: Tensor
     video: Tensor | None = None
+    masks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

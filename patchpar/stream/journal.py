@@ -185,7 +185,7 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "name": partial(text, most=64),
     "value": partial(number, least=-1e6, most=1e6),
     **dict.fromkeys(("image", "latents"), _tensor),
-    **dict.fromkeys(("video", "negative"), partial(_tensor, is_needed=False)),
+    **dict.fromkeys(("video", "masks", "negative"), partial(_tensor, is_needed=False)),
 }
 """Validation of each field of a change."""
 

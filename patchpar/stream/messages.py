@@ -29,9 +29,13 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceUpdate:
-    """Another reference, as an image [height, width, 3] in uint8. The first rank encodes it to a Reference."""
+    """Another reference, as an image [height, width, 3] in uint8. The first rank encodes it to a Reference.
+
+    `masks`: [S, height, width] in uint8, 255 where each of S speakers is; None for one speaker, or those before.
+    """
 
     image: Tensor
+    masks: Tensor | None = None
 
 
 Update = Change | PromptUpdate | ReferenceUpdate
@@ -48,12 +52,13 @@ class BlockReady:
 class BeginBlock:
     """Begin the block that was announced. `inputs`: see AudioInputs, if the model takes audio.
 
-    `frames`: [frames, height, width, 3] in uint8 of a video to start from, or None.
+    `frames`: [frames, height, width, 3] in uint8 of a video to start from, or None. `pose`: of a pose video, as many.
     """
 
     inputs: tuple[Tensor, ...]
     updates: tuple[Update, ...]
     frames: Tensor | None = None
+    pose: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class StreamRun:
     `keep`: blocks that each stage keeps, to go on when another one has died. `continues`: a run after such a death, in
     which stages keep their state. `settles`: blocks after which a stream can go on so; None if it cannot. `lost`: what
     was lost in a run that is repeated. `strength`: the first noise level, 0 to 1, if it is not that of the model.
+    `has_pose`: blocks come with frames of a pose video. `speakers`: voices, each with a part of the image.
     """
 
     ranks: int
@@ -115,6 +121,8 @@ class StreamRun:
     settles: int | None = None
     lost: tuple[LostStage, ...] = ()
     strength: float | None = None
+    has_pose: bool = False
+    speakers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +130,15 @@ class ModelFacts:
     """Properties of a model that a session needs. `audio`: the model's AudioInputs, or None if it takes no audio.
 
     `per_latent`: images per latent frame. `spatial`: pixels per latent pixel. `starts_from_image`: it needs a
-    reference. `late`: latent frames, at most, by which the images of a latent frame are late.
+    reference. `hears_speech`: it takes pose videos and several voices. `late`: latent frames, at most, by which the
+    images of a latent frame are late.
     """
 
     audio: Any
     per_latent: int
     spatial: int
     starts_from_image: bool = False
+    hears_speech: bool = False
     late: int = 0
 
 

@@ -110,6 +110,17 @@ class StreamPlan:
         """The rank that decodes."""
         return self.stages[-1].ranks[0]
 
+    @property
+    def finisher(self) -> int:
+        """The rank that ends the last denoising step of a block."""
+        return self.stages[len(self.sizes) - 1].ranks[0]
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of ranks of which the first sends each block to the second."""
+        sources = [(StagePosition.of(self, rank).source, rank) for rank in range(self.ranks)]
+        return tuple((source, rank) for source, rank in sources if source is not None)
+
     def stage_of(self, rank: int) -> int:
         """Return the number of the stage of a rank. Raises PlanError."""
         for number, stage in enumerate(self.stages):

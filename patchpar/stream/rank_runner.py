@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.device_links import DeviceLinks, drop_links, form_links
 from patchpar.comm.transport import Transport, connect, extend, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
@@ -30,9 +31,8 @@ from patchpar.stream.stage_link import BlockSignal
 
 REST_SECONDS = 1.0
 """Seconds between messages of a first rank that waits for orders; it then notices that another rank has died."""
-THROUGH = "shared_memory"
-"""Ranks are workers of one host. Not NCCL, which orders all messages of a rank: a receive that is posted in advance
-would block the sends after it."""
+THROUGH = "device"
+"""Ranks are workers of one host. Not one group of NCCL for all of them, which orders all messages of a rank."""
 
 
 class RankStageIO:
@@ -64,7 +64,8 @@ class RankStageIO:
             return StageOrder(sign=BlockSignal.REST)
         inputs = tuple(to_device(x, self._device) for x in message.inputs)
         changes = tuple(map(self._resolve, message.updates))
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=changes, frames=message.frames)
+        frames, pose = message.frames, message.pose
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=changes, frames=frames, pose=pose)
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
@@ -133,8 +134,22 @@ class StageRunner(RankRunner):
         """Run this rank's stage until the stream ends. Raises ExchangeError if another rank is late or has died."""
         if self._context.rank >= self._plan.ranks:
             return IdleRank()
-        self._reach(range(self._plan.ranks))
-        return self._run_stage(run)
+        ranks = range(self._plan.ranks)
+        self._reach(ranks)
+        if self._comm is None:
+            return self._run_stage(run)
+        form_links(self._comm, ranks, self._links())
+        try:
+            return self._run_stage(run)
+        except BaseException as error:
+            drop_links(self._comm, f"rank {self._context.rank} has left the stream: {error}")
+            raise
+
+    def _links(self) -> DeviceLinks:
+        """Between which ranks tensors go from device to device."""
+        plan = self._plan
+        sets = tuple(tuple(stage.ranks) for stage in plan.stages if len(stage.ranks) > 1)
+        return DeviceLinks(pairs=plan.links, sets=sets)
 
     def _to_device(self, *networks: Any) -> None:
         for network in networks:

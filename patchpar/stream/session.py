@@ -27,7 +27,7 @@ from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, U
 from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import LiveVideo, VideoSource
+from patchpar.stream.video_source import NO_FRAMES, FrameSources, LiveVideo
 
 NOTED_SECONDS = 0.5
 """A chunk that is so late is worth a line in the log, once for each outage."""
@@ -45,10 +45,10 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         form: StreamFormat,
         delivery: StreamDelivery,
         source: AudioSource | None,
-        video: VideoSource | LiveVideo | None = None,
+        frames: FrameSources = NO_FRAMES,
     ) -> None:
-        super().__init__(StreamDriver(run, runs, limits, source, self._deliver, video), delivery.output, delivery.lead)
-        self._format, self._delivery, self._source, self._video = form, delivery, source, video
+        super().__init__(StreamDriver(run, runs, limits, source, self._deliver, frames), delivery.output, delivery.lead)
+        self._format, self._delivery, self._source, self._video = form, delivery, source, frames.video
         self._patience = delivery.hold
         self._journal: StreamJournal | None = None
         self._last: Chunk | None = None

@@ -26,20 +26,30 @@ from patchpar.stream.causal_model import CausalModel, Payload, StageModel
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import LostStage
 from patchpar.stream.plan import StagePosition, StageSteps, StreamPlan
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, check_connected, connected
+from patchpar.stream.stage_link import (
+    WHERE,
+    BlockEnvelope,
+    BlockSignal,
+    Downstream,
+    Upstream,
+    check_connected,
+    connected,
+    received,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
     """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream.
 
-    `frames`: see BeginBlock.
+    `frames`, `pose`: see BeginBlock.
     """
 
     sign: BlockSignal
     inputs: Payload = ()
     changes: tuple[Change, ...] = ()
     frames: Tensor | None = None
+    pose: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +139,8 @@ class Stage(ABC):
         position, specs, self._is_connected = self._position, self._model.payload(), True
         if position.source is not None:
             self._in = Upstream(connected(self._comm), position.source, specs, ahead=position.leads)
-        self._peers = Downstream(connected(self._comm), position.peers, specs) if position.peers else None
-        self._out = None if position.next is None else Downstream(connected(self._comm), [position.next], specs)
+        self._peers = Downstream(connected(self._comm), position.peers) if position.peers else None
+        self._out = None if position.next is None else Downstream(connected(self._comm), [position.next])
 
     def _enter(self) -> BlockEnvelope:
         """On the first rank: the next message, by the next order."""
@@ -206,16 +216,7 @@ class StageLoop(Stage):
         self._has_settled = False  # the adaptive sink is there, or there will be none
         self._has_reference = False
         self._first: Payload | None = None
-        self._first_received: Work[Messages] | None = None
         self._first_sent: Work[Messages] | None = None
-
-    def _connect(self) -> None:
-        """Also receive the first finished block, where another stage finishes it."""
-        model, position = self._model, self._position
-        if self._rank == 0 and model.adapts_sink and not position.makes_first and not self._has_settled:
-            leader = self._plan.stages[len(self._plan.sizes) - 1].ranks[0]
-            self._first_received = connected(self._comm).receive("first", "stream", leader, model.payload())
-        super()._connect()
 
     def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
         changes = (*self._adaptive_sink(block), *order.changes)
@@ -223,6 +224,8 @@ class StageLoop(Stage):
         payload = self._model.begin(block, order.inputs)
         if order.frames is not None:
             payload = self._model.noised(block, payload, order.frames)
+        if order.pose is not None:
+            payload = self._model.posed(payload, order.pose)
         return changes, payload
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
@@ -234,8 +237,10 @@ class StageLoop(Stage):
         return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
 
     def _fetch_first(self) -> Payload | None:
-        if self._first_received is not None:
-            self._first, self._first_received = tuple(self._first_received.wait_for(0)), None
+        """The first finished block on rank 0, received only now: a stream that ends before it leaves nothing behind."""
+        is_here = self._first is not None or self._position.makes_first or self._has_settled
+        if self._rank == 0 and self._model.adapts_sink and not is_here:
+            self._first = received(connected(self._comm), "first", self._plan.finisher, self._model.payload())
         return self._first
 
     def _work(self, envelope: BlockEnvelope) -> None:
@@ -250,6 +255,8 @@ class StageLoop(Stage):
                 for change in envelope.changes:
                     self._model.apply(state, change)
                 payload = self._model.step(state, envelope.block, payload)
+        if self._position.is_shared and self._comm is not None:
+            self._comm.transport.settle(WHERE)  # what the others have of the step has come, or it is not computed
         if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
         if self._position.decodes and is_wanted:
@@ -265,7 +272,7 @@ class StageLoop(Stage):
         if self._rank == 0:
             self._first = payload
         else:
-            self._first_sent = connected(self._comm).send("first", "stream", [0], payload)
+            self._first_sent = connected(self._comm).send("first", WHERE, [0], payload)
 
     def _settle(self) -> None:
         if self._block > self._first_block:

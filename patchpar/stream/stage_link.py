@@ -1,8 +1,11 @@
-"""Messages from one stage to the next: one per block, with the receive posted before the send.
+"""Messages from one stage to the next: up to three for each block.
 
-    message    header (sign, block, born, bytes of changes) and payload; changes and losses follow in a second message
+    header     sign, block, born, bytes of changes; through the host
+    payload    latents and inputs, once they are computed; from device to device, where there is a link
+    event      changes and losses, if there are any; through the host
 
-While a stream rests, empty messages show that the sender is alive, so that the deadline of every receive stays short.
+A header says that its payload is ready, so that no device waits for another one that still computes or rests. While a
+stream rests, headers alone show that the sender is alive: the deadline of every receive stays short.
 """
 
 import enum
@@ -11,18 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Messages, TensorSpec, Work
+from patchpar.comm.transport import Incoming, Messages, TensorSpec, Work
 from patchpar.errors import PlanError
-from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, pack, unpack
 from patchpar.stream.messages import LostStage
 
 HEADER = TensorSpec((4,), torch.int64)
+WHERE = "stream"
 HELD = 2
-"""Sends in flight; one more waits for the oldest."""
+"""Blocks whose sends are in flight; one more waits for the oldest."""
 
 
 def check_connected(ranks: int, comm: Communicator | None) -> None:
@@ -66,44 +70,58 @@ class BlockEnvelope:
     lost: tuple[LostStage, ...] = ()
 
 
+def send_in_host(comm: Communicator, kind: str, peers: Sequence[int], x: Tensor) -> Work[Messages]:
+    """Start sending a tensor of any shape, which is in host memory, to ranks `peers`."""
+    return comm.host.send(kind, WHERE, peers, [x])
+
+
+def receive_in_host(comm: Communicator, kind: str, peer: int, spec: TensorSpec) -> Work[Messages]:
+    """Start receiving a tensor from rank `peer` that stays in host memory."""
+    into = (torch.empty(spec.shape, dtype=spec.dtype),)
+    return comm.host.send_recv(kind, WHERE, [], [Incoming(peer, (spec,), into)])
+
+
 class OutgoingMessages:
-    """This rank's sends, kept until they are complete; at most HELD of them are in flight."""
+    """This rank's sends, kept until they are complete; those of at most HELD blocks are in flight."""
 
     def __init__(self) -> None:
-        self._held: deque[Work[Messages]] = deque()
+        self._held: deque[Sequence[Work[Messages]]] = deque()
 
-    def add(self, message: Work[Messages]) -> None:
-        """Add a send; waits for the oldest if there are too many. Raises ExchangeError."""
-        self._held.append(message)
-        while len(self._held) > HELD:
-            self._held.popleft().wait()
+    def add(self, *of_block: Work[Messages]) -> None:
+        """Add the sends of a block; waits for the oldest if there are too many. Raises ExchangeError."""
+        self._held.append(of_block)
+        self._wait(HELD)
 
     def settle(self) -> None:
         """Wait until all sends are complete. Raises ExchangeError."""
-        while self._held:
-            self._held.popleft().wait()
+        self._wait(0)
+
+    def _wait(self, left: int) -> None:
+        while len(self._held) > left:
+            for message in self._held.popleft():
+                message.wait()
 
 
 class Downstream:
     """Sends to the next stage, or to the other ranks of this stage, on global ranks `peers`."""
 
-    def __init__(self, comm: Communicator, peers: Sequence[int], specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, comm: Communicator, peers: Sequence[int]) -> None:
         self._comm, self._peers = comm, tuple(peers)
-        self._nothing = tuple(torch.zeros(s.shape, dtype=s.dtype, device=comm.transport.device) for s in specs)
         self._leaving = OutgoingMessages()
 
     def send(self, envelope: BlockEnvelope) -> None:
-        """Start a send; waits only if the receiver is more than HELD messages late. Raises ExchangeError."""
-        further = (*envelope.changes, *envelope.lost)
+        """Start a send; waits only if the receiver is more than HELD blocks late. Raises ExchangeError."""
+        comm, peers, further = self._comm, self._peers, (*envelope.changes, *envelope.lost)
         packed = pack(further) if further else torch.empty(0, dtype=torch.uint8)
-        device = self._comm.transport.device
-        header = to_device(torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()]), device)
-        self._start("block", (header, *(envelope.payload or self._nothing)))
+        header = torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()])
+        if envelope.payload:
+            comm.transport.settle(WHERE)
+        messages = [send_in_host(comm, "block", peers, header)]
+        if envelope.payload:
+            messages.append(comm.send("payload", WHERE, peers, [x.contiguous() for x in envelope.payload]))
         if packed.numel():
-            self._start("event", (to_device(packed, device),))
-
-    def _start(self, kind: str, tensors: Payload) -> None:
-        self._leaving.add(self._comm.send(kind, "stream", self._peers, [x.contiguous() for x in tensors]))
+            messages.append(send_in_host(comm, "event", peers, packed))
+        self._leaving.add(*messages)
 
     def settle(self) -> None:
         """Wait until all sends are complete. Raises ExchangeError."""
@@ -111,33 +129,45 @@ class Downstream:
 
 
 class Upstream:
-    """Receives from the previous stage, on global rank `peer`. With `ahead` the next receive is posted in advance.
+    """Receives from the previous stage, on global rank `peer`. With `ahead` the next header is expected in advance.
 
     This is not possible where other messages of that rank come in between.
     """
 
     def __init__(self, comm: Communicator, peer: int, specs: Sequence[TensorSpec], *, ahead: bool = True) -> None:
-        self._comm, self._peer, self._specs, self._ahead = comm, peer, (HEADER, *specs), ahead
+        self._comm, self._peer, self._specs, self._ahead = comm, peer, tuple(specs), ahead
         self._next = self._expect() if ahead else None
 
     def _expect(self) -> Work[Messages]:
-        return self._comm.receive("block", "stream", self._peer, self._specs)
+        return receive_in_host(self._comm, "block", self._peer, HEADER)
 
     def take(self) -> BlockEnvelope:
         """Return the next message. Raises ExchangeError after the deadline."""
-        header, *payload = (self._next or self._expect()).wait_for(0)
-        sign, block, born, num_bytes = to_host(header).tolist()
+        (header,) = (self._next or self._expect()).wait_for(0)
+        number, block, born, num_bytes = header.tolist()
+        sign = BlockSignal(number)
+        payload = received(self._comm, "payload", self._peer, self._specs) if sign.is_block else ()
         further: tuple[Change | LostStage, ...] = ()
         if num_bytes:
             spec = TensorSpec((num_bytes,), torch.uint8)
-            further = unpack(self._comm.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
-        if sign != BlockSignal.END and self._ahead:
+            further = unpack(receive_in_host(self._comm, "event", self._peer, spec).wait_for(0)[0])
+        if sign is not BlockSignal.END and self._ahead:
             self._next = self._expect()
         return BlockEnvelope(
-            sign=BlockSignal(sign),
+            sign=sign,
             block=block,
             born=born,
             changes=tuple(change for change in further if not isinstance(change, LostStage)),
-            payload=tuple(payload) if BlockSignal(sign).is_block else (),
+            payload=payload,
             lost=tuple(lost for lost in further if isinstance(lost, LostStage)),
         )
+
+
+def received(comm: Communicator, kind: str, peer: int, specs: Sequence[TensorSpec]) -> Payload:
+    """Return the tensors of one message of global rank `peer`, of the shapes that `specs` state, once they are here.
+
+    Raises ExchangeError: never are they what a device had before a message that did not arrive.
+    """
+    found = comm.receive(kind, WHERE, peer, specs).wait_for(0)
+    comm.transport.settle(WHERE)
+    return tuple(found)

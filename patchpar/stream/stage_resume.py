@@ -17,10 +17,9 @@ import torch
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.launch import messages
-from patchpar.shard.host_memory import to_device, to_host
-from patchpar.stream.stage_link import BlockEnvelope
+from patchpar.stream.stage_link import BlockEnvelope, receive_in_host, send_in_host
 
-KIND, WHERE = "resume", "stream"
+KIND = "resume"
 NEED, SIZE = TensorSpec((2,), torch.int64), TensorSpec((1,), torch.int64)
 
 
@@ -61,7 +60,7 @@ class StageNeeds:
     """Messages with the neighbouring stages, and with the other ranks of this one, before a stage goes on."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self._device = comm, comm.transport.device
+        self._comm = comm
 
     def report(self, peer: int, block: int, *, is_lost: bool) -> None:
         """Report to the stage before on rank `peer` which block is needed next."""
@@ -87,7 +86,7 @@ class StageNeeds:
         return messages.unpack(self._receive(peer, TensorSpec((size,), torch.uint8)).numpy().tobytes())
 
     def _send(self, peer: int, x: torch.Tensor) -> None:
-        self._comm.send(KIND, WHERE, [peer], [to_device(x, self._device)]).wait()
+        send_in_host(self._comm, KIND, [peer], x).wait()
 
     def _receive(self, peer: int, spec: TensorSpec) -> torch.Tensor:
-        return to_host(self._comm.receive(KIND, WHERE, peer, [spec]).wait_for(0)[0])
+        return receive_in_host(self._comm, KIND, peer, spec).wait_for(0)[0]

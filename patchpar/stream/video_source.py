@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +78,57 @@ class LiveVideo:
         return torch.stack([self._waiting.popleft() for _ in range(self._frames_of(block))])
 
 
-def frames_from(video: Video, fps: float, height: int, width: int) -> Iterator[Tensor]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameSources:
+    """Where frames of blocks come from: of the `video` that a stream starts from, and of poses; None for none."""
+
+    video: VideoSource | LiveVideo | None = None
+    pose: VideoSource | None = None
+
+    def is_here(self, block: int) -> bool:
+        """Whether a block can begin as far as its frames go."""
+        return self.video is None or self.video.is_here(block)
+
+    def take(self, block: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the frames [F, height, width, 3] of a block in uint8, of the video and of poses. Raises PlanError."""
+        video, pose = (None if source is None else source.take(block) for source in (self.video, self.pose))
+        return video, pose
+
+
+NO_FRAMES = FrameSources()
+
+
+def frames_from(video: Video, fps: float, height: int, width: int, name: str = "video") -> Iterator[Tensor]:
     """Yield frames [height, width, 3] in uint8 of a file at `fps` frames per second, or of images as they come.
 
-    `height`, `width`: pixels.
+    `height`, `width`: pixels. `name`: of the argument, for errors.
 
     Raises PlanError for what is no video, and while it is read.
     """
     if isinstance(video, (str, Path)):
         path = Path(video).expanduser()
         if not path.is_file():
-            raise PlanError(f"video={str(video)!r}: there is no such file")
-        return (load_reference_image(image, height, width) for image in _at_rate(path, fps))
+            raise PlanError(f"{name}={str(video)!r}: there is no such file")
+        return (load_reference_image(image, height, width) for image in _at_rate(path, fps, name))
     if not isinstance(video, Iterable):
-        raise PlanError(f"video={video!r:.80}: give a file, or images one after another")
+        raise PlanError(f"{name}={video!r:.80}: give a file, or images one after another")
     return (load_reference_image(image, height, width) for image in video)
 
 
-def _at_rate(path: Path, fps: float) -> Iterator[Any]:
+def pose_frames(pose: Video, fps: float, height: int, width: int) -> Iterator[Tensor]:
+    """Yield frames [height, width, 3] in uint8 of a pose video without end: black ones follow, as in Wan-S2V's code.
+
+    `fps`: frames per second. `height`, `width`: pixels. Raises PlanError as `frames_from` does, and at once for a video
+    without frames.
+    """
+    frames = frames_from(pose, fps, height, width, "pose")
+    first = next(frames, None)
+    if first is None:
+        raise PlanError("pose=: it has no frames")
+    return chain([first], frames, repeat(torch.zeros_like(first)))
+
+
+def _at_rate(path: Path, fps: float, name: str) -> Iterator[Any]:
     """The images of a file that are shown at multiples of 1 / fps seconds. Raises PlanError."""
     import av
 
@@ -101,7 +136,7 @@ def _at_rate(path: Path, fps: float) -> Iterator[Any]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise PlanError(f"video={str(path)!r}: {container.format.name} has no video track")
+                raise PlanError(f"{name}={str(path)!r}: {container.format.name} has no video track")
             first: float | None = None
             for frame in container.decode(video=0):
                 check_pixels(frame.width, frame.height, f"a frame of {path}")
@@ -111,6 +146,6 @@ def _at_rate(path: Path, fps: float) -> Iterator[Any]:
                     due += 1
                 before = frame.to_image()
     except av.FFmpegError as error:
-        raise PlanError(f"video={str(path)!r} cannot be read: {error}") from error
+        raise PlanError(f"{name}={str(path)!r} cannot be read: {error}") from error
     if before is not None:
         yield before

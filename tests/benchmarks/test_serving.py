@@ -7,6 +7,7 @@ import pytest
 from benchmarks.serving.__main__ import overhead_lines, real_lines
 from benchmarks.serving.overhead import TimedCall, _of
 from benchmarks.serving.real_mix import LOAD, SMALL_PART, RealKind, RealMix, RealOutcome, arrivals
+from benchmarks.serving.regroup import Regroup, measure_regroups, regroup_lines
 
 
 def test_overhead_is_the_median_of_pairs() -> None:
@@ -32,6 +33,19 @@ def test_a_server_is_measured() -> None:
     assert 0 < found.plain_first < found.call
     assert found.first > 0
     assert found.queued < found.first
+
+
+def test_what_is_printed_of_lost_workers() -> None:
+    text = "\n".join(regroup_lines([Regroup(0.004, 0.05), Regroup(0.006, 0.07), Regroup(0.02, 0.3)]))
+    assert "| from the kill to the decision how to go on | 6 | 20 |" in text
+    assert "begins again | 70 | 300 |" in text
+
+
+@pytest.mark.breadth  # four starts of workers
+def test_ranks_that_are_left_go_on_after_a_kill() -> None:
+    (found,) = measure_regroups(1)
+    assert 0 < found.noticed < 30
+    assert 0 < found.regrouped < 30
 
 
 def test_arrivals_have_the_load_and_the_parts() -> None:

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from patchpar.comm.transport import link_groups
+from patchpar.comm.transport.group_transport import GroupTransport
+from patchpar.comm.transport.link_groups import GroupMember
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from tests.conformance.buffers import BufferGuard, Region
 from tests.conformance.nccl import MESSAGES, Buffer, Group, Operation, SimulatedCommunicator
@@ -50,6 +53,14 @@ class RankGroup:
         """See torch's ProcessGroup."""
         assert options.asyncOp
         return self.stand_in.all_to_all(self, out, own, received, sent)
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> SimulatedWork:
+        """See torch's ProcessGroup."""
+        return self.stand_in.message(self, tensors, to, is_send=True)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> SimulatedWork:
+        """See torch's ProcessGroup."""
+        return self.stand_in.message(self, tensors, source, is_send=False)
 
 
 class SimulatedWork:
@@ -130,16 +141,17 @@ class StandIn:
             "ProcessGroupNCCL": mock.Mock(),
             "batch_isend_irecv": self._taped(self._batch),
         }
-        start = TorchTransport._start
+        start = GroupTransport._start
 
-        def noted(transport: TorchTransport, *operations: Any) -> Any:
+        def noted(transport: GroupTransport, *operations: Any) -> Any:
             self.rank.where = operations[-1]
             return start(transport, *operations)
 
         with ExitStack() as stack:
             for name, found in stand_ins.items():
                 stack.enter_context(mock.patch.object(dist, name, found, create=True))
-            stack.enter_context(mock.patch.object(TorchTransport, "_start", noted))
+            stack.enter_context(mock.patch.object(GroupTransport, "_start", noted))
+            stack.enter_context(mock.patch.object(link_groups, "standalone_group", self._standalone))
             stack.enter_context(mock.patch.object(torch.cpu, "Event", _Event))
             stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))
             yield
@@ -164,6 +176,20 @@ class StandIn:
         if self.communicators[number].ranks != tuple(ranks):
             self.faults.append(f"group {number} has ranks {self.communicators[number].ranks}, and also {ranks}")
         return RankGroup(self.communicators[number], self)
+
+    def _standalone(self, store: Any, own: GroupMember) -> RankGroup:
+        """Ranks meet by the label of their group."""
+        found = [each for each in self.communicators if each.name == own.label]
+        if not found:
+            found = [SimulatedCommunicator(own.label, own.ranks, self.faults)]
+            self.communicators += found
+        assert own.ranks[own.index] == self.rank.number
+        return RankGroup(found[0], self)
+
+    def message(self, group: RankGroup, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> SimulatedWork:
+        """One message to or from the rank at position `peer` of a group."""
+        (x,) = tensors
+        return self._posted(group, MESSAGES, [Operation(is_send, group.communicator.ranks[peer], Buffer(x))])
 
     def _batch(self, operations: Sequence[Any]) -> list[SimulatedWork]:
         (group,) = {group for *_, group in operations}

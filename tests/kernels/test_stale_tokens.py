@@ -29,27 +29,32 @@ def noise(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def written(write: Callable[..., None], key: Tensor, value: Tensor, common: int, start: int) -> list[Tensor]:
+def written(
+    write: Callable[..., None], key: Tensor, value: Tensor, common: int, start: int, common_start: int
+) -> list[Tensor]:
     """The buffer and the message, where everything else was NaN."""
     batch, tokens, heads, width = key.shape
     attended, message = (
         torch.full((size, 2, batch, heads, width), torch.nan, dtype=key.dtype) for size in (40, tokens - common)
     )
-    write(attended, key, value, start, common, message)
+    write(attended, key, value, start, common, message, common_start)
     return [attended, message]
 
 
 @pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
-@pytest.mark.parametrize(("common", "start"), [(0, 0), (0, 9), (5, 5), (5, 12)])
-def test_tokens_are_copied(interpreted: Callable[..., Any], dtype: torch.dtype, common: int, start: int) -> None:
+@pytest.mark.parametrize(("common", "start", "first"), [(0, 0, 0), (0, 9, 0), (5, 5, 0), (5, 12, 0), (5, 20, 8)])
+def test_tokens_are_copied(
+    interpreted: Callable[..., Any], dtype: torch.dtype, common: int, start: int, first: int
+) -> None:
     """Of keys and values as projections leave them, one after the other in memory or with heads first."""
     for width in (8, 40):
         key = noise(0, 2, common + 13, 3, width, dtype=dtype)
         value = noise(1, 2, 3, common + 13, width, dtype=dtype).transpose(1, 2)
-        args = (key, value, common, start)
+        args = (key, value, common, start, first)
         found, twin = interpreted(written, launch_write_tokens, *args), written(write_tokens_eager, *args)
         torch.testing.assert_close(found, twin, rtol=0, atol=0, equal_nan=True)
         assert found[0].isnan().any(), "other ranks' tokens are left alone"
+        assert torch.equal(found[0][first : first + common, 0], key[:, :common].transpose(0, 1))
         assert torch.equal(found[1][:, 1], value[:, common:].transpose(0, 1))
 
 

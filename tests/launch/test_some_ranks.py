@@ -179,6 +179,19 @@ def test_a_rank_that_died_while_idle_is_replaced_by_the_call_that_needs_it(
     replaces.append(1)
 
 
+def test_a_released_rank_is_left_out_until_it_is_taken_back(pool: LocalExecutor, replaces: list[int]) -> None:
+    before = pool.pids
+    pool.release(2)
+    assert all_gone([before[2]])
+    assert pool.call("rank") == [0, 1, 3]
+    assert pool.call("add_up", 1) == total((0, 1, 3), 1)
+    pool.take_back(2)
+    assert pool.call("rank") == [0, 1, 2, 3]
+    with pytest.raises(PlanError, match="there is no rank 4"):
+        pool.release(4)
+    replaces.append(2)
+
+
 def test_ranks_that_hold_parts_of_one_state_are_lost_together(pool: LocalExecutor, replaces: list[int]) -> None:
     pool.call("load", "a part", ranks=(0, 2), divides=True)
     assert pool.call("ranks", ranks=(2, 1)) == [(2, 1, 0)] * 3, "it brings the other with it"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patchpar import ParallelPipeline
-from patchpar.pipeline.pipeline_call import with_embeddings_on
+from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.torch_switches import caller_switches, take_switches
 from tests.pipeline.callbacks import NotesSwitches
 from tests.pipeline.conftest import QUICK
@@ -50,7 +50,7 @@ def test_embeddings_come_to_the_device_of_a_rank_and_images_stay() -> None:
     tensor = torch.ones(1, 2)
     given = {"prompt_embeds": [tensor], "ip_adapter_image_embeds": [[tensor]], "image": tensor, "prompt": "a fox"}
     given["prompt_attention_mask"], given["negative_prompt_embeds"] = tensor, None
-    found = with_embeddings_on("meta", given)
+    found = with_embeddings_on(torch.device("meta"), given)
     assert found["prompt_embeds"][0].is_meta
     assert found["ip_adapter_image_embeds"][0][0].is_meta
     assert found["prompt_attention_mask"].is_meta

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,9 @@ from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.generation import PoolState
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job
-from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
+from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
+from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.settings import ServedModel
 
@@ -54,7 +56,9 @@ class FakeGenerator:
     def __init__(self, served: ServedModel | None = None) -> None:
         self.served = served or ServedModel(model="/models/fake", devices=("cpu",))
         self.state: PoolState = "loading"
-        self.ranks = RankPool(len(self.served.devices))
+        self.silent: set[int] = set()
+        self.pings = RankPings(self._ping, len(self.served.devices))
+        self.ranks = RankPool(len(self.served.devices), answers=self.pings)
         self.task: PipelineTask | None = None
         self.loras = LoraRegistry()
         self.pipe: Any = None
@@ -79,11 +83,9 @@ class FakeGenerator:
     def repair(self, job: Job) -> None:
         self.warm_up(job)
 
-    def add_lora(self, job: Job, lora: RegisteredLora) -> None:
-        self.loras.load(lora, self.pipe)
-
-    def remove_lora(self, job: Job, name: str) -> None:
-        self.loras.remove(name, self.pipe)
+    def _ping(self, rank: int, is_cancelled: Any) -> None:
+        while rank in self.silent and not is_cancelled():
+            time.sleep(0.005)
 
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         self.calls.append(call)

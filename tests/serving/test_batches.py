@@ -91,6 +91,17 @@ def test_requests_that_are_alike_are_joined(batches: Any) -> None:
     assert "patchpar_batch_size_sum 3.0" in client.get("/metrics").text
 
 
+def test_a_batch_teaches_nothing_of_one_image(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, fake, service = batches
+    learnt: list[Any] = []
+    monkeypatch.setattr(service.scheduler.costs, "observe", lambda *facts: learnt.append(facts))
+    names = queued(client, fake, service, [{"prompt": "a"}, {"prompt": "b"}])
+    fake.gate.set()
+    assert ended(client, names) == ["completed"] * 2
+    assert fake.batches == [["a", "b"]]
+    assert len(learnt) == 1, "of the first request, which was made alone"
+
+
 def test_one_of_a_batch_that_is_cancelled_leaves_the_others(batches: Any) -> None:
     client, fake, service = batches
     names = queued(client, fake, service, [{"prompt": "a"}, {"prompt": "b"}])

@@ -21,6 +21,7 @@ from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.generated import GeneratedVideo
 from patchpar.serving.http.application import application
 from patchpar.serving.kept_requests import take_up
+from patchpar.serving.partial_images import ImageFigures
 from patchpar.serving.request_journal import RequestJournal
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import KeptResults, RequestLimits, ServerSettings
@@ -256,7 +257,9 @@ def test_files_of_a_video_go_over(tmp_path: Path) -> None:
         folder.mkdir()
     frames = np.zeros((3, 64, 48, 3), np.uint8)
     run = Run(plan=Plan(patch=2), seconds=1.5, ranks=())
-    stored = VideoFiles(old).store("video_a", GeneratedVideo(frames=frames, run=run, reason="as requested"), 8)
+    stored = VideoFiles(old).store(
+        "video_a", GeneratedVideo(frames=frames, run=run, reason="as requested", figures=ImageFigures.of(run)), 8
+    )
     for file in (stored.file, stored.thumbnail):
         file.rename(between / file.name)
     found = VideoFiles(new).adopt("video_a", between, json.loads(json.dumps(stored.facts)))

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,7 +37,12 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"promt": "a"}, "promt", "unknown_parameter", "did you mean 'prompt'"),
     ({"num_inference_step": 3}, "num_inference_step", "unknown_parameter", "'num_inference_steps'"),
     ({"xyzzy" * 100: 3}, ("xyzzy" * 100)[:64], "unknown_parameter", "output_format"),
-    ({"degree": 2}, "degree", "unsupported_parameter", "not there yet"),
+    ({"degree": 2}, "degree", "invalid_value", "there are 1 devices"),
+    ({"degree": 0}, "degree", "invalid_value", "1"),
+    ({"degree": 1, "plan": "single"}, "degree", "invalid_value", "give one of them"),
+    ({"previews": "vae"}, "previews", "unsupported_parameter", "use linear"),
+    ({"previews": "none"}, "previews", "invalid_value", "'linear'"),
+    ({"response_format": "url", "stream": True}, "response_format", "unsupported_parameter", "stream=true"),
     ({"lora": [{"name": "ink"}]}, "lora.0.name", "lora_not_found", "--lora"),
     ({"image": "/etc/passwd"}, "image", "unsupported_parameter", "as a file of a form"),
     ({"frame_count": 3}, "frame_count", "unsupported_parameter", "does not apply"),
@@ -149,6 +155,21 @@ def test_a_thousand_clients_that_disconnect(app: Any, fake: FakeGenerator, servi
     assert pages[1] <= 1.02 * pages[0], "memory is flat"
 
 
+def test_a_response_says_how_often_a_call_was_made_again(
+    client: Any, fake: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = fake.generate
+
+    def recovered(job: Any, call: Any) -> Any:
+        made = generate(job, call)
+        return replace(made, figures=tuple(replace(each, recovered=1) for each in made.figures))
+
+    assert client.post(PATH, json={"prompt": "a"}).json()["patchpar"]["recovered"] == 0
+    monkeypatch.setattr(fake, "generate", recovered)
+    assert client.post(PATH, json={"prompt": "a", "n": 2}).json()["patchpar"]["recovered"] == 2
+    assert "patchpar_recoveries_total 2.0" in client.get("/metrics").text
+
+
 def test_defaults_of_openai_are_accepted(strict: Any) -> None:
     """Also null for whatever was left out, as some clients send it."""
     asked = {"response_format": "b64_json", "background": "auto", "style": "vivid", "moderation": "auto"}
@@ -183,7 +204,8 @@ def test_origins_of_forms(client: Any, origin: str) -> None:
 
 def test_models_and_paths(client: Any) -> None:
     assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["fake"]  # not the folder's path
-    assert client.get("/v1/models/fake").json()["object"] == "model"
+    model = client.get("/v1/models/fake").json()
+    assert (model["object"], model["tasks"], model["size"]) == ("model", ["generations"], "256x256")
     assert error_of(client.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
     other = error_of(client.post(PATH, json={"prompt": "a", "model": "dall-e-3"}), 404)
     assert (other["code"], other["param"]) == ("model_not_found", "model")

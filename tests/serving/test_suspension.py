@@ -112,6 +112,34 @@ def test_a_request_that_is_cancelled_just_before_it_waits_again_ends_at_once(mon
     assert isinstance(job.outcome.exception(0), Cancelled)
 
 
+def test_a_request_that_waits_already_is_not_suspended_once_more() -> None:
+    """As a policy may do before the queue has taken its devices back: it would stop again as soon as it goes on."""
+    seen = list[int]()
+
+    def suspends_once(job: Job) -> str:
+        seen.append(job.suspensions)
+        if job.suspensions:
+            job.check()
+            return "done"
+        raise Suspended
+
+    queue = WorkQueue(max_waiting=2)
+    gate = threading.Event()
+    queue.append(lambda _: gate.wait(20))
+    job = queue.append(suspends_once)
+    again = [job.suspend]
+
+    def suspends_again() -> None:
+        if job.view.note == "suspended" and again:
+            again.pop()()
+
+    with job.listening(suspends_again):
+        gate.set()
+        assert job.outcome.result(20) == "done"
+    assert (seen, job.suspensions, job.is_suspending) == ([0, 1], 1, False)
+    queue.close()
+
+
 def test_what_cannot_go_on_is_not_suspended() -> None:
     costs = LearntCosts()
     costs.observe(SHAPE, 1, 1, 0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,19 @@ def test_cancelled_and_not_ready(client: Any) -> None:
     poll = client.post(VIDEOS, json={**SMALL, "num_inference_steps": 150})
     assert poll.headers["openai-poll-after-ms"]
     assert client.delete(f"{VIDEOS}/{poll.json()['id']}").json()["object"] == "video.deleted"
+
+
+@pytest.mark.parametrize("method", ["post", "delete"])
+def test_another_request_cancels_one_that_waits_for_the_file(client: Any, method: str) -> None:
+    """It is told so, and not that the server ends, after which clients would send it again."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.post, f"{VIDEOS}/sync", json={**SMALL, "num_inference_steps": 150})
+        until(lambda: client.get(VIDEOS).json()["data"] != [], "it to be queued")
+        (video,) = client.get(VIDEOS).json()["data"]
+        getattr(client, method)(f"{VIDEOS}/{video['id']}" + ("/cancel" if method == "post" else ""))
+        error = error_of(waiting.result(20), 410)
+    assert (error["code"], error["type"]) == ("cancelled", "invalid_request_error")
+    assert "retry-after" not in waiting.result().headers
 
 
 BAD: list[tuple[dict[str, Any], str | None, str]] = [

@@ -263,9 +263,10 @@ def test_only_neighbours_talk_and_say_little() -> None:
         ticks = BLOCKS + queue.levels - queue.window
         events = first["event"]
         messages = BLOCKS + queue.levels + 1  # ticks, frames of the first video, and the end
-        assert first == {"block": messages * (frame + header), "event": events}
+        blocks = {"block": messages * header, "payload": (messages - 1) * frame, "event": events}
+        assert first == blocks
         context = (1 + ticks) * (queue.half - 1) * frame
-        assert middle == {"block": messages * (frame + header), "event": events, "context": context}
+        assert middle == blocks | {"context": context}
         assert last == {"context": context}
 
 

@@ -24,7 +24,7 @@ from patchpar.stream.driver import StreamLimits
 from patchpar.stream.live_audio import AHEAD_SECONDS, LiveAudio
 from patchpar.stream.live_video import QUIET_SECONDS, Camera, LiveFrames
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import LiveVideo
+from patchpar.stream.video_source import FrameSources, LiveVideo
 from tests.stream.test_session import COURSE, FORMAT, Ranks, session
 from tests.stream.tiny import AUDIO, FRAMES
 from tests.tensors import noise
@@ -140,7 +140,7 @@ def test_audio_that_cannot_be_used_is_noted() -> None:
 def live_video(ranks: Ranks, blocks: int | None = 4) -> StreamSession:
     limits = StreamLimits(credit=3, blocks=blocks)
     video = LiveVideo(lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
-    return StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, video)
+    return StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, FrameSources(video=video))
 
 
 def frame(value: int) -> Tensor:

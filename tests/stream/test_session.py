@@ -289,11 +289,23 @@ def test_a_dead_worker_begins_a_new_epoch() -> None:
     ]  # fmt: skip
     again = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
     assert ranks.runs[1] == replace(again, keep=ranks.runs[0].keep)
-    prompt, displayed, param = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
+    prompt, image, displayed, param = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
     assert prompt == PromptUpdate(text="second")
+    assert isinstance(image, ReferenceUpdate), "of which models with speech keep more than the sink"
     assert isinstance(displayed, Reference)
     assert torch.equal(displayed.latents, sink(5))
     assert param == Parameter(name="audio_scale", value=0.5)
+
+
+def test_a_reference_set_later_replaces_the_adaptive_sink() -> None:
+    ranks = Ranks((0, 4))
+    with session(ranks, blocks=6, credit=1).begin(ReferenceUpdate(image=IMAGE)) as stream:
+        next(stream)
+        stream.set_reference(IMAGE + 1, at=2)
+        list(stream)
+    (image,) = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
+    assert isinstance(image, ReferenceUpdate)
+    assert torch.equal(image.image, IMAGE + 1)
 
 
 def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:

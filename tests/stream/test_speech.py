@@ -103,10 +103,10 @@ def loaded(folder: Path) -> tuple[Any, Any, SpeechParts]:
     return pipe.transformer, pipe.vae, parts
 
 
-def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None) -> WanStream:
+def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None, *, has_pose: bool = False) -> WanStream:
     transformer, vae, parts = deepcopy(loaded(folder))
     text = noise(1, TEXT, transformer.config.text_dim, seed=100)
-    options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text)
+    options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text, has_pose=has_pose)
     network = network_of(transformer, config.blocks, parts, inner)
     return WanStream(network, config.schedule, WanDecoder(vae), options)
 
@@ -237,6 +237,23 @@ def test_a_pose(converted: ConvertedModel, weights: Weights) -> None:
     assert relative(found[0], wanted) < EPSILON
     wanted, _ = net.block(x[0], 500.0, text, range(3), (), sinks, 30, silent)
     assert relative(found[0], wanted) > 1e-3
+
+
+@torch.no_grad()
+def test_a_pose_is_encoded_behind_its_first_image(converted: ConvertedModel) -> None:
+    """As Wan-S2V does with a clip: one more latent frame in front, which is dropped; by diffusers' own encoder."""
+    config = config_of(converted.folder)
+    made = model(converted.folder, config, has_pose=True)
+    vae = made._decoder.vae
+    images = (noise(12, 4 * ROWS, 4 * COLUMNS, 3, seed=4) * 60 + 128).clamp(0, 255).to(torch.uint8)
+    latents, tokens = noise(1, 16, 3, ROWS, COLUMNS), noise(1, 3, 6, 24)
+    for first in (0, 3):  # the first block of a stream has 9 images
+        *before, found = made.posed((latents, tokens), images[first:])
+        assert all(map(torch.equal, before, (latents, tokens)))
+        video = torch.cat([images[first:][:1]] * (1 + first) + [images[first:]]).permute(3, 0, 1, 2)[None] / 127.5 - 1
+        wanted = WanDecoder(vae).normalized(vae.encode(video).latent_dist.mode())[:, :, 1:]
+        assert relative(found, wanted) < EPSILON
+    assert [spec.shape for spec in made.payload()] == [latents.shape, tokens.shape, latents.shape]
 
 
 def test_changes_in_mid_stream_on_ranks(converted: ConvertedModel) -> None:

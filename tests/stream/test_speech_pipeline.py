@@ -21,6 +21,7 @@ from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import StreamRecording
+from patchpar.stream.video_source import frames_from
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.cli.test_real import assert_libraries_are_silent
 from tests.stream.on_pool import PoolExecutor
@@ -89,11 +90,121 @@ def test_frames_of_one_process_on_ranks(folder: Path, ranks: Any, tmp_path: Path
             one.stream("a face", audio=(VOICE, 16000))
 
 
+def test_a_pose_video_on_ranks(folder: Path, ranks: Any, tmp_path: Path) -> None:
+    """On two ranks the frames of one; poses matter from their block on, and black follows their end."""
+    two, poses = on_pool(folder, ranks, 2), write_poses(tmp_path / "poses.mp4", 33)
+    given: dict[str, Any] = {"reference": FACE, "audio": (VOICE, 16000), "seed": 3}
+    with two.stream("a face", pose=poses, **given) as session:
+        chunks = list(session)
+    assert [len(chunk.frames) for chunk in chunks] == [9, 12, 12]
+    images = list(frames_from(poses, 25, 4 * ROWS, 4 * COLUMNS))
+    black = [torch.zeros_like(images[0])] * 12
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as one:
+
+        def equal(pose: Any) -> list[bool]:
+            with one.stream("a face", pose=pose, **given) as session:
+                return [torch.equal(a.frames, b.frames) for a, b in zip(chunks, session, strict=True)]
+
+        assert equal(poses) == [True] * 3
+        assert equal(images[:21] + black) == [True, True, False]
+        assert equal(None)[0] is False
+        with one.stream("a face", pose=images[:21], **given) as session:
+            ended = [chunk.frames for chunk in session]
+        with one.stream("a face", pose=images[:21] + black, **given) as session:
+            assert all(torch.equal(a, b.frames) for a, b in zip(ended, session, strict=True))
+        for pose, message in (
+            ("no.mp4", "pose='no.mp4': there is no such file"),
+            ([], "pose=: it has no frames"),
+            (3, "pose=3: give a file, or images"),
+        ):
+            with pytest.raises(PlanError, match=message):
+                one.stream("a face", pose=pose, **given)
+        with pytest.raises(PlanError, match="holds no frames of a video"):
+            one.stream("a face", pose=poses, **given, delivery=StreamDelivery(record="a.jsonl"))
+
+
+def test_two_speakers_on_ranks(folder: Path, ranks: Any) -> None:
+    """On three ranks the frames of one; with one mask that is white everywhere, those of a single speaker."""
+    three, silence = on_pool(folder, ranks, 3), torch.zeros(len(VOICE))
+    left = torch.zeros_like(FACE)
+    left[:, : 2 * COLUMNS] = 255
+    short = samples(1.0, seed=6)
+    pair: dict[str, Any] = {"audio": [(VOICE, 16000), (short, 16000)], "masks": [left, 255 - left]}
+    with three.stream("two faces", reference=FACE, seed=3, **pair) as session:
+        chunks = list(session)
+    heard = torch.cat([chunk.audio for chunk in chunks])
+    both = VOICE + torch.cat([short, silence[16000:]])
+    assert torch.equal(heard[: len(VOICE)], both.clamp(-1, 1))
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as one:
+
+        def frames(**given: Any) -> list[torch.Tensor]:
+            with one.stream("two faces", reference=FACE, seed=3, **given) as session:
+                return [chunk.frames for chunk in session]
+
+        assert all(torch.equal(a.frames, b) for a, b in zip(chunks, frames(**pair), strict=True))
+        single = frames(audio=(VOICE, 16000))
+        white = torch.full_like(FACE, 255)
+        alone = frames(audio=[(VOICE, 16000), (short, 16000)], masks=[white, torch.zeros_like(FACE)])
+        assert max(int((a.int() - b.int()).abs().max()) for a, b in zip(alone, single, strict=True)) <= 1
+        swapped = frames(audio=pair["audio"], masks=pair["masks"][::-1])
+        assert not torch.equal(swapped[1], chunks[1].frames), "the control: who is where matters"
+        for audio, masks, message in (
+            ([(VOICE, 16000)] * 2, [left], "2 voices in audio= and 1 masks="),
+            ((VOICE, 16000), [left], "1 voices in audio= and 1 masks=: give lists"),
+            ([(VOICE, 16000)] * 2, None, "2 voices in audio= and 0 masks="),
+            (["live", "live"], [left, left], "audio='live' is one voice"),
+            ([(VOICE, 16000)] * 2, [left, left[:4]], "does not fit"),
+        ):
+            with pytest.raises(PlanError, match=message):
+                one.stream("two faces", reference=FACE, audio=audio, masks=masks)
+        with pytest.raises(PlanError, match="nor several voices"):
+            one.stream("two faces", reference=FACE, **pair, delivery=StreamDelivery(record="a.jsonl"))
+
+
+def write_poses(path: Path, count: int) -> Path:
+    """A bar that moves."""
+    with av.open(str(path), "w") as container:
+        track = container.add_stream("mpeg4", rate=25)
+        track.width, track.height = 6 * COLUMNS, 6 * ROWS
+        for number in range(count):
+            image = np.zeros((6 * ROWS, 6 * COLUMNS, 3), dtype=np.uint8)
+            image[:, number : number + 12] = 255
+            container.mux(track.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(track.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--pose", "no.mp4"), "--pose no.mp4: there is no such file"),
+        (("--pose", "pose.mp4", "--model", "embedded-face"), "embedded-face takes neither"),
+        (("--pose", "pose.mp4", "--record", "a.jsonl"), "--record holds neither --pose nor --speaker"),
+        (("--pose", "voice.wav"), "has no video track"),
+        (("--speaker", "voice.wav"), "--speaker voice.wav: it has to be AUDIO:MASK, and there is no file ''"),
+        (("--speaker", "voice.wav:face.png", "--audio", "voice.wav"), "--audio is of one speaker"),
+    ],
+)
+def test_poses_that_cannot_be_used(
+    words: tuple[str, ...], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_poses(tmp_path / "pose.mp4", 2)
+    write_wav(tmp_path / "voice.wav", VOICE.numpy(), 16000)
+    Image.fromarray(FACE.numpy()).save(tmp_path / "face.png")
+    model = () if "--model" in words else ("--model", str(folder))
+    rest = ("--reference", "face.png", "--devices", "cpu", "-o", "x.mp4", "--seconds", "1")
+    result = CliRunner().invoke(app, ["stream", *words, *model, *rest])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu:3", marks=pytest.mark.breadth)])
 def test_the_command(devices: str, folder: Path, tmp_path: Path) -> None:
     voice = write_wav(tmp_path / "a.wav", VOICE.numpy(), 16000)
     Image.fromarray(FACE.numpy()).save(tmp_path / "face.png")
     words = ("--model", folder, "--audio", voice, "--reference", tmp_path / "face.png", "--devices", devices)
+    words += ("--pose", write_poses(tmp_path / "poses.mp4", 30))
     result = CliRunner().invoke(app, ["stream", *map(str, words), "-o", str(tmp_path / "talk.mp4")])
     assert result.exit_code == 0, result.output
     assert_libraries_are_silent(result.stderr)

@@ -146,6 +146,17 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
     assert differing(outcome, serial(stream(2), EVERYTHING)) == []
 
 
+def test_a_stream_that_ends_before_its_first_block_leaves_nothing_behind() -> None:
+    plan, models = StreamPlan.even(2, 3), {rank: stream(2) for rank in range(3)}
+
+    def twice(transport: Any) -> Any:
+        assert stage(transport, models, plan, Script({}, blocks=0))[0] == []
+        return stage(transport, models, plan, Script(EVERYTHING))[0]
+
+    *_, outcome = on_threads(3, twice, deadline=10.0)
+    assert differing(outcome, serial(stream(2), EVERYTHING)) == []
+
+
 def test_a_stage_that_fails_is_noticed_by_all() -> None:
     def failing(transport: Any) -> Any:
         if transport.rank == 1:

@@ -190,7 +190,7 @@ def test_a_pipeline_streams_a_video(tmp_path: Path) -> None:
             with pytest.raises(PlanError, match=message):
                 pipe.stream("a fox", **options)
         record = StreamDelivery(record=tmp_path / "a.jsonl")
-        with pytest.raises(PlanError, match="does not hold the frames of a video"):
+        with pytest.raises(PlanError, match="holds no frames of a video"):
             pipe.stream("a fox", video=list(images().numpy()), strength=0.5, delivery=record)
 
 

@@ -1,8 +1,9 @@
 """Stale keys in one process: every rank is a replica in the batch, and attention is given the keys it would have.
 
 Each replica computes all tokens, but of its keys only those of its own share (and the text) are of this step; the
-others are what the replica of that share had in the last one. Its prediction counts for its own tokens only. The other
-way round than the package does it, which computes a share of the tokens and holds buffers.
+others are what the replica of that share had in the last one. Of a text that is split, each token is what the replica
+has in whose share it is. Its prediction counts for its own tokens only. The other way round than the package does it,
+which computes a share of the tokens and holds buffers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.emulation.sight import corrected_tokens
 from patchpar.comm.collectives import Communicator
@@ -30,6 +32,7 @@ from tests.tiny.transformers import TRANSFORMERS
 from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads
 
+from .nobody import Nobody
 from .ranks import predictions
 
 TIMES = (0.9, 0.8, 0.6, 0.55, 0.3)
@@ -64,6 +67,11 @@ class Case:
         """What ranks say of how their keys have changed."""
         strategy: Any = parse_strategy(self.strategy)
         return "none" if getattr(strategy, "context", "") == "partials" else getattr(strategy, "correction", "none")
+
+    @property
+    def splits_text(self) -> bool:
+        """Whether each rank has a share of the text."""
+        return bool(parse_strategy(self.strategy).policy.text == "split") and self.exchange == "on"
 
     @property
     def start(self) -> int | None:
@@ -188,6 +196,23 @@ def on_rank_of(case: Case) -> Callable[[Any], list[Tensor]]:
     return on_rank
 
 
+@torch.no_grad()
+def flops_of_a_step(case: Case) -> int:
+    """What the first rank computes in the last evaluation."""
+    model, clock, axis = case.build(), StepClock(), Axis("patch", 0, case.ranks, tuple(range(case.ranks)))
+    split = parse_strategy(case.strategy).install(model, Communicator(Nobody(0, "cpu")), axis, clock=clock)
+    split.plan = _plan(case.name, case.variant, case.mask)
+    counter = FlopCounterMode(display=False)
+    for evaluation in range(case.evaluations):
+        counter = FlopCounterMode(display=False)
+        clock.next_call()
+        with counter:
+            split.denoise(model.forward, **case.call(evaluation))
+        clock.tick()
+    split.restore()
+    return counter.get_total_flops()
+
+
 @cache
 def _plan(name: str, variant: int, mask: bool) -> TokenPlan:
     case = Case(name=name, strategy="exact", variant=variant, mask=mask)
@@ -265,7 +290,7 @@ class _Replicas(TorchFunctionMode):
         if key.shape[-2] != query.shape[-2] or key.shape[-2] < self.case.tokens:  # what everybody has
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
         kept, self.number = self.kept.setdefault(self.number, _Keys()), self.number + 1
-        now = tuple(x.unflatten(0, (self.case.ranks, -1)) for x in (key, value))
+        now = tuple(self._with_text(x.unflatten(0, (self.case.ranks, -1))) for x in (key, value))
         last = None if self.evaluation == 0 else tuple(self._last(kept, index) for index in range(2))
         if last is not None and self.case.correction != "none":
             last = tuple(self._corrected(*each, key.shape[-2]) for each in zip(now, last, kept.newest[-1], strict=True))
@@ -281,6 +306,18 @@ class _Replicas(TorchFunctionMode):
             seen = self._bias(biases[receiver], receiver)
             outputs.append(F.scaled_dot_product_attention(each[receiver], keys, values, attn_mask=seen, **options))
         return torch.cat(outputs)
+
+    def _with_text(self, x: Tensor) -> Tensor:
+        """Keys or values in which each token of the text is its owner's."""
+        length = x.shape[-2]
+        start = self._start(length)
+        text = torch.cat([torch.arange(start), torch.arange(start + self.case.tokens, length)])
+        if not self.case.splits_text or len(text) < self.case.ranks:
+            return x
+        x = x.clone()
+        for owner, indices in enumerate(text.tensor_split(self.case.ranks)):
+            x[..., indices, :] = x[owner][..., indices, :].clone()
+        return x
 
     def _last(self, kept: _Keys, index: int) -> Tensor:
         """What every replica had in the last step, or where that leads."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from patchpar.comm.exchange_part import ExchangePart
+from patchpar.shard.attention import fresh_exchange
 from tests.breadth import first_of
 from tests.tensors import relative
 
-from .past import Case, on_ranks, plain, replicas
+from .past import Case, flops_of_a_step, on_ranks, plain, replicas
 
 SAME = 2e-5
 FLUX, SD3, PIXART, QWEN = (
@@ -51,10 +53,16 @@ CASES = [
     Case(name=LTX, strategy=LED_ON, ranks=3, variant=1, leads_on=True),
     Case(name=LTX, strategy=pooled(2), ranks=2, variant=1, seen=0.4, pool=2),
     Case(name=FLUX, strategy=pooled(2), ranks=2, seen=0.4, pool=2, mask=True),
+    # text computed by every rank, or split though less of the image is sent
+    Case(name=SD3, strategy=f"{STALE}:text=whole", ranks=3),
+    Case(name=FLUX, strategy=f"{pooled(2)}:text=split", ranks=2, seen=0.4, pool=2, mask=True),
+    Case(name=SD3, strategy="pcpp:fraction=0.4:warmup_steps=1:text=split", ranks=3, seen=0.4),
+    Case(name=SD3, strategy="fresh-edges:context=partials:refresh=1:text=split", ranks=3),
+    Case(name=FLUX, strategy=STALE, ranks=3, mask=True),
 ]
 
 
-@pytest.mark.parametrize("case", first_of(CASES, *CASES[::8]), ids=str)
+@pytest.mark.parametrize("case", first_of(CASES, *CASES[::8], CASES[-1]), ids=str)
 def test_keys_of_the_last_step(case: Case) -> None:
     want, exact = replicas(case), plain(case)
     for got in on_ranks(case):
@@ -63,6 +71,17 @@ def test_keys_of_the_last_step(case: Case) -> None:
         far = [relative(x, y) for x, y in zip(got, exact, strict=True)]
         assert far[0] <= SAME  # the first step is exact
         assert min(far[1:]) > 10 * SAME
+
+
+def test_every_rank_has_its_part_of_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stale steps compute as few tokens as `exact`, and without the exchange of text something else."""
+    case = Case(name=FLUX, strategy=LED_ON, ranks=3, leads_on=True)
+    whole = Case(name=FLUX, strategy=f"{LED_ON}:text=whole", ranks=3, leads_on=True)
+    exact, want = Case(name=FLUX, strategy="exact", ranks=3), replicas(case)
+    assert flops_of_a_step(case) <= 1.01 * flops_of_a_step(exact) < 0.9 * flops_of_a_step(whole)
+    monkeypatch.setattr(fresh_exchange, "fresh_part", lambda *_: ExchangePart("text", [], {}))
+    errors = [relative(x, y) for x, y in zip(on_ranks(case)[0], want, strict=True)]
+    assert errors[0] <= SAME < 10 * SAME < min(errors[1:])
 
 
 def test_frozen_keys_are_something_else() -> None:

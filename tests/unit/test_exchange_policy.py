@@ -26,6 +26,8 @@ STRATEGIES: tuple[Any, ...] = (
     PartiallyConditioned(),
     PartiallyConditioned(fraction=0.125, context="paper", group_norm="separate"),
     PartiallyConditioned(fraction=1),
+    PartiallyConditioned(text="split"),
+    DisplacedPatch(text="whole"),
     FreshEdges(),
     FreshEdges(context="pooled", band=1e-05, pool=2, bits=4),
     FreshEdges(context="partials", refresh=8, warmup_steps=3),
@@ -85,6 +87,9 @@ def test_at_least_one_step_is_exact(name: str, steps: str) -> None:
         "displaced:group_norm=async",
         "displaced:preset=distrifusion",
         "pcpp:context=all",
+        "pcpp:text=auto",
+        "displaced:text=stale",
+        "fresh-edges:text=none",
     ],
 )
 def test_options_out_of_bounds_are_named(text: str) -> None:
@@ -147,6 +152,13 @@ def test_contexts() -> None:
     paper, ours = (PartiallyConditioned(context=context).policy.context for context in ("paper", "band"))
     assert ours == StaleKV(selection=NearRows(0.3))
     assert paper == StaleKV(selection=NearRows(1.0), narrow_to=NearRows(0.3))
+
+
+def test_text_is_split_where_it_is_a_small_part_of_what_is_sent() -> None:
+    split = [DisplacedPatch(), FreshEdges(), FreshEdges(context="pooled", text="split"), ExactPatch()]
+    whole = [DisplacedPatch(text="whole"), PartiallyConditioned(), FreshEdges(bits=8), FreshEdges(context="pooled")]
+    assert {strategy.policy.text for strategy in split} == {"split"}
+    assert {strategy.policy.text for strategy in whole} == {"whole"}
 
 
 def test_a_budget_is_in_mebibytes() -> None:

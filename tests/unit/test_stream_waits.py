@@ -15,7 +15,7 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
-from patchpar.comm.transport.stream_waits import GLANCE
+from patchpar.comm.transport.stream_waits import GLANCE, StreamWaits
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 
@@ -198,6 +198,21 @@ def test_a_late_message_frees_the_stream_though_the_process_is_blocked(gpu: Gpu)
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] .* within 0.05 s"):
         line.settle("end of the call")
     line.close()
+
+
+def test_a_rank_that_is_gone_frees_the_stream_before_the_deadline(gpu: Gpu) -> None:
+    late: list[str] = []
+    gone: list[bool] = []
+    waits = StreamWaits("cpu", lambda: 1e6, late.append, lambda waits: None, lambda: bool(gone))
+    gpu.stuck = True
+    waits.wait_for([Work(gpu, ())], lambda: "rank 2 at stream: no message from ranks [1]")
+    waits.look()
+    assert late == []
+    gone.append(True)
+    with pytest.raises(ExchangeError, match=r"no message from ranks \[1\], as a rank is gone"):
+        waits.settle()
+    assert len(late) == 1
+    waits.close()
 
 
 def test_no_thread_asks_the_gpu_while_a_graph_is_captured(gpu: Gpu) -> None:

@@ -16,7 +16,18 @@ from patchpar.stream.web.server import check_port
 
 PAGE = "page"
 """Audio or images of the browser that watches."""
-OF_VIDEO = ("audio", "audio_rate", "audio_channels", "reference", "seconds", "record", "restarts", "lora")
+OF_VIDEO = (
+    "audio",
+    "audio_rate",
+    "audio_channels",
+    "reference",
+    "seconds",
+    "pose",
+    "speaker",
+    "record",
+    "restarts",
+    "lora",
+)
 OF_IMAGES = ("steps", "guidance_scale", "negative_prompt", "height", "width")
 
 
@@ -40,6 +51,8 @@ class StreamFlags:
     host: Annotated[str | None, more("Address of these pages; default: this machine's.")] = None
     audio_rate: Annotated[int | None, more("Of raw 16-bit audio in a pipe; default: the model's.")] = None
     audio_channels: Annotated[int | None, more("Of raw 16-bit audio in a pipe; default: 1.")] = None
+    pose: Annotated[Path | None, more("A video of poses, for Wan-S2V and Live Avatar.")] = None
+    speaker: Annotated[list[str] | None, more("AUDIO:MASK, for each of several speakers.")] = None
     record: Annotated[Path | None, more("Record the stream for `patchpar replay`.")] = None
     steps: Annotated[int | None, more("With --input and an image model: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None
@@ -60,6 +73,7 @@ class StreamFlags:
     def check(self) -> None:
         """Raise PlanError for invalid flags, before anything is started."""
         self._check_kind()
+        self._check_speech()
         for name in ("seconds", "fps", "steps", "height", "width", "audio_rate", "audio_channels"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -89,6 +103,19 @@ class StreamFlags:
             raise PlanError("--dry-run forecasts streams of a video model: leave out --input")
         if self.costs is not None and not self.dry_run:
             raise PlanError("--costs goes with --dry-run only: add --dry-run, or leave out --costs")
+
+    def _check_speech(self) -> None:
+        for each in self.speaker or ():
+            audio, _, mask = each.rpartition(":")
+            for file in (audio, mask):
+                if not Path(file).is_file():
+                    raise PlanError(f"--speaker {each}: it has to be AUDIO:MASK, and there is no file {file!r}")
+        if self.speaker and self.audio is not None:
+            raise PlanError("--audio is of one speaker: leave it out, or leave out --speaker")
+        if self.pose is not None and not self.pose.is_file():
+            raise PlanError(f"--pose {self.pose}: there is no such file")
+        if self.record is not None and (self.pose or self.speaker):
+            raise PlanError("--record holds neither --pose nor --speaker: leave it out")
 
     def _check_inputs(self) -> None:
         for flag, value in (("--audio", self.audio), ("--input", self.input)):
@@ -139,7 +166,7 @@ class StreamFlags:
     @property
     def is_endless(self) -> bool:
         """Whether only a signal ends the stream, or what is live."""
-        has_file = self.audio is not None and not self.has_live_audio
+        has_file = bool(self.speaker) or (self.audio is not None and not self.has_live_audio)
         return self.seconds is None and not has_file and (self.input is None or self.has_camera)
 
     @property

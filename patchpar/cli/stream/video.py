@@ -36,11 +36,27 @@ def stream_video(request: StreamFlags) -> None:
     live = LiveInputs.of(request, folder.rate)
     if request.reference is not None:
         reference = load_reference_image(request.reference, config.height, config.width)
-    given = {"reference": reference, "audio": _audio(request, folder)}
+    given = {"reference": reference, "audio": _audio(request, folder)} | _of_speech(request, folder)
     with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # videos close before ranks
         report = _run(request, folder, given | {"live": live}, stack, ranks)
     report.write(request.json)
     report.finish(is_endless=request.is_endless)
+
+
+def _of_speech(request: StreamFlags, folder: StreamFolder) -> dict[str, Any]:
+    """What only Wan-S2V takes: poses, and several speakers in place of --audio. Looked at before ranks are started."""
+    from patchpar.stream.video_source import pose_frames
+
+    if (request.pose or request.speaker) and not folder.hears_speech:
+        raise PlanError(f"--pose, --speaker: {request.weights} takes neither, which Wan-S2V and Live Avatar do")
+    given: dict[str, Any] = {}
+    if request.pose is not None:
+        given["pose"] = request.pose
+        next(pose_frames(request.pose, folder.config.fps, folder.config.height, folder.config.width))
+    if request.speaker:
+        pairs = [each.rpartition(":") for each in request.speaker]
+        given["audio"], given["masks"] = [audio for audio, _, _ in pairs], [mask for _, _, mask in pairs]
+    return given
 
 
 def _audio(request: StreamFlags, folder: StreamFolder) -> Any:

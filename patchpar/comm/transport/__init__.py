@@ -4,6 +4,8 @@
                      tensors that lie in shared memory for good are not copied into it
     threads          ranks that are threads of one process: tensors are copied to the receiver's device
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
+    link_transport   from device to device between ranks with a GPU each, in groups that can be made anew; all else that
+                     they send goes through shared memory
     probe            a check that sends one message from each rank to each
     delayed          one of the first two with added latency and limited bandwidth, for measurements
 
@@ -18,10 +20,12 @@ from patchpar.comm.transport.connect import (
     extend,
     form_groups,
     register_memory,
+    transport_of_host,
     unregister_memory,
     watched,
 )
 from patchpar.comm.transport.delayed import DelayedTransport
+from patchpar.comm.transport.link_transport import LinkTransport
 from patchpar.comm.transport.message import (
     Arrived,
     Collectives,
@@ -42,6 +46,7 @@ __all__ = [
     "DelayedTransport",
     "FlatParts",
     "Incoming",
+    "LinkTransport",
     "Mailboxes",
     "Messages",
     "Outgoing",
@@ -56,6 +61,7 @@ __all__ = [
     "extend",
     "form_groups",
     "register_memory",
+    "transport_of_host",
     "unregister_memory",
     "watched",
 ]

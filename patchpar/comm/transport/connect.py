@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from patchpar.comm.transport.link_transport import LinkTransport
 from patchpar.comm.transport.message import Transport
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, LaunchError
-from patchpar.launch.accelerators import HOST_BACKENDS, group_backend
+from patchpar.launch.accelerators import HOST_BACKENDS, card_id, default_backend, group_backend
 from patchpar.launch.executor import RankContext
 from patchpar.launch.links import RETRY_SECONDS, RankLink
 
@@ -27,17 +28,24 @@ log = logging.getLogger(__name__)
 def connect(endpoint: RankContext, *, through: str = "auto", ranks: Collection[int] | None = None) -> Transport:
     """Connect this rank with the others of `ranks` (default: all). `endpoint.wait_limit` bounds every wait.
 
-    `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which must be initialised,
-    and of which all ranks connect). "auto" is shared memory, between nodes TCP, where ranks have links and do not use
-    NCCL. Raises ExchangeError, also where a rank does not connect: it would read the sockets it did not take as those
+    `through` is "auto", "shared_memory", "torch" (the default group of torch.distributed, which must be initialised,
+    and of which all ranks connect) or "device" (on GPUs shared memory that `form_links` extends by links from device to
+    device, else shared memory). "auto" is shared memory, between nodes TCP, where ranks have links and do not use NCCL.
+    Raises ExchangeError, also where a rank does not connect: it would read the sockets it did not take as those
     of the next connection.
     """
     device = torch.device(endpoint.device)
     if through == "torch" or (through == "auto" and (endpoint.links is None or _over_nccl(device))):
         return TorchTransport(device, endpoint.wait_limit)
-    transport = SharedMemoryTransport(endpoint.rank, {}, device, endpoint.wait_limit)
-    extend(transport, endpoint, range(endpoint.world_size) if ranks is None else ranks)
-    return transport
+    host = SharedMemoryTransport(endpoint.rank, {}, device, endpoint.wait_limit)
+    extend(host, endpoint, range(endpoint.world_size) if ranks is None else ranks)
+    has_links = through == "device" and default_backend(device.type) == "nccl"
+    return LinkTransport(host, "nccl", card_id(endpoint.device)) if has_links else host
+
+
+def transport_of_host(transport: Transport) -> Transport:
+    """Return the transport for what stays in host memory: `transport` itself unless it has another one for that."""
+    return transport.host if isinstance(transport, LinkTransport) else transport
 
 
 def extend(transport: Transport, endpoint: RankContext, ranks: Collection[int]) -> bool:
@@ -45,6 +53,11 @@ def extend(transport: Transport, endpoint: RankContext, ranks: Collection[int]) 
 
     Return whether one had ended, so that messages of before may be lost. Raises ExchangeError as `connect` does.
     """
+    if isinstance(transport, LinkTransport):
+        has_ended = extend(transport.host, endpoint, ranks)
+        if has_ended:
+            transport.poison("a connection to another rank had ended")
+        return has_ended
     if not isinstance(transport, SharedMemoryTransport):
         return False  # connects all ranks
     if transport.has_ended_ones:

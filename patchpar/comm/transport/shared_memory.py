@@ -35,6 +35,7 @@ from patchpar.launch.anonymous_file import aligned
 from patchpar.launch.links import RETRY_SECONDS
 
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
+ENDED = getattr(select, "POLLRDHUP", select.POLLHUP)  # of Linux: the other end, or this one, has been shut
 
 
 Numbered = tuple[PeerSocket, int]
@@ -69,6 +70,17 @@ class SharedMemoryTransport(Poisonable):
     def has_ended_ones(self) -> bool:
         """Whether a connection has ended."""
         return any(self.state_of(peer) == "ended" for peer in self._lines)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a connection has ended or has been shut. Reads nothing, so that any thread may ask."""
+        poll = select.poll()
+        try:
+            for line in list(self._lines.values()):
+                poll.register(line.link, ENDED)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed by this rank
+            return True
 
     def state_of(self, peer: int) -> Literal["none", "open", "ended"]:
         """Return whether there is a connection to a rank. An ended one may have lost messages."""

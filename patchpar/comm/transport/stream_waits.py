@@ -54,7 +54,7 @@ class StreamWaits:
 
     `deadline` returns the limit of one in seconds, which may change.
     `on_late` is called once, by any thread, with what has not arrived. `report` gets at each look whether the stream
-    waits.
+    waits. `is_cut`: whether a rank is known to be gone, so that nothing further arrives.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class StreamWaits:
         deadline: Callable[[], float],
         on_late: Callable[[str], object],
         report: Callable[[bool], object],
+        is_cut: Callable[[], bool] = lambda: False,
     ) -> None:
         self._event, self._deadline, self._on_late, self._report = timing_events(kind), deadline, on_late, report
+        self._is_cut = is_cut
         self._awaited: deque[Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
@@ -121,6 +123,12 @@ class StreamWaits:
             time.sleep(POLL)
             self.look()
 
+    def finish(self) -> None:
+        """Block until the current stream has done all that it has begun: after `settle`, this is computing only."""
+        end = self._event()
+        end.record()
+        end.synchronize()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """No thread asks the GPU for events meanwhile: that would break the capture of a graph."""
@@ -175,8 +183,9 @@ class StreamWaits:
                 return
             since, has_begun, _, what = self._awaited[0]
             self._report(not self._closed and has_begun())
-            if time.monotonic() - max(since, self._moved_on) <= self._deadline():
+            is_cut = self._is_cut()
+            if not is_cut and time.monotonic() - max(since, self._moved_on) <= self._deadline():
                 return
-            self._late = f"{what()} within {self._deadline():g} s"
+            self._late = what() + (", as a rank is gone" if is_cut else f" within {self._deadline():g} s")
             self._report(False)
         self._on_late(self._late)

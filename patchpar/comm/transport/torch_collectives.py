@@ -65,6 +65,10 @@ class TorchCollectives:
         for peers in list(self._peers.values()):  # from the thread of deadlines, while another may form one
             peers.give_up()
 
+    def forget(self) -> None:
+        """Forget groups that have been made anew."""
+        self._methods.clear()
+
     def covers(self, ranks: tuple[int, ...]) -> bool:
         """See `Collectives`."""
         return (ranks, True) in self._methods or self._groups.has(ranks)

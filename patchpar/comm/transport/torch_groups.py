@@ -34,10 +34,15 @@ class ProcessGroups:
                 if (ranks, bulk) in self._formed:
                     continue
                 self._formed.add((ranks, bulk))
-                options = self._urgent() if self.backend == "nccl" and not bulk else None
-                made = dist.new_group(list(ranks), self._timeout, self.backend, options)
-                if dist.get_rank() in ranks:
+                made = self._new(ranks, bulk=bulk)
+                if made is not None:
                     self._own[ranks, bulk] = made
+
+    def _new(self, ranks: tuple[int, ...], *, bulk: bool) -> Any:
+        """Return a new group of `ranks`; None on other ranks."""
+        options = urgent_options(self._timeout) if self.backend == "nccl" and not bulk else None
+        made = dist.new_group(list(ranks), self._timeout, self.backend, options)
+        return made if dist.get_rank() in ranks else None
 
     def has(self, ranks: tuple[int, ...]) -> bool:
         """Whether there are groups of `ranks`."""
@@ -54,14 +59,16 @@ class ProcessGroups:
             with contextlib.suppress(RuntimeError, AttributeError):  # gloo's waits have deadlines of their own
                 owner.abort()
 
-    def _urgent(self) -> Any:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = self._timeout  # or torch warns that it is not that of the group
-        return options
-
     def destroy(self) -> None:
         """Release all groups. Idempotent."""
         for group in self._own.values() if dist.is_initialized() else ():
             with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or the group went with the default
                 dist.destroy_process_group(group)
         self._own.clear()
+
+
+def urgent_options(timeout: timedelta) -> Any:
+    """Return options of NCCL for a stream of high priority."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # or torch warns that it is not that of the group
+    return options

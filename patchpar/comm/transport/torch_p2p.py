@@ -7,18 +7,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from patchpar.comm.transport.message import Incoming, Messages, Outgoing, StreamWaitingFlag, T
+from patchpar.comm.transport.group_transport import GroupTransport
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing
 from patchpar.comm.transport.packing import layout_of, pack
-from patchpar.comm.transport.poison import Poisonable
 from patchpar.comm.transport.stream_waits import StreamWaits
-from patchpar.comm.transport.torch_collectives import Begin, Buffers, Handle, TorchCollectives
+from patchpar.comm.transport.torch_collectives import Begin, TorchCollectives
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.comm.transport.torch_work import TorchWork
-from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import HOST_BACKENDS, current_index, group_backend
 
 
-class TorchTransport(Poisonable):
+class TorchTransport(GroupTransport):
     """Messages in process groups of its own. Gloo carries CPU tensors only, so others are copied to the CPU.
 
     A wait takes at most `deadline` seconds. With NCCL the GPU's stream waits: see `StreamWaits`. `collectives` are used
@@ -58,36 +57,6 @@ class TorchTransport(Poisonable):
         ops += [dist.P2POp(dist.isend, x, peer, self._group) for x, to in zip(sent, peers, strict=True) for peer in to]
         begin: Begin = partial(dist.batch_isend_irecv, ops) if ops else list
         return self._start(TorchWork, begin, (sent, received), incoming, where)
-
-    def _start(
-        self, handle: Handle[T], begin: Begin, buffers: Buffers, incoming: Sequence[Incoming], where: str
-    ) -> TorchWork[T]:
-        """Begin operations whose messages come in `buffers`, and return their handle. Raises ExchangeError."""
-        if self.is_poisoned:
-            self.check(where)
-        try:
-            return handle(self, begin(), buffers, incoming, where)
-        except RuntimeError as error:  # of torch: a peer is gone, or the group was aborted
-            text = f"rank {self.rank} at {where}: cannot exchange messages ({error})"
-            self.poison(text)
-            raise ExchangeError(text) from error
-
-    def _report_wait(self, waits: bool) -> None:
-        if isinstance(self.waiting, StreamWaitingFlag):
-            self.waiting.set_stream_waiting(waits)
-
-    def settle(self, where: str) -> None:
-        """Block until every message waited for has arrived. Raises ExchangeError."""
-        if self.waits is not None:
-            self.waits.settle()
-        self.check(where)
-
-    def poison(self, reason: str) -> None:
-        """See `Poisonable`. Operations in flight end, so that a GPU that waits for them goes on."""
-        super().poison(reason)
-        if self.collectives is not None:
-            self.collectives.abort()
-        self._groups.abort()
 
     def close(self) -> None:
         """Release the groups. The default group stays: whoever initialised it destroys it. Idempotent."""

@@ -53,8 +53,11 @@ class SpeechParts(nn.Module):
         """Return shape and dtype of the audio tokens of a block of `frames` latent frames."""
         return TensorSpec((1, frames, self.config.tokens + 2, self.config.dim), self.trainable_cond_mask.weight.dtype)
 
-    def heard(self, samples_1PS: Tensor) -> Tensor:
-        """Return the audio tokens [1, F, n + 2, D] of a block, from samples as SpeechConfig.inputs returns them."""
+    def heard(self, samples_SPS: Tensor) -> Tensor:
+        """Return the audio tokens [S, F, n + 2, D] of S speakers, from samples as SpeechConfig.inputs returns them."""
+        return torch.cat([self._heard(samples) for samples in torch.split(samples_SPS, 1)])
+
+    def _heard(self, samples_1PS: Tensor) -> Tensor:
         assert self.features is not None, "blocks begin on the rank with wav2vec2"
         config, (_, images, _) = self.config, samples_1PS.shape
         features = self.features(samples_1PS.flatten(), images, config.fps)[None]

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.image_files import ROUTE
 from patchpar.serving.job import Cancelled
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
@@ -19,6 +20,8 @@ from patchpar.serving.socket_tickets import SocketTickets, offered_ticket
 
 OPEN = ("/health/live", "/health/ready", "/version")
 """Paths that need no key."""
+OPEN_LINKS = (ROUTE,)
+"""Begins of paths that are keys themselves."""
 ADMIN = "/admin/"
 """Begin of paths that need a key of administrators."""
 NO_ROUTE, NO_PATH = "none", "\0"
@@ -85,7 +88,7 @@ class RequestGuard:
         self, scope: Scope, receive: Receive, send: Send, request_id: str, has_begun: Callable[[], bool]
     ) -> None:
         try:
-            if scope["path"] not in OPEN and not scope["path"].startswith(self._pages or NO_PATH):
+            if scope["path"] not in OPEN and not scope["path"].startswith((*self._pages, *OPEN_LINKS)):
                 scope["state"]["owner"] = self._key_of(scope)
             await self._app(scope, receive, send)
         except ClientDisconnect:

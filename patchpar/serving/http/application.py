@@ -11,6 +11,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar.serving.http.access import RequestGuard, error_response
 from patchpar.serving.http.admin import add_admin
+from patchpar.serving.http.files import add_files
+from patchpar.serving.http.image_socket import add_image_socket
 from patchpar.serving.http.images import add_images
 from patchpar.serving.http.jobs import add_jobs
 from patchpar.serving.http.streams import add_no_streams, add_streams
@@ -42,14 +44,20 @@ class Served(Protocol):
     def loras(self) -> LoraRegistry:
         """The LoRAs that requests may select."""
 
+    @property
+    def model_facts(self) -> dict[str, Any]:
+        """What clients are told of the model, beside its name."""
+
     def check_name(self, name: str) -> None:
         """Raise RequestError, 404, for a model that is not served."""
 
 
 def application(service: ImageService) -> FastAPI:
     """Return the ASGI application of a service of images or videos."""
-    app = _guarded(service)
+    app = _guarded(service, service.tickets)
     add_images(app, service)
+    add_image_socket(app, service)
+    add_files(app, service.files)
     add_jobs(app, service)
     add_videos(app, service)
     add_admin(app, service)
@@ -88,7 +96,7 @@ def _add_models(app: FastAPI, service: Served) -> None:
 
     def described() -> dict[str, Any]:
         names = {"id": service.name, "object": "model", "created": started, "owned_by": "patchpar"}
-        return {**names, "adapters": list(service.loras.names)}
+        return {**names, "adapters": list(service.loras.names), **service.model_facts}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

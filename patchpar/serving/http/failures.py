@@ -8,7 +8,7 @@ from patchpar.errors import (
     WorkerDied,
     WorkerHung,
 )
-from patchpar.serving.job import Cancelled, Journaled
+from patchpar.serving.job import Cancelled, Journaled, ServerEnding
 from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.request_error import RequestError
 
@@ -21,6 +21,15 @@ def request_error_of(error: Exception, request_id: str) -> RequestError:
         return error
     if isinstance(error, PlanError):
         return RequestError(str(error))
+    if isinstance(error, Cancelled):
+        return _cancellation_of(error)
+    if is_out_of_memory(error):
+        reason = "this image does not fit into the memory of the devices: make it smaller"
+        return RequestError(reason, status=422, code="out_of_memory")
+    return _failure_of(error, request_id)
+
+
+def _cancellation_of(error: Cancelled) -> RequestError:
     if isinstance(error, Journaled):
         kind = "videos" if error.name.startswith("video") else "jobs"
         reason = (
@@ -28,13 +37,10 @@ def request_error_of(error: Exception, request_id: str) -> RequestError:
             f"GET /v1/{kind}/{error.name}"
         )
         return RequestError(reason, status=503, code="draining", retry_after=RESTART_SECONDS)
-    if isinstance(error, Cancelled):
+    if isinstance(error, ServerEnding):
         reason = "the server is ending, and this request did not finish"
         return RequestError(reason, status=503, code="draining", retry_after=1)
-    if is_out_of_memory(error):
-        reason = "this image does not fit into the memory of the devices: make it smaller"
-        return RequestError(reason, status=422, code="out_of_memory")
-    return _failure_of(error, request_id)
+    return RequestError("another request has cancelled this one", status=410, code="cancelled")
 
 
 def _failure_of(error: Exception, request_id: str) -> RequestError:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.event_stream import EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.files import with_whole_links
 from patchpar.serving.http.job_events import events_of
 from patchpar.serving.http.job_outcome import outcome_of
 from patchpar.serving.http.jobs import job_view
@@ -63,8 +64,8 @@ async def _answer(
         request_id = request.scope["state"]["request_id"]
         return EventStream(_events(wanted, queued, kind, request_id))
     done = await outcome_of(queued.job, request)
-    content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds)
-    return JSONResponse(content, headers=_warning(wanted))
+    content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds, service.files)
+    return JSONResponse(with_whole_links(content, request), headers=_warning(service, wanted))
 
 
 def _later(
@@ -82,7 +83,9 @@ def _later(
         key=request.headers.get("idempotency-key", "")[:256],
         digest=digest,
     )
-    return JSONResponse(job_view(service, keep(service, later), request), status_code=202, headers=_warning(wanted))
+    return JSONResponse(
+        job_view(service, keep(service, later), request), status_code=202, headers=_warning(service, wanted)
+    )
 
 
 async def _events(wanted: GenerationRequest, queued: QueuedImages, kind: str, request_id: str) -> AsyncIterator[bytes]:
@@ -103,8 +106,9 @@ def rendered(wanted: GenerationRequest, queued: QueuedImages, kind: str, event: 
     return event_of(fields["type"], fields)
 
 
-def _warning(wanted: GenerationRequest) -> dict[str, str] | None:
-    return None if wanted.quality in (None, "auto") else {"Warning": QUALITY_WARNING}
+def _warning(service: ImageService, wanted: GenerationRequest) -> dict[str, str] | None:
+    is_used = wanted.quality in service.served.quality_steps and wanted.num_inference_steps is None
+    return None if is_used or wanted.quality in (None, "auto") else {"Warning": QUALITY_WARNING}
 
 
 def _uploads_of(form: FormBody) -> Uploads:

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.event_stream import HEARTBEAT, EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.files import with_whole_links
 from patchpar.serving.http.job_events import changes_of
 from patchpar.serving.job import Journaled
 from patchpar.serving.kept_jobs import KeptJob
@@ -75,7 +76,7 @@ def job_view(service: ImageService, kept: KeptJob, request: Request, with_result
         "completed_at": kept.completed_at,
         "expires_at": service.kept.expires_at(kept),
         "error": error_of(kept, request),
-        "result": kept.result if with_result else None,
+        "result": with_whole_links(kept.result, request) if with_result and kept.result is not None else None,
     }
 
 

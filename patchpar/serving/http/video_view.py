@@ -51,4 +51,5 @@ def _figures(stored: StoredVideo) -> dict[str, Any]:
         "ranks": stored.figures.ranks,
         "computing_seconds": round(stored.figures.seconds, 4),
         "steps": stored.figures.steps,
+        "recovered": stored.figures.recovered,
     }

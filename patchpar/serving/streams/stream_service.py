@@ -68,6 +68,11 @@ class StreamService:
         return self.served.name
 
     @property
+    def model_facts(self) -> dict[str, Any]:
+        """What clients are told of the model, beside its name."""
+        return {"tasks": ["streams"]}
+
+    @property
     def state(self) -> str:
         """One of loading, ready, lost and draining."""
         if self._is_draining:

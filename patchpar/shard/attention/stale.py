@@ -3,13 +3,14 @@
     exact call    fresh keys of all ranks are gathered and stored
     else          stored keys are attended to, while this rank's are sent for the next step
 
-For bands of images and for ranges of tokens alike. Tokens that every rank has (text, in joint attention) are always
-fresh.
+For bands of images and for ranges of tokens alike. Text in joint attention is always fresh: every rank computes all of
+it, or each its own part, whose keys and values are gathered in the step that reads them.
 
 Stale keys are DistriFusion's (arXiv:2402.19481); near keys, averages and corrections: docs/decisions/0012 and 0017.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from patchpar.comm.exchange_part import Received, collectives_of
 from patchpar.comm.transport import Messages, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
+from patchpar.shard.attention.fresh_exchange import fits_with_text
 from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.stale_kv import RemoteTokens
@@ -37,18 +39,26 @@ from patchpar.shard.stale.workspace import Workspace
 DRIFT_STRIDE = 16  # tokens
 
 
-def attend_with_past(patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry) -> Tensor:
+def attend_with_past(
+    patch: LocalPatch,
+    where: str,
+    grid: LevelGrid,
+    call: AttentionCall,
+    entry: StaleEntry,
+    text: TokenSlots | None = None,
+) -> Tensor:
     """Return the output [B, N, q, D] of this rank's queries. Raises ExchangeError.
 
-    The call's keys and values [B, M, c + l, D] are the common tokens, then this rank's. Its mask is added to the logits
-    and has a column for every common token, then for every token of the whole in order. Its kernel gets all keys at
-    once, but for cached partial attention.
+    The call's keys and values [B, M, c + l, D] are the common tokens, then this rank's. With a `text`, of which each
+    rank has so many tokens, they are this rank's of the text, then of the image; not with cached partial attention. Its
+    mask is added to the logits and has a column for every common token, or those of the whole text, then for every
+    token of the whole in order. Its kernel gets all keys at once, but for cached partial attention.
     """
     if patch.policy.resync is not None:
         _note_drift(patch, entry, _own(grid, call, patch.group_rank).k_BlND)
     if isinstance(patch.policy.context, CachedPartials):
         return _attend_beside_partials(patch, where, grid, call, entry)
-    return _attend_beside_tokens(patch, where, grid, call, entry)
+    return _attend_beside_tokens(patch, where, grid, call, entry, text)
 
 
 def _here(call: AttentionCall) -> KeysValues:
@@ -72,25 +82,47 @@ def _columns(grid: LevelGrid, call: AttentionCall, group_rank: int, *, here: boo
     return torch.cat([mask[..., :common], columns], dim=-1) if here and common else columns
 
 
+def _columns_of_common(grid: LevelGrid, call: AttentionCall) -> Tensor | None:
+    mask = call.attn_mask
+    return mask if mask is None or mask.shape[-1] == 1 else mask[..., : mask.shape[-1] - grid.total_tokens]
+
+
 def _attend_now(
-    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slots: TokenSlots, fresh: Tensor
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, layout: StaleLayout, fresh: Tensor
 ) -> Tensor:
     """Attend to fresh tokens of all ranks, which are gathered in `fresh` [T, 2, B, N, D] beside the local ones.
 
     Where ranks gather in one operation all keys arrive at once, and one attention reads them. Over other links each
     rank's are attended to as they arrive.
     """
-    pending = patch.comm.exchange(where, [fresh_part(patch.axis, slots, fresh)])
-    if patch.comm.transport.collectives is not None or call.kernel is not None:
+    text, parts = layout.text, [fresh_part(patch.axis, layout.fresh, fresh)]
+    if text is not None:
+        parts.append(fresh_part(patch.axis, text, fresh, "text"))
+    if patch.comm.transport.collectives is not None:
+        for each in [patch.comm.exchange(where, [part]) for part in parts]:  # in place, without a copy of both
+            each.wait()
+        return attend_to_tokens(call, fresh, call.attn_mask)
+    pending = patch.comm.exchange(where, parts)
+    if call.kernel is not None:
         pending.wait()
         return attend_to_tokens(call, fresh, call.attn_mask)
 
-    def partials() -> Iterator[Partial]:
-        yield _attend_here(grid, call, patch.group_rank)
-        for group_rank, (tokens,) in zip(patch.axis.others, pending.arriving(), strict=True):
-            yield _attend_to(call, in_batches(tokens), _columns(grid, call, group_rank, here=False))
+    return merge_partials(_arriving(patch, grid, call, pending, None if text is None else fresh[: text.total])).out_BNlD
 
-    return merge_partials(partials()).out_BNlD
+
+def _arriving(
+    patch: LocalPatch, grid: LevelGrid, call: AttentionCall, pending: Work[Any], text: Tensor | None
+) -> Iterator[Partial]:
+    """Yield attention to the local tokens, and to each rank's as they arrive; then to a `text` [t, 2, B, N, D]."""
+    mine = patch.group_rank
+    if text is None:
+        yield _attend_here(grid, call, mine)
+    else:
+        yield _attend_to(call, _own(grid, call, mine), _columns(grid, call, mine, here=False))
+    for group_rank, (tokens, *_) in zip(patch.axis.others, pending.arriving(), strict=True):
+        yield _attend_to(call, in_batches(tokens), _columns(grid, call, group_rank, here=False))
+    if text is not None:
+        yield _attend_to(call, in_batches(text), _columns_of_common(grid, call))
 
 
 def _gather(patch: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> Work[Messages]:
@@ -108,15 +140,16 @@ def _attend_to(call: AttentionCall, tokens: KeysValues, bias: Tensor | None) -> 
 
 
 def _attend_beside_tokens(
-    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry, text: TokenSlots | None
 ) -> Tensor:
     """Attend to a selection of the other ranks' stale tokens, and send this rank's for the next step."""
     options, cache = patch.policy.context, patch.cache
     assert isinstance(options, StaleKV)
     assert cache is not None
-    here = _here(call)
-    if entry.state is None or (patch.frozen and isinstance(entry.state, LateTokens)):  # frozen: nothing is sent late
-        layout = _layout(patch, grid, here, options)
+    here, known = _here(call), entry.state
+    late_no_more = patch.frozen and isinstance(known, LateTokens)  # frozen: nothing is sent late
+    if known is None or late_no_more or known.layout.text != text:
+        layout = _layout(patch, grid, here, options, text)
         if cache.is_first_state():
             check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
         entry.state = _new_state(patch, where, entry, layout, call.key)
@@ -130,7 +163,7 @@ def _attend_beside_tokens(
     if patch.frozen:
         state.repeat(attended, patch.step_ratio)
         return state.attend(call, attended)
-    state.refresh(attended, patch.step_ratio, _fits_of_all(patch, where, attended, state))
+    state.refresh(attended, patch.step_ratio, fits_with_text(patch, where, attended, state))
     if isinstance(state, LateTokens):
         return state.attend(call, attended)
     if state.derived and not state.layout.joins:
@@ -150,7 +183,7 @@ def _attend_and_remember(
     assert isinstance(state, RemoteTokens)
     state.arrived(entry.pop())
     fresh = state.write_fresh(_here(call))
-    result = _attend_now(patch, where, grid, call, state.layout.fresh, fresh)
+    result = _attend_now(patch, where, grid, call, state.layout, fresh)
     state.remember(fresh, patch.step_ratio, continues=cache.continues)
     return result
 
@@ -175,7 +208,9 @@ def _new_state(patch: LocalPatch, where: str, entry: StaleEntry, layout: StaleLa
     return state
 
 
-def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: StaleKV) -> StaleLayout:
+def _layout(
+    patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: StaleKV, text: TokenSlots | None
+) -> StaleLayout:
     batch, local, heads, width = here.k_BlND.shape
     return StaleLayout(
         options,
@@ -183,9 +218,10 @@ def _layout(patch: LocalPatch, grid: LevelGrid, here: KeysValues, options: Stale
         grid,
         token=(2, batch, heads, width),
         itemsize=here.k_BlND.element_size(),
-        common=local - grid.num_tokens(patch.group_rank),
+        common=local - grid.num_tokens(patch.group_rank) if text is None else text.total,
         joins=patch.policy.published or options.narrow_to is not None,  # as DistriFusion's code does
         may_wait=collectives_of(patch.comm.transport, patch.axis.ranks) is not None and not patch.frozen,
+        text=text,
     )
 
 
@@ -199,19 +235,6 @@ def _sent(
     if state.rows is not None:
         return patch.cache.gather_at_once(patch.axis, where, state.rows)
     return patch.cache.send_at_once(state.part(attended), where, entry.memory)
-
-
-def _fits_of_all(
-    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens
-) -> Tensor | Sequence[Tensor] | None:
-    """Return the corrections of all ranks, [2, B, N, numbers] of each; None where the policy needs none."""
-    if not state.corrects:
-        return None
-    own = state.fit(attended, patch.step_ratio)
-    if state.fits_are_equal:
-        return patch.comm.all_gather(patch.axis, "correction", where, own).wait()
-    gather = AllGather(patch.comm, patch.axis, "correction", where)
-    return [fit for (fit,) in gather.start([own], lambda group_rank: [state.fit_specs[group_rank]]).wait()]
 
 
 def _attend_beside_partials(

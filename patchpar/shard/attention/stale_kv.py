@@ -45,6 +45,7 @@ class RemoteTokens:
         self.corrects = self.options.correction != "none"  # whether ranks send corrections of their tokens
         self._workspace, self._token, self._slots = workspace, layout.token, layout.attended
         self.derived, self._newest_slots = layout.derived, layout.newest
+        self._common_here = layout.common_here(layout.axis.rank)
         self._kept = None if self.derived else like.new_empty(self._slots.total, *self._token)
         self._newest = self._new_newest(like)
         has_previous = self.options.extrapolated and not layout.is_late
@@ -133,7 +134,8 @@ class RemoteTokens:
         return self._written(here.k_BlND.new_empty(slots.total, *self._token), slots, here)
 
     def _written(self, into: Tensor, slots: TokenSlots, here: KeysValues) -> Tensor:
-        write_tokens(into, *here, slots.starts[self.axis.rank], slots.common, self._message_of_own())
+        start, common = self._common_here
+        write_tokens(into, *here, slots.starts[self.axis.rank], common, self._message_of_own(), start)
         return into
 
     def _kept_own(self) -> OwnTokens | None:

@@ -55,9 +55,9 @@ def in_batches(tokens: Tensor) -> KeysValues:
     return KeysValues(*(x.transpose(0, 1) for x in tokens.unbind(1)))
 
 
-def fresh_part(axis: Axis, slots: TokenSlots, fresh: Tensor) -> ExchangePart:
+def fresh_part(axis: Axis, slots: TokenSlots, fresh: Tensor, kind: str = "kv") -> ExchangePart:
     """Return the exchange in which `fresh` [T, 2, B, N, D] gets the tokens of all ranks beside this rank's."""
     peers = tuple(axis.ranks[p] for p in axis.others)
     into = {axis.ranks[p]: (slots.of(fresh, p),) for p in axis.others}
     specs = {rank: (TensorSpec.of(x),) for rank, (x,) in into.items()}
-    return ExchangePart("kv", [(peers, (slots.of(fresh, axis.rank),))], specs, into, axis, to_all=True, at_once=True)
+    return ExchangePart(kind, [(peers, (slots.of(fresh, axis.rank),))], specs, into, axis, to_all=True, at_once=True)

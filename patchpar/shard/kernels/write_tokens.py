@@ -14,16 +14,16 @@ TILE = 4096  # numbers that a program copies
 
 
 def write_tokens_eager(
-    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
+    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None, common_start: int = 0
 ) -> None:
     """Write `key` and `value` [B, c + l, N, D] to `attended` [T, 2, B, N, D], and own tokens to `message` as well.
 
-    Common tokens come first, own ones from `start` on. `message` [l, 2, B, N, D].
+    Common tokens go to `common_start` on, own ones to `start` on. `message` [l, 2, B, N, D].
     """
     own = attended.narrow(0, start, key.shape[1] - common)
     for index, x_BlND in enumerate((key, value)):
         if common:
-            attended[:common, index].copy_(x_BlND[:, :common].transpose(0, 1))
+            attended.narrow(0, common_start, common)[:, index].copy_(x_BlND[:, :common].transpose(0, 1))
         own[:, index].copy_(x_BlND[:, common:].transpose(0, 1))
     if message is not None:
         message.copy_(own)
@@ -33,7 +33,7 @@ _WRITE_TOKENS = Program("patchpar.shard.kernels.programs.write_tokens", "write_t
 
 
 def launch_write_tokens(
-    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None
+    attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None, common_start: int = 0
 ) -> None:
     """Launch the kernel: a program for every few tokens of each head of keys and of values.
 
@@ -46,7 +46,7 @@ def launch_write_tokens(
     _WRITE_TOKENS.launch(
         (-(-tokens // rows), 2 * batch * heads),
         (attended, attended if message is None else message, key, value),
-        (tokens, start, common, batch, heads, *key.stride()[:3], *value.stride()[:3]),
+        (tokens, start, common, common_start, batch, heads, *key.stride()[:3], *value.stride()[:3]),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,
@@ -60,7 +60,8 @@ def _with_adjacent_columns(x: Tensor) -> Tensor:
 
 
 write_tokens = fused_op(
-    "write_tokens(Tensor(a!) attended, Tensor key, Tensor value, int start, int common, Tensor(b!)? message) -> ()",
+    "write_tokens(Tensor(a!) attended, Tensor key, Tensor value, int start, int common, "
+    "Tensor(b!)? message, int common_start=0) -> ()",
     eager=write_tokens_eager,
     launch=launch_write_tokens,
     fake=nothing,

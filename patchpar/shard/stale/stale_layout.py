@@ -21,6 +21,7 @@ MEAN_BYTES = 4  # of a number in fp32
 class StaleLayout:
     """Buffers of tokens, each `token` (2, B, N, D) numbers of `itemsize` bytes. `common`: tokens that all ranks have.
 
+    `text`: the tokens of each rank, if the common ones are a text that is split, and gathered in the step that reads.
     `joins`: what is attended to is concatenated for each attention. See `shard.attention.stale_kv`. `may_wait`: own
     tokens may be sent in the step that reads them, see `shard.stale.send_window`.
     """
@@ -33,6 +34,7 @@ class StaleLayout:
     common: int = 0
     joins: bool = False
     may_wait: bool = False
+    text: TokenSlots | None = None
 
     def pieces(self, sender: int, receiver: int) -> tuple[PooledRows, ...]:
         """Return the pieces of one rank's tokens that another receives."""
@@ -52,6 +54,10 @@ class StaleLayout:
         """Whether own tokens are stored here and sent in the step that reads them: where all are sent as they are."""
         as_they_are = self.options.selection == AllRows() and self.options.bits == 16
         return self.may_wait and self.derived and as_they_are and not self.joins
+
+    def common_here(self, group_rank: int) -> tuple[int, int]:
+        """Return where the common tokens that a rank computes begin among all of these, and how many they are."""
+        return (0, self.common) if self.text is None else (self.text.starts[group_rank], self.text.counts[group_rank])
 
     @cached_property
     def fresh(self) -> TokenSlots:

@@ -21,8 +21,10 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV, as_bias
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.transformer.attention_backend import BackendKernel
-from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
+from patchpar.shard.transformer.split_tokens import CallRuns, PlacedCall, SplitTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges, spread
 from patchpar.shard.transformer.token_runs import Runs
 
@@ -116,31 +118,54 @@ def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionC
     if call.attn_mask is not None and call.attn_mask.ndim == 2 and runs.runs[0][0].mask_dims == 4:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = call._replace(attn_mask=call.attn_mask[:, None, None])
-    queries, keys, first = runs.placed(call.query.shape[-2], call.key.shape[-2])
+    placed = runs.placed(call.query.shape[-2], call.key.shape[-2])
+    queries, keys, first, _ = placed
     if not first:
         return call._replace(attn_mask=queries.rows(call.attn_mask)).run()
     if call.attn_mask is not None or call.is_causal:
         mask = _whole_mask(split, where, call, queries, keys, first)
         call = call._replace(attn_mask=mask, is_causal=False)
     remembered = split.attend_remembered(where, keys, queries, runs.runs[0][1], call)
-    return _attend_with_others(split, where, runs, call, queries, keys) if remembered is None else remembered
+    return _attend_with_others(split, where, runs, call, placed) if remembered is None else remembered
 
 
 def _attend_with_others(
-    split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
+    split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall, placed: PlacedCall
 ) -> Tensor:
+    queries, keys = placed[:2]
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return call._replace(attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
-    entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
-    if split.patch is not None and entry is not None:
-        stale = common_first(where, call, queries, keys)
-        out = attend_with_past(split.patch, where, runs.rows, stale, entry)
-        return out if queries.is_common_first else queries.in_order(out, 2)
+    of_text = runs.runs[0][0].keys is None  # alone, which is never stale
+    entry = None if split.patch is None or of_text else split.patch.entry(where, split.patch.policy.context)
+    if entry is not None:
+        return _attend_with_past(split, where, runs.rows, call, placed, entry)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
     return call._replace(key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
+
+
+def _attend_with_past(
+    split: TokenSplit,
+    where: str,
+    grid: LevelGrid,
+    call: AttentionCall,
+    placed: PlacedCall,
+    entry: StaleEntry,
+) -> Tensor:
+    """Attend to stale tokens of the image. Of a text that is split, the tokens of all ranks are of this step."""
+    queries, keys, _, text = placed
+    assert split.patch is not None
+    slots, columns = None, None
+    if text is not None and text.is_alone and isinstance(split.patch.policy.context, StaleKV):
+        keys, columns, slots = text.here, text.whole, text.slots  # gathered where attention reads it
+    elif text is not None:
+        key, value = split.gather_together((call.key, call.value), -2, text.text, where)
+        call, keys = call._replace(key=key, value=value), text.whole
+    stale = common_first(where, call, queries, keys, columns)
+    out = attend_with_past(split.patch, where, grid, stale, entry, slots)
+    return out if queries.is_common_first else queries.in_order(out, 2)
 
 
 def _whole_mask(
@@ -224,14 +249,19 @@ def _fits_a_mode(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -
     return rows_whole and shaped and (queries is keys or queries.own == queries.local == keys.own)
 
 
-def common_first(where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> AttentionCall:
-    """Return the call in the order of `attend_with_past`: common tokens, then our own. Raises UnsupportedModel."""
+def common_first(
+    where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens, columns: SplitTokens | None = None
+) -> AttentionCall:
+    """Return the call in the order of `attend_with_past`: common tokens, then our own. Raises UnsupportedModel.
+
+    `columns`: those of the mask, if not `keys`.
+    """
     if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
     query, key, value = _tensors_common_first(call, queries, keys)
     mask = call.attn_mask if call.attn_mask is None else queries.rows(call.attn_mask)
     if mask is not None:
-        mask = keys.by_rank(mask, -1) if mask.shape[-1] > 1 else mask
+        mask = (columns or keys).by_rank(mask, -1) if mask.shape[-1] > 1 else mask
         mask = queries.common_first(mask, -2) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
     return call._replace(query=query, key=key, value=value, attn_mask=mask)

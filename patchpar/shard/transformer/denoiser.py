@@ -243,8 +243,8 @@ class TokenDenoiser(SharedDenoiser):
     def _facts(self, call: Call) -> dict[str, Any]:
         """Return what the verification result depends on."""
         (comm, axis), policy = self.mesh, self.patch.policy
-        ranks = axis.ratio or axis.size
-        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut_for(policy), "ranks": ranks}
+        cut, ranks = f"{cut_for(policy)}, text {policy.text}", axis.ratio or axis.size
+        split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut, "ranks": ranks}
         return facts_of(self.denoiser, comm.transport.device, call, **split)
 
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
@@ -252,7 +252,7 @@ class TokenDenoiser(SharedDenoiser):
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, patch.policy.keys)
         gathers = patch.policy.keys.algorithm == "gather"
-        cut, text = cut_for(patch.policy), not patch.policy.remembers
+        cut, text = cut_for(patch.policy), patch.policy.text == "split" and self.exchange != "frozen"
         return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut, text)
 
     def _this_step(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.stale.token_grid import LevelGrid
+from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.transformer.token_plan import AttentionTokens
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.token_runs import Runs, TokenRun, runs_of
@@ -137,15 +138,45 @@ class SplitTokens:
         return self.joined(pieces[: len(gaps)], pieces[len(gaps) :], dim)
 
 
+class TextKeys(NamedTuple):
+    """Keys with a text that is split, of which all tokens are to be of this step, while those of the image are not.
+
+    `text`: where our text is among them. `here`: the same keys, with our text as common tokens. `whole`: keys with all
+    of the text, which is common. `slots`: tokens of the text on each rank.
+    """
+
+    text: SplitTokens
+    here: SplitTokens
+    whole: SplitTokens
+    slots: TokenSlots
+
+    @classmethod
+    def of(cls, size: int, runs: Runs) -> "TextKeys | None":
+        """Return them for so many keys of this rank with `runs` of an image and a text; None without either."""
+        if len(runs) != 2:
+            return None
+        here, text = SplitTokens.of(size, runs[:1]), SplitTokens.of(size, runs[1:])
+        (image,), ((start, ranges),) = here.runs, text.runs
+        more = text.tokens - text.own
+        placed = image._replace(start=image.start + more) if start < image.start else image
+        return cls(text, here, SplitTokens(size + more, (placed,)), TokenSlots(ranges.sizes))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other tokens are common."""
+        return self.here.common == self.text.own
+
+
 class PlacedCall(NamedTuple):
     """Where split tokens are among the queries and keys of a call: one object where they are the same tokens.
 
-    `first`: the first run of keys, if any.
+    `first`: the first run of keys, if any. `text`: of keys with a second run.
     """
 
     queries: SplitTokens
     keys: SplitTokens
     first: Runs
+    text: TextKeys | None
 
 
 class CallRuns:
@@ -167,7 +198,8 @@ class CallRuns:
             of_keys = runs_of((tokens.keys, ranges) for tokens, ranges in self.runs)
             of_queries = runs_of((tokens.queries, ranges) for tokens, ranges in self.runs)
             own, others = SplitTokens.of(queries, of_queries), SplitTokens.of(keys, of_keys)
-            found = PlacedCall(own, own if own == others else others, of_keys[:1])
+            text = TextKeys.of(keys, of_keys)
+            found = PlacedCall(own, own if own == others else others, of_keys[:1], text)
             self._placed[queries, keys] = found
         return found
 

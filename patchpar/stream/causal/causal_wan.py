@@ -33,10 +33,14 @@ Hearing = AudioConditioner | SpeechParts
 
 
 class BlockAudio(NamedTuple):
-    """The audio of a block: audio tokens [B, F, n, C], and the factor of their attention output."""
+    """The audio of a block: audio tokens [S, F, n, C], and the factor of their attention output.
 
-    tokens_BFnC: Tensor
+    `masks`: where each of S speakers is, by patches [S, rows, columns]; None for one, who is everywhere.
+    """
+
+    tokens_SFnC: Tensor
     scale: float = 1.0
+    masks: Tensor | None = None
 
 
 class BlockInputs(NamedTuple):
@@ -149,16 +153,23 @@ class CausalWan:
         passing = self._passing
         passing.now, passing.frames = now, frames
         if self.audio is not None and audio is not None:
-            passing.audio, passing.audio_scale = self.audio.encode(audio.tokens_BFnC), audio.scale
+            passing.audio, passing.audio_scale = self.audio.encode(audio.tokens_SFnC), audio.scale
+            passing.parts = None if audio.masks is None else parts_of(audio, frames)
         try:
             yield
         finally:
-            passing.now = passing.audio = passing.frames = None
+            passing.now = passing.audio = passing.parts = passing.frames = None
 
     def _add_audio(self, audio: Hearing, layer: int, module: nn.Module, args: Any, hidden_BLD: Tensor) -> Tensor | None:
         """Add the audio attention to the tokens after one block, as a forward hook; None leaves them unchanged."""
-        tokens = self._passing.audio
-        return None if tokens is None else hidden_BLD + self._passing.audio_scale * audio(layer, hidden_BLD, tokens)
+        tokens, parts = self._passing.audio, self._passing.parts
+        if tokens is None:
+            return None
+        if parts is None:
+            return hidden_BLD + self._passing.audio_scale * audio(layer, hidden_BLD, tokens)
+        voices = zip(torch.split(parts, 1, 2), torch.split(tokens, 1), strict=True)
+        heard = sum((part * audio(layer, hidden_BLD, voice) for part, voice in voices), torch.zeros_like(hidden_BLD))
+        return hidden_BLD + self._passing.audio_scale * heard
 
     def _shared(self, x_BCFHW: Tensor) -> ShardedFrames | None:
         """The sharding of a forward pass over these latents; None on a single rank."""
@@ -186,13 +197,24 @@ class CausalWan:
 
 
 class CurrentPass:
-    """State of the current forward pass. `frames`: its sharding, or None if this rank computes all of it."""
+    """State of the current forward pass. `frames`: its sharding, or None if this rank computes all of it.
+
+    `parts`: of each token how much it belongs to each speaker, [1, L, S]; None for one speaker.
+    """
 
     def __init__(self) -> None:
         self.now: SinkPass | BlockPass | None = None
         self.frames: ShardedFrames | None = None
         self.audio: Tensor | None = None
         self.audio_scale = 1.0
+        self.parts: Tensor | None = None
+
+
+def parts_of(audio: BlockAudio, frames: ShardedFrames | None) -> Tensor:
+    """Return how much each of this rank's tokens belongs to each speaker, [1, l, S]: the same in all frames."""
+    assert audio.masks is not None, "a single speaker has no mask"
+    whole = audio.masks.flatten(1).T.repeat(audio.tokens_SFnC.shape[1], 1)[None]
+    return whole if frames is None else frames.own(whole)
 
 
 class CausalProcessor:

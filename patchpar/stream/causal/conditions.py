@@ -48,6 +48,7 @@ class StepConditions:
     blending: PromptBlend | None
     video: Tensor | None
     audio_scale: float
+    masks: Tensor | None = None
 
     def on_host(self) -> "StepConditions":
         """Return the same with tensors in host memory."""
@@ -58,4 +59,5 @@ class StepConditions:
             sink=None if self.sink is None else to_host(self.sink),
             blending=None if blend is None else replace(blend, start=to_host(blend.start), end=to_host(blend.end)),
             video=None if self.video is None else to_host(self.video),
+            masks=None if self.masks is None else to_host(self.masks),
         )

@@ -47,6 +47,11 @@ class StreamFolder:
         )
 
     @property
+    def hears_speech(self) -> bool:
+        """Whether the model takes pose videos and several voices, as Wan-S2V does."""
+        return (Path(self.path) / HIGH_NOISE / SPEECH_FILE).is_file()
+
+    @property
     def frames(self) -> int:
         """Images of one block, in the steady state."""
         return self.config.blocks.frames * self.per_latent

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
-from patchpar.stream.audio.audio_file import read_audio
-from patchpar.stream.audio.keep_alive import KeepAlive
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio.sources import Audio, audio_source, check_voices
 from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
@@ -29,12 +26,11 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import LiveVideo, Video, VideoSource, frames_from
+from patchpar.stream.video_source import FrameSources, LiveVideo, Video, VideoSource, frames_from, pose_frames
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 BF16 = "bfloat16"
 """That of the released models; a transformer of 14 billion weights in float32 takes 56 GB on each rank."""
-Audio = tuple[Tensor, int] | str | Path | None
 
 
 class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
@@ -94,50 +90,63 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         *,
         reference: Any = None,
         audio: Audio = None,
+        masks: Sequence[Any] | None = None,
         seed: int = 0,
         seconds: float | None = None,
         video: Video | None = None,
         strength: float | None = None,
+        pose: Video | None = None,
         delivery: StreamDelivery | None = None,
     ) -> StreamSession:
         """Begin a stream. Only one stream runs at a time; use it in a `with` block.
 
         `reference`: an image whose appearance the stream keeps: a file, PIL, or [height, width, 3] in uint8. `audio`: a
         file, or (samples [N] or [channels, N], rate), for a stream of its length; "live" for `push_audio`; None for
-        silence. `seconds`: length; None for no end, except that of audio and video. `video`: a file, images, or
-        "live" for `push_frame`, whose latents the stream starts from, at noise level `strength`, 0 to 1; by default
-        that of the model. Raises PlanError.
+        silence; a list for several speakers, with as many `masks`: images like the reference, white where each is.
+        `seconds`: length; None for no end, except that of audio and video. `video`: a file, images, or "live" for
+        `push_frame`, whose latents the stream starts from, at noise level `strength`, 0 to 1; by default that of the
+        model. `pose`: a file or images of a pose video, for Wan-S2V models. Raises PlanError.
         """
         workers = self._free_ranks()
         delivery = delivery or StreamDelivery()
-        self._check_video(video is not None, strength, delivery)
+        self._check_video(video is not None, strength)
+        self._check_pose(pose is not None)
+        check_voices(audio, None if masks is None else len(masks), hears_several=self._facts.hears_speech)
+        if delivery.record is not None and any(given is not None for given in (video, pose, masks)):
+            raise PlanError("record=: a recording holds no frames of a video, nor several voices: leave it out")
         run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
-        run = replace(run, strength=strength)
+        run = replace(run, strength=strength, has_pose=pose is not None, speakers=len(masks or [None]))
         form = self._format_at(delivery.fps or self.config.fps)
-        frames = None if video is None else self._video(video, form)
+        frames = FrameSources(
+            video=None if video is None else self._video(video, form),
+            pose=None if pose is None else self._poses(pose, form),
+        )
         limits = self._limits(form, delivery, seconds)
-        source, updates = self._track(audio, delivery.keep_alive), self._updates(prompt, reference)
+        source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
+        updates = self._updates(prompt, reference, masks)
         record = delivery.record
         journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
         self._session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
         return self._session.begin(*updates, journal=journal)
 
-    def _check_video(self, has_video: bool, strength: float | None, delivery: StreamDelivery) -> None:
+    def _check_pose(self, has_pose: bool) -> None:
+        if has_pose and not self._facts.hears_speech:
+            raise PlanError("pose=: this model takes no pose video, which Wan-S2V and Live Avatar do; leave it out")
+
+    def _check_video(self, has_video: bool, strength: float | None) -> None:
         level = self.config.schedule.begun_at(strength).sigmas[0]
         if has_video and level == 1:
             raise PlanError("video= at noise level 1, where nothing of it is left: pass strength=, such as 0.7")
         if not has_video and (strength is not None or level < 1):
             raise PlanError(f"this stream starts at noise level {level:g}: pass video=, which it starts from")
-        if has_video and delivery.record is not None:
-            raise PlanError("record=: a recording does not hold the frames of a video; leave it out")
 
     def _video(self, video: Video, form: StreamFormat) -> VideoSource | LiveVideo:
-        def frames_of(block: int) -> int:
-            return form.first_frame(block + 1) - form.first_frame(block)
-
         if isinstance(video, str) and video == "live":
-            return LiveVideo(frames_of)
-        return VideoSource(frames_from(video, form.fps, form.height, form.width), frames_of)
+            return LiveVideo(form.frames_of)
+        return VideoSource(frames_from(video, form.fps, form.height, form.width), form.frames_of)
+
+    def _poses(self, pose: Video, form: StreamFormat) -> VideoSource:
+        return VideoSource(pose_frames(pose, form.fps, form.height, form.width), form.frames_of)
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Generate a recorded stream again, bit-equal, also on another number of ranks.
@@ -170,15 +179,17 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             warnings.warn(text, stacklevel=3)
         return self._format(fps, config.blocks.frames)
 
-    def _updates(self, prompt: str, reference: Any) -> list[Update]:
+    def _updates(self, prompt: str, reference: Any, masks: Sequence[Any] | None) -> list[Update]:
         updates: list[Update] = [PromptUpdate(text=prompt)]
         if reference is None and self.config.reference is not None:
             reference = Path(self._loading.folder) / self.config.reference
         if reference is None and self._facts.starts_from_image:
             raise PlanError("this model starts from an image: pass reference=")
         if reference is not None:
-            image = load_reference_image(reference, self.config.height, self.config.width)
-            updates.append(ReferenceUpdate(image=image))
+            size = self.config.height, self.config.width
+            image, *parts = (load_reference_image(each, *size) for each in (reference, *(masks or ())))
+            found = torch.stack([part.float().mean(2).round().to(torch.uint8) for part in parts]) if parts else None
+            updates.append(ReferenceUpdate(image=image, masks=found))
         return updates
 
     def _origin(self, run: StreamRun, fps: float) -> JournalHeader:
@@ -192,29 +203,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             size=(run.rows, run.columns),
             versions={name: version(name) for name in ("patchpar", "torch", "diffusers")},
         )
-
-    def _track(self, audio: Audio, keep_alive: bool) -> AudioTrack | None:
-        """The audio of a stream; silence for a model that takes audio where there is none. Raises PlanError."""
-        config, is_live = self._facts.audio, isinstance(audio, str) and audio == "live"
-        if keep_alive and not is_live:
-            raise PlanError("keep_alive=True fills gaps between pushes of audio: pass audio='live', or leave it out")
-        if config is None:
-            if audio is not None:
-                raise PlanError("this model takes no audio: its folder has no transformer/audio.json; leave audio=None")
-            return None
-        track = AudioTrack(config, self.config.blocks.frames, KeepAlive() if keep_alive else None)
-        if audio is None:
-            track.be_silent()
-        elif isinstance(audio, tuple):
-            track.push(torch.as_tensor(audio[0]), audio[1])
-            track.end()
-        elif not isinstance(audio, (str, Path)):
-            raise PlanError(f"audio={audio!r}: give a file, (samples, rate), 'live', or None")
-        elif audio != "live":
-            found = read_audio(Path(audio).expanduser(), config.rate)
-            track.push(found.samples, found.rate)
-            track.end()
-        return track
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from torch import Tensor
+from torch.nn import functional
 
+from patchpar.comm.device_links import DeviceLinks
 from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.features import SpeechFeatures
 from patchpar.models.speech.frame_packer import NUM_FRAMES
@@ -71,6 +74,10 @@ class StreamRunner(StageRunner):
         self._decoder = None if pipe.vae is None else WanDecoder(pipe.vae)
         return self._facts() if rank == 0 else None
 
+    def _links(self) -> DeviceLinks:
+        links, finisher = super()._links(), self._plan.finisher  # sends the first block back, for the adaptive sink
+        return replace(links, pairs=(*links.pairs, (finisher, 0))) if finisher else links
+
     def _step_group(self, ranks: range) -> StepGroup:
         """The ranks of this rank's stage."""
         assert self._comm is not None, "several ranks have a communicator"
@@ -102,6 +109,7 @@ class StreamRunner(StageRunner):
             per_latent=int(vae.scale_factor_temporal),
             spatial=int(vae.scale_factor_spatial),
             starts_from_image=self._is_conditioned or self._hears_speech,
+            hears_speech=self._hears_speech,
         )
 
     def _run_stage(self, run: StreamRun) -> StageStats:
@@ -135,6 +143,8 @@ class StreamRunner(StageRunner):
             seed=run.seed,
             text=torch.zeros(1, self._config.text_tokens, network.transformer.config.text_dim),
             adapt_sink=run.adapt_sink,
+            has_pose=run.has_pose,
+            speakers=run.speakers,
         )
         low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
         schedule = self._config.schedule.begun_at(run.strength)
@@ -157,8 +167,17 @@ class StreamRunner(StageRunner):
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
             if self._hears_speech:
                 video = self._decoder.encode_still(image, NUM_FRAMES)
-            return Reference(latents=self._decoder.encode(image), video=video)
+            masks = None if update.masks is None else self._by_patches(update.masks)
+            return Reference(latents=self._decoder.encode(image), video=video, masks=masks)
         return update
+
+    def _by_patches(self, masks_SHW: Tensor) -> Tensor:
+        """Masks [S, rows, columns] of patches, 0 to 1, from those of pixels in uint8."""
+        _, rows, columns = self._networks[0].transformer.config.patch_size
+        spatial = int(self._pipe.vae.config.scale_factor_spatial)
+        height, width = masks_SHW.shape[1:]
+        size = height // (spatial * rows), width // (spatial * columns)
+        return functional.interpolate(masks_SHW[None].float() / 255, size=size, mode="area")[0]
 
 
 def network_of(

@@ -30,7 +30,8 @@ class WanStreamOptions:
     """Size of the latents, seed of the noise, and first conditions of one stream.
 
     `text`: embeddings [1, T, D]. `sink`: a clean latent frame [1, C, 1, H, W], or None. `adapt_sink`: replace it with
-    the first frame of the first finished block.
+    the first frame of the first finished block. `has_pose`: blocks have latents of a pose, see SpeechParts.
+    `speakers`: voices of a block.
     """
 
     height: int
@@ -39,13 +40,15 @@ class WanStreamOptions:
     text: Tensor
     sink: Tensor | None = None
     adapt_sink: bool = True
+    has_pose: bool = False
+    speakers: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
 class StepState:
     """State of one denoising step. `recent`: number and payload of the last blocks, to recompute the window.
 
-    `text`: [1, T, D]. `sink`: [1, C, 1, H, W]. `video`: see Reference.
+    `text`: [1, T, D]. `sink`: [1, C, 1, H, W]. `video`, `masks`: see Reference.
     """
 
     step: int
@@ -54,6 +57,7 @@ class StepState:
     sink: Tensor | None
     blending: PromptBlend | None = None
     video: Tensor | None = None
+    masks: Tensor | None = None
     audio_scale: float = 1.0
     recent: deque[tuple[int, Payload]] = field(default_factory=deque)
 
@@ -67,7 +71,10 @@ class LowNoiseTransformer:
 
 
 class WanStream(CausalModel):
-    """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`); no tokens without audio."""
+    """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`, latents of the pose).
+
+    No tokens without audio, and no pose where a stream has none.
+    """
 
     def __init__(
         self,
@@ -103,7 +110,9 @@ class WanStream(CausalModel):
         audio = self._network.audio
         if audio is None:
             return (self._latents,)
-        return self._latents, audio.token_spec(self._network.options.frames)
+        (_, *sizes), dtype = audio.token_spec(self._network.options.frames)
+        tokens = TensorSpec((self._options.speakers, *sizes), dtype)
+        return self._latents, tokens, *((self._latents,) if self._options.has_pose else ())
 
     @torch.no_grad()
     def new_state(self, step: int) -> StepState:
@@ -126,6 +135,7 @@ class WanStream(CausalModel):
             blending=None if state.blending is None else replace(state.blending),
             video=state.video,
             audio_scale=state.audio_scale,
+            masks=state.masks,
         )
 
     @torch.no_grad()
@@ -135,6 +145,7 @@ class WanStream(CausalModel):
         state.text, state.audio_scale = self._own(conditions.text), conditions.audio_scale
         state.sink = None if conditions.sink is None else self._own(conditions.sink)
         state.video = None if conditions.video is None else self._own(conditions.video)
+        state.masks = None if conditions.masks is None else self._own(conditions.masks)
         if blend is not None:
             state.blending = replace(blend, start=self._own(blend.start), end=self._own(blend.end))
         self._fill_sink(state)
@@ -158,9 +169,24 @@ class WanStream(CausalModel):
         assert self._decoder is not None, "the first stage has the autoencoder"
         if self._encoder is None:
             self._encoder = WanEncoder(self._decoder)
-        images = to_device(frames, self._device).float().permute(0, 3, 1, 2) / 127.5 - 1
-        latents = self._own(self._encoder.encode(images, self._latents.shape[2]))
+        latents = self._own(self._encoder.encode(self._scaled(frames), self._latents.shape[2]))
         return self._schedule.noised(latents, payload[0]), *payload[1:]
+
+    @torch.no_grad()
+    def posed(self, payload: Payload, frames: Tensor) -> Payload:
+        """See CausalModel. Each block is encoded by itself, behind its own first image, as in Wan-S2V each clip is.
+
+        The first latent frame of a stream, which has one image, gets it `per_latent` times.
+        """
+        assert self._decoder is not None, "the first stage has the autoencoder"
+        images, count = self._scaled(frames), self._latents.shape[2]
+        before = images[:1].expand(1 + count * self._decoder.per_latent - len(images), -1, -1, -1)
+        latents = WanEncoder(self._decoder).encode(torch.cat([before, images]), count + 1)
+        return *payload, self._own(latents[:, :, 1:])
+
+    def _scaled(self, frames_FHWC: Tensor) -> Tensor:
+        """Images [F, 3, height, width] between -1 and 1 of those in uint8."""
+        return to_device(frames_FHWC, self._device).float().permute(0, 3, 1, 2) / 127.5 - 1
 
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
@@ -169,6 +195,7 @@ class WanStream(CausalModel):
         elif isinstance(change, Reference):
             state.sink = self._own(change.latents)
             state.video = state.video if change.video is None else self._own(change.video)
+            state.masks = state.masks if change.masks is None else self._own(change.masks)
             self._fill_sink(state)
         else:
             self._set(state, change)
@@ -219,10 +246,11 @@ class WanStream(CausalModel):
         self, state: StepState, block: int, payload: Payload, timestep: float, *, advances: bool = True
     ) -> Tensor:
         """The velocity at a timestep. `advances`: see CausalWan.velocity."""
-        audio = BlockAudio(payload[1], state.audio_scale) if len(payload) > 1 else None
+        audio = BlockAudio(payload[1], state.audio_scale, state.masks) if len(payload) > 1 else None
         network = self._of(state.step)
         x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
-        now = BlockInputs(block=block, timestep=timestep, audio=audio, advances=advances)
+        pose = payload[2] if len(payload) > 2 else None
+        now = BlockInputs(block=block, timestep=timestep, audio=audio, advances=advances, pose=pose)
         return network.velocity(state.memory, x_BCFHW, state.text, now)
 
     def _fill_sink(self, state: StepState) -> None:

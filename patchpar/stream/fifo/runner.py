@@ -1,12 +1,14 @@
 """Runner of a FIFO stream on one rank: loads the parts that its zones need, and denoises them until the stream ends."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from patchpar.comm.device_links import DeviceLinks
 from patchpar.errors import PlanError
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
@@ -36,6 +38,10 @@ class FifoRunner(StageRunner):
         self._decoder = None if pipe.vae is None else family.decoder(pipe.vae)
         self._to_device(pipe.vae, pipe.text_encoder, pipe.transformer if denoises else None)
         return facts
+
+    def _links(self) -> DeviceLinks:
+        links = super()._links()  # frames go back to the noisier rank too
+        return replace(links, pairs=(*links.pairs, *((receiver, sender) for sender, receiver in links.pairs)))
 
     def _run_stage(self, run: FifoRun) -> StageStats:
         stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).as_stage_io()

@@ -20,7 +20,14 @@ from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.queue import FrameQueue
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Stage, StageIO
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, OutgoingMessages, check_connected
+from patchpar.stream.stage_link import (
+    WHERE,
+    BlockEnvelope,
+    BlockSignal,
+    OutgoingMessages,
+    check_connected,
+    received,
+)
 
 
 class StageNeighbours:
@@ -37,13 +44,13 @@ class StageNeighbours:
     def send(self, last: Tensor) -> None:
         """Send this rank's last frames, [1, C, half - 1, H, W], to the noisier rank. Raises ExchangeError."""
         if self._comm is not None and self._noisier is not None:
-            self._leaving.add(self._comm.send("context", "queue", [self._noisier], [last.contiguous()]))
+            self._leaving.add(self._comm.send("context", WHERE, [self._noisier], [last.contiguous()]))
 
     def receive(self) -> Tensor | None:
         """Receive the cleaner rank's last frames, [1, C, half - 1, H, W]; None without one. Raises ExchangeError."""
         if self._comm is None or self._cleaner is None:
             return None
-        return self._comm.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
+        return received(self._comm, "context", self._cleaner, [self._spec])[0]
 
     def settle(self) -> None:
         """Wait until all messages have been sent. Raises ExchangeError."""

@@ -13,6 +13,7 @@ def write_tokens_program(
     tokens,
     start,
     common,
+    common_start,
     batch,
     heads,
     key_stride_sample,
@@ -45,7 +46,7 @@ def write_tokens_program(
     lane = group.to(tl.int64) * WIDTH + column
     token_size = (2 * per_part * WIDTH).to(tl.int64)
     own = at - common
-    into = tl.where(token < common, at, start + own)
+    into = tl.where(token < common, common_start + at, start + own)
     tl.store(attended + into * token_size + lane, x, mask=inside)
     if HAS_MESSAGE:
         tl.store(message + own * token_size + lane, x, mask=inside & (token >= common))

@@ -1,7 +1,7 @@
-"""The body of a request that registers a LoRA."""
+"""The bodies of requests of administrators: a LoRA to register, and a rank to start again."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -9,6 +9,8 @@ from patchpar.errors import PlanError
 from patchpar.serving.lora_registry import RegisteredLora
 from patchpar.serving.pipeline_fields import STRICT
 from patchpar.serving.request_error import RequestError
+
+MAX_DIGITS = 9
 
 
 class LoraBody(BaseModel):
@@ -21,14 +23,41 @@ class LoraBody(BaseModel):
     scale: float = 1.0
 
 
-def parse_lora(body: bytes) -> RegisteredLora:
-    """Return the LoRA of a JSON body. Raises RequestError that names the first wrong field."""
+class RankBody(BaseModel):
+    """The fields of POST /admin/ranks. `rank`: one that has been removed."""
+
+    model_config = STRICT
+
+    rank: Annotated[int, Field(ge=0)]
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse_rank(body: bytes) -> int:
+    """Return the rank of a JSON body. Raises RequestError that names the first wrong field."""
+    return _parsed(RankBody, body).rank
+
+
+def rank_of(text: str) -> int:
+    """Return the rank of a path. Raises RequestError, 404, for text that is no number of one."""
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise RequestError(f"there is no rank {text[:40]!r}", status=404, code="not_found")
+    return int(text)
+
+
+def _parsed(kind: type[B], body: bytes) -> B:
     try:
-        found = LoraBody.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"]))[:64] or None
         raise RequestError(f"{name or 'the body'}: {first['msg']}", param=name) from None
+
+
+def parse_lora(body: bytes) -> RegisteredLora:
+    """Return the LoRA of a JSON body. Raises RequestError that names the first wrong field."""
+    found = _parsed(LoraBody, body)
     if not _exists(found.path):
         raise RequestError(f"path {found.path[:200]!r}: there is no such file or folder here", param="path")
     try:

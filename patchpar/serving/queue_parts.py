@@ -1,0 +1,48 @@
+"""How many of the requests that wait one API key, and one user of it, may have, so that others find room."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.serving.job import Job
+from patchpar.serving.job_source import JobSource
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePart:
+    """Whose request it is: a name of the key, and the user that the request names, "" for none."""
+
+    key: str
+    user: str
+
+    @classmethod
+    def of(cls, source: Any) -> "QueuePart | None":
+        """Return whose job it is by its source; None for a job of no request."""
+        if not isinstance(source, JobSource):
+            return None
+        return cls(source.owner, source.request.user or source.request.safety_identifier or "")
+
+
+def check_part(source: JobSource, settings: ServerSettings, seconds: int, waiting: Sequence[Job]) -> None:
+    """Raise RequestError, 429, for a request of a key or a user of whom as many wait as may.
+
+    `seconds`: after which clients may try again.
+    """
+    own = QueuePart.of(source)
+    assert own is not None, "it is of a request"
+    others = [part for job in waiting if (part := QueuePart.of(job.source)) is not None and part.key == own.key]
+    _check(len(others), settings.max_per_key, "of this API key", seconds)
+    if own.user:
+        _check(sum(part == own for part in others), settings.max_per_user, "of this user", seconds)
+
+
+def _check(count: int, most: int | None, whose: str, seconds: int) -> None:
+    if most is not None and count >= most:
+        raise RequestError(
+            f"{count} requests {whose} are waiting, which is the limit: try later",
+            status=429,
+            code="rate_limit_exceeded",
+            retry_after=seconds,
+        )

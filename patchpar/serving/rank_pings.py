@@ -1,0 +1,73 @@
+"""Whether ranks that have nothing to do would take a request: each is asked so often that a silent one is noticed soon.
+
+A rank that works is watched by its call, which has a deadline of its own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from patchpar.errors import CallCancelled, LaunchError, PatchparError, WorkerError
+
+PERIOD_SECONDS = 0.5
+"""Between an answer of a rank and the next question."""
+SILENT_SECONDS = 2.0
+"""A rank that has not answered for so long does not count as ready."""
+log = logging.getLogger(__name__)
+
+
+class RankPings:
+    """Of `count` ranks. `ping(rank, is_cancelled)` returns once a rank has answered, or raises.
+
+    A worker that has ended is started again by a ping, as by any call. Times are those of `clock`, in seconds.
+    """
+
+    def __init__(
+        self,
+        ping: Callable[[int, Callable[[], bool]], object],
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ping, self._clock = ping, clock
+        self._answered = [clock()] * count
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+
+    def note(self, rank: int) -> None:
+        """Note that a rank has answered: a ping, or by the end of a call."""
+        self._answered[rank] = self._clock()
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether a rank that has nothing to do has not answered for too long."""
+        return bool(self._threads) and self._clock() - self._answered[rank] > SILENT_SECONDS
+
+    def start(self, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> None:
+        """Begin to ask. `is_idle`: whether a rank has nothing to do; `lose` is called with one that has failed."""
+        for rank in range(len(self._answered)):
+            self.note(rank)
+            name = f"patchpar-ping-{rank}"
+            thread = threading.Thread(target=self._watch, args=(rank, is_idle, lose), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _watch(self, rank: int, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> None:
+        while not self._closing.wait(PERIOD_SECONDS):
+            if not is_idle(rank):
+                continue
+            try:
+                self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
+            except CallCancelled:
+                continue  # it has something to do
+            except (WorkerError, LaunchError) as error:
+                if not self._closing.is_set():
+                    log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
+                    lose(rank)
+            except PatchparError:
+                return  # the pipeline has been closed
+            else:
+                self.note(rank)
+
+    def close(self) -> None:
+        """Ask no more; a question that has been put is not waited for. Idempotent."""
+        self._closing.set()

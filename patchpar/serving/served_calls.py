@@ -1,0 +1,117 @@
+"""What the jobs of a server do: calls of its generator, of which the server learns seconds and counts what happens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from patchpar.errors import LaunchError, WorkerError
+from patchpar.pipeline.report import Run
+from patchpar.serving.batching import completed
+from patchpar.serving.generated import GeneratedImages, GeneratedVideo
+from patchpar.serving.generation import ImageGenerator
+from patchpar.serving.image_call import ImageCall
+from patchpar.serving.job import Cancelled, Job, Suspended
+from patchpar.serving.metrics import ServerMetrics
+from patchpar.serving.out_of_memory import is_out_of_memory
+from patchpar.serving.partial_images import ImageFigures
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.scheduler import check_not_late
+from patchpar.serving.scheduling.learnt_costs import LearntCosts
+
+T = TypeVar("T")
+
+
+class ServedCalls:
+    """Calls of one generator. `repair` is called with a number of ranks of which some have been lost.
+
+    `seconds`: of the last request.
+    """
+
+    def __init__(
+        self,
+        generator: ImageGenerator,
+        costs: LearntCosts,
+        metrics: ServerMetrics,
+        repair: Callable[[int], object],
+        seconds: float,
+    ) -> None:
+        self._generator, self._costs, self._metrics, self._repair = generator, costs, metrics, repair
+        self.seconds = seconds
+
+    def images(self, job: Job, call: ImageCall) -> GeneratedImages:
+        """Make the images of a request, and of those that have joined it. Raises what the generator raises."""
+        if job.peers:
+            return self._batch(job)
+        self._check_not_late(job)
+        images = self._run(job, lambda: self._generator.generate(job, call))
+        self._ended(job, images.runs, images.figures)
+        return images
+
+    def video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+        """Make the video of a request. Raises what the generator raises."""
+        self._check_not_late(job)
+        video = self._run(job, lambda: self._generator.generate_video(job, call))
+        self._ended(job, [video.run], [video.figures])
+        return video
+
+    def _batch(self, job: Job) -> GeneratedImages:
+        """Make the images of a job and of those that have joined it. Each has an event of its own image.
+
+        One that is late ends alone: if it is the job itself, the others wait again.
+        """
+        self._check_not_late(job)
+        joined = (job, *(peer for peer in job.peers if not self._ends_late(peer)))
+        calls = [each.source.call for each in joined]
+        try:
+            made = self._run(job, lambda: self._generator.generate_batch(job, calls))
+        except (Cancelled, Suspended):
+            raise  # those who have joined wait again
+        except Exception as error:
+            if is_out_of_memory(error):
+                for each in joined:
+                    each.facts = replace(each.facts, batch_key=None)  # alone it may fit
+                raise Suspended from error
+            for peer in joined[1:]:
+                peer.fail(error)
+            raise
+        self._metrics.observe_batch(len(made))
+        for each, images in zip(joined, made, strict=True):
+            each.send(completed(images))
+            if each is not job:
+                each.finish(images)
+        self._ended(job, made[0].runs, made[0].figures, is_alone=len(joined) == 1)
+        return made[0]
+
+    def _ended(self, job: Job, runs: Sequence[Run], figures: Sequence[ImageFigures], *, is_alone: bool = True) -> None:
+        """Count and learn. Costs are those of a request that is made alone and at one go: others tell nothing of it."""
+        self.seconds = sum(run.seconds for run in runs)
+        self._metrics.observe(job.queued_seconds, runs)
+        self._metrics.observe_recoveries(sum(each.recovered for each in figures[len(figures) - len(runs) :]))
+        for run in runs if is_alone and not job.suspensions else ():
+            self._costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
+
+    def _run(self, job: Job, generate: Callable[[], T]) -> T:
+        try:
+            return generate()
+        except Suspended:
+            self._metrics.observe_suspension()
+            raise
+        except (WorkerError, LaunchError):
+            self._repair(job.takes)
+            raise
+
+    def _check_not_late(self, job: Job) -> None:
+        try:
+            check_not_late(job)
+        except RequestError:
+            self._metrics.observe_missed_deadline()
+            raise
+
+    def _ends_late(self, job: Job) -> bool:
+        """Return whether a job that has joined another one is late; it ends then."""
+        try:
+            self._check_not_late(job)
+        except RequestError as error:
+            job.fail(error)
+            return True
+        return False

@@ -1,0 +1,49 @@
+"""What attention to stale tokens exchanges in the step that reads them: corrections, and text that is split."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import AllGather
+from patchpar.comm.exchange_part import ExchangePart, collectives_of
+from patchpar.shard.attention.stale_kv import RemoteTokens
+from patchpar.shard.attention.token_buffer import fresh_part
+from patchpar.shard.local_patch import LocalPatch
+
+
+def fits_with_text(
+    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens
+) -> Tensor | Sequence[Tensor] | None:
+    """Return the corrections of all ranks, [2, B, N, numbers] of each; None where the policy needs none.
+
+    Text that is split is gathered in `attended` [tokens, 2, B, N, D], which attention reads, in the same message to
+    each rank; where ranks gather in one operation these are two, which need no copies. Raises ExchangeError.
+    """
+    axis, text = patch.axis, state.layout.text
+    if text is None:
+        return _fits_of_all(patch, where, attended, state)
+    part = fresh_part(axis, text, attended, "text")
+    if not state.corrects or collectives_of(patch.comm.transport, axis.ranks) is not None:
+        pending = patch.comm.exchange(where, [part])
+        fits = _fits_of_all(patch, where, attended, state)
+        pending.wait()
+        return fits
+    own, peers = state.fit(attended, patch.step_ratio), axis.other_ranks
+    specs = {axis.ranks[p]: (state.fit_specs[p],) for p in axis.others}
+    correction = ExchangePart("correction", [(peers, (own,))], specs, axis=axis, to_all=True)
+    _, found = patch.comm.exchange(where, [part, correction]).wait()
+    all_fits = [own if rank not in found else found[rank][0] for rank in axis.ranks]
+    return torch.stack(all_fits) if state.fits_are_equal else all_fits
+
+
+def _fits_of_all(
+    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens
+) -> Tensor | Sequence[Tensor] | None:
+    if not state.corrects:
+        return None
+    own = state.fit(attended, patch.step_ratio)
+    if state.fits_are_equal:
+        return patch.comm.all_gather(patch.axis, "correction", where, own).wait()
+    gather = AllGather(patch.comm, patch.axis, "correction", where)
+    return [fit for (fit,) in gather.start([own], lambda group_rank: [state.fit_specs[group_rank]]).wait()]

@@ -1,0 +1,92 @@
+"""How many devices a request asks for, and how many steps its quality is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from patchpar.cli.serve import ServeFlags, _quality
+from patchpar.errors import PlanError
+from patchpar.plan.plan import Plan
+from patchpar.serving.http.application import application
+from patchpar.serving.image_call import CallRules
+from patchpar.serving.image_request import parse_request
+from patchpar.serving.job import Job
+from patchpar.serving.request_error import RequestError
+from patchpar.serving.service import ImageService
+from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
+from tests.serving.fakes import MODEL, FakeGenerator
+from tests.serving.requests import PATH, client_of
+
+FOUR = ("cpu",) * 4
+
+
+class CountingGenerator(FakeGenerator):
+    """Notes how many devices the queue gives to each request."""
+
+    def __init__(self, served: ServedModel) -> None:
+        super().__init__(served)
+        self.taken: list[int] = []
+
+    def generate(self, job: Job, call: Any) -> Any:
+        self.taken.append(job.takes)
+        return super().generate(job, call)
+
+
+@pytest.fixture
+def four() -> Iterator[tuple[Any, CountingGenerator]]:
+    fake: Any = CountingGenerator(ServedModel(model="fake", devices=FOUR, quality_steps={"low": 8, "high": 30}))
+    service = ImageService(fake, ServerSettings())
+    service.load()
+    yield client_of(application(service)), fake
+    service.close()
+
+
+def test_a_request_gets_the_devices_that_it_asks_for(four: Any) -> None:
+    client, fake = four
+    for degree in (1, 3, 4):
+        assert client.post(PATH, json={"prompt": "a", "degree": degree}).status_code == 200
+    assert client.post(PATH, json={"prompt": "a"}).status_code == 200
+    assert fake.taken == [1, 3, 4, 4]
+    strategy = {"prompt": "a", "degree": 2, "strategy": "displaced"}
+    assert client.post(PATH, json=strategy).status_code == 200
+    assert (fake.taken[-1], fake.calls[-1].plan.patch, fake.calls[-1].degree) == (2, 2, None)
+    assert client.post(PATH, json={"prompt": "a", "degree": 5}).json()["error"]["param"] == "degree"
+
+
+def test_a_plan_of_the_server_says_how_many() -> None:
+    served = ServedModel(model="fake", devices=FOUR, plan=Plan(cfg=2))
+    rules = CallRules(model=MODEL, served=served, limits=RequestLimits())
+    with pytest.raises(RequestError, match=r"cfg=2.*add plan=auto"):
+        rules.call_of(parse_request(b'{"prompt": "a", "degree": 3}'))
+    call = rules.call_of(parse_request(b'{"prompt": "a", "degree": 3, "plan": "auto"}'))
+    assert (call.degree, call.devices_of(served)) == (3, 3)
+
+
+def test_quality_is_a_number_of_steps(four: Any) -> None:
+    """Unless the request says the number itself. What is not used is named in a header."""
+    client, fake = four
+    for fields, steps, is_used in (
+        ({"quality": "low"}, 8, True),
+        ({"quality": "high"}, 30, True),
+        ({"quality": "high", "num_inference_steps": 5}, 5, False),
+        ({"quality": "medium"}, None, False),
+    ):
+        response = client.post(PATH, json={"prompt": "a", **fields})
+        assert response.status_code == 200, response.text
+        assert fake.calls[-1].arguments.get("num_inference_steps") == steps
+        assert ("warning" not in response.headers) == is_used
+        assert response.json()["quality"] == fields["quality"]
+
+
+def test_bad_flags() -> None:
+    assert _quality(ServeFlags(model="m", quality="low=8, high=30")) == {"low": 8, "high": 30}
+    assert _quality(ServeFlags(model="m")) == {}
+    for text, reason in (("low", "low=8,high=30"), ("low=x", "low=8,high=30"), ("low=151", "--max-steps")):
+        with pytest.raises(PlanError, match=reason):
+            _quality(ServeFlags(model="m", quality=text))
+    for wrong in ({"best": 8}, {"auto": 8}, {"low": 0}):
+        with pytest.raises(PlanError, match="--quality"):
+            ServedModel(model="m", devices=("cpu",), quality_steps=wrong)

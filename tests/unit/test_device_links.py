@@ -1,0 +1,149 @@
+"""Links from device to device, over gloo between ranks that are threads: agreed on, used, late, cut, and made anew."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.device_links import DeviceLinks, drop_links, form_links
+from patchpar.comm.transport import LinkTransport, TensorSpec
+from patchpar.errors import ExchangeError
+from tests.unit.threads import connected, on_threads
+
+LINKS = DeviceLinks(pairs=((0, 1), (1, 2), (2, 0)), sets=((0, 1),))
+SPECS = (TensorSpec((3,), torch.float32), TensorSpec((2, 2), torch.int64))
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def linked(host: Any, card: str) -> Communicator:
+    return Communicator(LinkTransport(host, "gloo", card))
+
+
+def message(rank: int) -> list[Tensor]:
+    return [torch.arange(3) + 0.5 * rank, torch.full((2, 2), rank)]
+
+
+def around(comm: Communicator) -> bool:
+    """Send to the next rank of three and receive from the one before; return whether that was what it sent."""
+    rank = comm.transport.rank
+    sent = comm.send("x", "test", [(rank + 1) % 3], message(rank))
+    found = comm.receive("x", "test", (rank - 1) % 3, SPECS).wait_for(0)
+    sent.wait()
+    return all(map(torch.equal, found, message((rank - 1) % 3)))
+
+
+def test_links_carry_what_the_host_carries_else() -> None:
+    def run(host: Any, cards: list[str]) -> tuple[bool, list[tuple[int, int]], int]:
+        comm = linked(host, cards[host.rank])
+        form_links(comm, range(3), LINKS)
+        transport: Any = comm.transport
+        groups = sorted(transport._groups.links)
+        form_links(comm, range(3), LINKS)
+        assert sorted(transport._groups.links) == groups
+        return around(comm), groups, len(transport._groups._own)
+
+    assert on_threads(3, run, ["a", "b", "c"]) == [
+        (True, [(0, 1), (2, 0)], 2),
+        (True, [(0, 1), (1, 2)], 2),
+        (True, [(1, 2), (2, 0)], 0),
+    ]
+    assert on_threads(3, run, ["a", "b", "b"]) == [
+        (True, [(0, 1), (2, 0)], 2),
+        (True, [(0, 1)], 2),
+        (True, [(2, 0)], 0),
+    ]
+    assert on_threads(3, run, ["", "", ""]) == [(True, [], 0)] * 3
+
+
+def test_one_message_to_ranks_with_a_link_and_without() -> None:
+    def run(host: Any) -> Any:
+        comm = linked(host, "b" if host.rank else "a")
+        form_links(comm, range(3), DeviceLinks(pairs=((0, 1), (1, 2), (1, 0))))
+        if host.rank == 1:
+            comm.send("x", "test", [0, 2], message(1)).wait()
+            return None
+        return [x.tolist() for x in comm.receive("x", "test", 1, SPECS).wait()[0]]
+
+    first, _, last = on_threads(3, run)
+    assert first == last == [x.tolist() for x in message(1)]
+
+
+def test_ranks_meet_at_one_file_for_all_generations() -> None:
+    def run(host: Any) -> tuple[int, int]:
+        comm = linked(host, str(host.rank))
+        transport: Any = comm.transport
+        for _ in range(3):
+            form_links(comm, range(3), LINKS)
+            drop_links(comm, "to make new groups")
+        transport.close()
+        return transport.generation, len(transport.files._stores)
+
+    assert on_threads(3, run) == [(3, 1)] * 3
+
+
+def test_a_rank_that_sends_nothing_is_noticed_within_the_deadline() -> None:
+    def run(host: Any) -> float:
+        comm = linked(host, str(host.rank))
+        form_links(comm, range(2), DeviceLinks(pairs=((0, 1), (1, 0))))
+        comm.transport.deadline = 0.3
+        start = time.monotonic()
+        if host.rank == 0:
+            time.sleep(1.0)
+            return 0.0
+        with pytest.raises(ExchangeError, match=r"no message from ranks \[0\] of shapes .* within 0.3 s"):
+            comm.receive("x", "test", 0, SPECS).wait()
+        with pytest.raises(ExchangeError, match="is not used again"):
+            comm.receive("x", "test", 0, SPECS)
+        return time.monotonic() - start
+
+    found = on_threads(2, run)
+    assert 0.3 <= found[1] < 1.0, found
+
+
+def test_ranks_that_stay_meet_a_new_one_in_new_groups() -> None:
+    """Rank 1 goes and comes back with new sockets; the others keep their transports."""
+    hosts = connected(3)
+    comms = [linked(host, str(host.rank)) for host in hosts]
+    assert on_each(comms, lambda comm: form_links(comm, range(3), LINKS)) == [None] * 3
+    assert on_each(comms, around) == [True] * 3
+    comms[1].transport.close()
+    for stays in (0, 2):
+        with pytest.raises(ExchangeError, match="rank 1 is gone"):
+            comms[stays].host.receive("x", "test", 1, SPECS).wait()
+        drop_links(comms[stays], "rank 1 is gone")
+    lines: dict[int, socket.socket] = {}
+    for stays in (0, 2):
+        lines[stays], other = socket.socketpair()
+        hosts[stays].add({1: other})
+    comms[1] = linked(type(hosts[0])(1, lines, torch.device("cpu"), 10.0), "1")
+    assert on_each(comms, lambda comm: form_links(comm, range(3), LINKS)) == [None] * 3
+    assert on_each(comms, around) == [True] * 3
+    for comm in comms:
+        comm.transport.close()
+
+
+def on_each(comms: list[Communicator], function: Callable[[Communicator], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(comms)) as pool:
+        return list(pool.map(function, comms))
+
+
+def test_whether_a_connection_is_cut_is_known_without_reading() -> None:
+    one, other = connected(2)
+    assert not one.is_cut
+    other.send_recv([], [], "test")
+    assert not one.is_cut
+    other.close()
+    assert one.is_cut
+    one.close()
