@@ -41,7 +41,7 @@ ONLY = {
         *("launch.descriptors", "launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
         "launch.rendezvous.this_host",
     },
-    "shard.kernels": {"shard.precision", "comm.kernels.fused_op"},
+    "shard.kernels": {"shard.precision", "comm.kernels.fused_op", "comm.kernels.program"},
     "shard.unet.layers": {
         *("errors", "plan.bands", "shard.precision", "shard.kernels"),
         *("comm.exchange_part.Halo", "comm.kernels.fused_op"),

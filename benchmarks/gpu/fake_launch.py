@@ -1,12 +1,13 @@
 """Fused operators on tensors of the CPU as on a GPU, up to the launch: the kernel itself is left out.
 
 All Python of patchpar around a launch runs, and results are allocated in the shapes that the kernel would fill; their
-values are whatever is in memory. Not there: what Triton itself takes for a launch. Without Triton the eager twins run.
+values are whatever is in memory. Not there: what Triton itself takes for the launch of a compiled kernel. Without
+Triton the eager twins run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -22,8 +23,20 @@ def kernels_on_cpu() -> Iterator[None]:
         return
     from triton.runtime.jit import JITFunction
 
-    def run(*_: Any, **__: Any) -> None:
+    class Compiled:
+        """In the place of a compiled kernel."""
+
+        packed_metadata = ()
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return launched
+
+    def launched(*_: Any, **__: Any) -> None:
         """In the place of a launch."""
+
+    def run(*_: Any, **__: Any) -> Compiled:
+        """In the place of a first launch."""
+        return Compiled()
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(fused_op, "CUDA", "cpu"))

@@ -29,13 +29,14 @@ from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
 from benchmarks.gpu.strategies import DEADLINE, installed
 from benchmarks.volumes.shapes import SDXL
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.exchange_part import edges_part
-from patchpar.comm.transport import TensorSpec
 from patchpar.comm.transport.torch_collectives import _GroupMethods
 from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.plan.bands import split_bands
 from patchpar.plan.mesh import Mesh
+from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.transformer.token_ranges import TokenGrid
 from patchpar.shard.unet.discover import discover
+from patchpar.shard.unet.layer_hooks import ConvFed, NormHook
 
 CPU = torch.device("cpu")
 COLUMNS = 8
@@ -45,6 +46,8 @@ EXCHANGES = 20
 """Exchanges in one measurement of a single one: so few that most measurements end before another program runs."""
 EXCHANGE_TURNS = 20
 """Measurements of a single exchange for each of a step."""
+FACTS = ("__get__", "data_ptr", "get_device")
+"""Methods that read a fact of a tensor."""
 Step = Callable[[], object]
 TorchFunction = tuple[Callable[..., Any], Any, Any]
 """A function of torch with args and kwargs."""
@@ -280,23 +283,24 @@ def torch_functions(step: Step) -> Sequence[TorchFunction]:
         functions,
     ):
         step()
-    return [each for each in functions.found if getattr(each[0], "__name__", "") != "__get__"]
+    return [each for each in functions.found if getattr(each[0], "__name__", "") not in FACTS]
 
 
 def single_exchanges(rank: int, world: int) -> dict[str, Step]:
     """Return what runs one exchange of each kind, from its start to the end of its wait."""
     comm, axis = Communicator(TorchTransport(CPU, DEADLINE)), Mesh(rank, range(world), patch=world)["patch"]
-    moments, row = torch.zeros(129), torch.zeros(1, 4, 8, 8).half()[:, :, :1]
+    moments, band = torch.zeros(129), torch.zeros(1, 4, 8, 8).half()
+    feeds = ConvFed(("conv",), before=1, after=1, activations=())
+    norm = NormHook(LocalPatch(comm, axis, bands=split_bands(8 * world, world, 8)), "here", feeds)
     fit, tokens = torch.zeros(2, 1, 4, 17), torch.zeros(axis.size, 8, 1, 8, 16)
-    spec = TensorSpec.of(row)
     return {
         "keys and values of all ranks, into one buffer": lambda: comm.all_gather(
             axis, "kv", "here", tokens[axis.rank], into=tokens
         ).wait(),
         "corrections of all ranks": lambda: comm.all_gather(axis, "correction", "here", fit).wait(),
         "moments of all ranks": lambda: comm.all_gather(axis, "moments", "here", moments).wait(),
-        "moments of all ranks, edge rows of two": lambda: comm.gather_moments(
-            axis, "here", moments, edges_part(axis, row, row, spec, spec)
+        "moments of all ranks, edge rows of two": lambda: norm.gather_with_edges(
+            band, moments, feeds, fused=True
         ).wait(),
     }
 

@@ -17,6 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from patchpar.comm.by_messages import all_to_all_by_messages, edges_by_messages, gather_by_messages
+from patchpar.comm.exchange_layout import exchange_layout
 from patchpar.comm.exchange_part import (
     ExchangePart,
     ExchangeScope,
@@ -27,12 +29,10 @@ from patchpar.comm.exchange_part import (
     by_part,
     incoming_of,
     moment_rows,
-    moments_part,
     outgoing_of,
-    shared_and_halo,
     start_messages,
 )
-from patchpar.comm.layouts import all_to_all_layout, edge_layout, gather_layout
+from patchpar.comm.layouts import EdgeLayout, all_to_all_layout, edge_layout, gather_layout
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
@@ -100,22 +100,13 @@ class Communicator:
             own = own.detach().contiguous()
         collectives = self._collectives[axis.ranks]
         if collectives is None:
-            return self._gather_by_messages(axis, kind, where, own, into)
+            return gather_by_messages(self.send_recv, axis, kind, where, own, into)
         layout = gather_layout(axis, own.shape, own.dtype)
         rows = own.new_empty(layout.joined) if into is None else into
         self.traffic.book(kind, layout.num_bytes, layout.num_bytes)
         begin = partial(collectives.all_gather, axis.ranks, own, rows, layout.incoming, where, bulk=bulk)
         pending = self._start(kind, where, begin)
         return pending if into is not None else pending.then(layout.as_stacked)
-
-    def _gather_by_messages(self, axis: Axis, kind: str, where: str, own: Tensor, into: Tensor | None) -> Work[Tensor]:
-        out = own.new_empty((axis.size, *own.shape)) if into is None else into.view(axis.size, *own.shape)
-        if into is None:
-            out[axis.rank] = own
-        specs = (TensorSpec.of(own),)
-        incoming = [Incoming(axis.ranks[other], specs, (out[other],)) for other in axis.others]
-        pending = self.send_recv(kind, where, [Outgoing(axis.other_ranks, (own,))], incoming)
-        return pending.then(lambda _: out if into is None else into)
 
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
@@ -125,20 +116,11 @@ class Communicator:
         """
         collectives = self._collectives[axis.ranks]
         if collectives is None:
-            return self._exchange_parts(axis, kind, where, own, into)
+            return all_to_all_by_messages(self.send_recv, axis, kind, where, own, into)
         layout = all_to_all_layout(axis, tuple(own.sizes), tuple(into.sizes), own.buffer.dtype)
         self.traffic.book(kind, layout.sent, layout.received)
         begin = partial(collectives.all_to_all, axis.ranks, own, into, layout.incoming, where)
         return self._start(kind, where, begin)
-
-    def _exchange_parts(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
-        sent, received = own.parts(), into.parts()
-        outgoing = [Outgoing((axis.ranks[other],), (sent[other],)) for other in axis.others]
-        incoming = [
-            Incoming(axis.ranks[other], (TensorSpec.of(received[other]),), (received[other],)) for other in axis.others
-        ]
-        received[axis.rank].copy_(sent[axis.rank])
-        return self.send_recv(kind, where, outgoing, incoming, axis).then(lambda _: into.buffer)
 
     def exchange(
         self,
@@ -155,10 +137,16 @@ class Communicator:
         of the Work: for each part the received tensors by sender. It raises ExchangeError.
         """
         scope = ExchangeScope.of(parts, bulk=bulk, memory=memory)
+        label = label or "+".join([part.kind for part in parts])
+        collectives = None if scope.axis is None or scope.to_all else self._collectives[scope.axis.ranks]
+        if scope.axis is not None and collectives is not None:
+            layout, tensors = exchange_layout(scope.axis, parts)
+            self.traffic.book_all(layout.booked)
+            start = partial(layout.start, collectives, self.transport.device, where, parts, tensors, scope)
+            return self._start(label, where, start)
         outgoing, incoming = outgoing_of(parts), incoming_of(parts)
         for part in parts:
             self.traffic.book(part.kind, part.bytes_sent, part.bytes_received)
-        label = label or "+".join(part.kind for part in parts)
         begin = partial(start_messages, self.transport, where, outgoing, incoming, scope)
         return self._start(label, where, begin).then(partial(by_part, tuple(parts), incoming))
 
@@ -172,12 +160,11 @@ class Communicator:
         """
         collectives = self._collectives[axis.ranks]
         if collectives is None or edges is None or edges.axis is None:
-            return self._edges_by_messages(axis, where, shared, edges)
+            return edges_by_messages(self.exchange, axis, where, shared, edges)
         layout, tensors = edge_layout(axis, shared, edges)
         self.traffic.book_all(layout.booked)
         sent, received = layout.buffers(tensors, self.transport.device)
-        # Alike on all ranks, as each has a neighbour, and sends and receives the rows before or after a band.
-        begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where, alike=True)
+        begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where)
         return self._start(layout.label, where, begin).then(layout.unpack)
 
     def gather_moments(self, axis: Axis, where: str, own: Tensor, edges: ExchangePart) -> Work[tuple[MomentRows, Halo]]:
@@ -186,22 +173,30 @@ class Communicator:
         `edges` comes from `edges_part`. The result of the Work: `own` of all ranks, this one's too, in the buffer that
         was received, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
         """
-        collectives = self._collectives[axis.ranks]
-        if collectives is None or edges.axis is None:
-            pending = self._edges_by_messages(axis, where, (own,), edges)
+        if self._collectives[axis.ranks] is None or edges.axis is None:
+            pending = edges_by_messages(self.exchange, axis, where, (own,), edges)
             return pending.then(lambda found: (moment_rows(axis, own, found[0]), found[1]))
-        layout, tensors = edge_layout(axis, (own,), edges)  # as above, without a call more in every norm
-        self.traffic.book_all(layout.booked)
-        sent, received = layout.buffers(tensors, self.transport.device)
-        begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where, alike=True)
-        return self._start(layout.label, where, begin).then(layout.unpack_moments)
+        return self.repeat_moments(where, *edge_layout(axis, (own,), edges))
 
-    def _edges_by_messages(
-        self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
-    ) -> Work[tuple[Received, "Halo"]]:
-        parts = [moments_part(axis, shared)] if shared else []
-        parts += [] if edges is None else [edges]
-        return self.exchange(where, parts).then(partial(shared_and_halo, axis, len(shared), edges))
+    def moments_layout(self, axis: Axis, own: Tensor, edges: ExchangePart) -> EdgeLayout | None:
+        """Return the layout of `gather_moments` for tensors like these; None where it is not one operation."""
+        if self._collectives[axis.ranks] is None or edges.axis is None:
+            return None
+        return edge_layout(axis, (own,), edges)[0]
+
+    def repeat_moments(
+        self, where: str, layout: EdgeLayout, tensors: Sequence[Tensor], *, fused: bool | None = None
+    ) -> Work[tuple[MomentRows, Halo]]:
+        """As `gather_moments`, where its layout is known. `tensors`: own moments [N], then the edge rows that are sent.
+
+        `fused`: whether they go through kernels, if that is known.
+        """
+        collectives = self._collectives[layout.ranks]
+        assert collectives is not None, "a layout is of one operation"
+        self.traffic.book_all(layout.booked)
+        sent, received = layout.buffers(tensors, self.transport.device, fused=fused)
+        begin = partial(collectives.all_to_all, layout.ranks, sent, received, layout.incoming, where)
+        return self._start(layout.label, where, begin).then(layout.unpack_moments)
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         """Start what `begin` starts, at the exchange point `where`."""

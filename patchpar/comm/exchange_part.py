@@ -28,7 +28,8 @@ class ExchangePart(NamedTuple):
     `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values. `axis`: every
     rank of it takes part in this exchange now, also one that has nothing to send; None if that is not so. `to_all`:
     every rank of the axis sends the same tensors to all others. `at_once`: nobody reads `into` from now until the
-    wait, so that it may be written before.
+    wait, so that it may be written before. `whole`: then, the contiguous buffer that `into` of all senders fill, one
+    after the other in the order of ranks.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class ExchangePart(NamedTuple):
     axis: Axis | None = None
     to_all: bool = False
     at_once: bool = False
+    whole: Tensor | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -170,9 +172,17 @@ def by_part(parts: Sequence[ExchangePart], incoming: Sequence[Incoming], receive
 
 def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
     """Return the exchange of small tensors with all ranks, each of any shape that is the same shape on all."""
-    peers = tuple(axis.ranks[group_rank] for group_rank in axis.others)
-    specs = tuple(TensorSpec.of(x) for x in shared)
-    return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs), axis=axis, to_all=True)
+    incoming = _same_of_all(axis, tuple([(x.shape, x.dtype) for x in shared]))
+    return ExchangePart("moments", [(tuple(incoming), tuple(shared))], incoming, axis=axis, to_all=True)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)  # every norm with stale moments asks, in every call
+def _same_of_all(
+    axis: Axis, facts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+) -> Mapping[int, tuple[TensorSpec, ...]]:
+    """Return what the others send, by their ranks, the nearest first: tensors of these shapes and dtypes from each."""
+    specs = tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in facts)
+    return MappingProxyType(dict.fromkeys(axis.other_ranks, specs))
 
 
 class Halo(NamedTuple):

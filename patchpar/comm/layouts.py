@@ -69,14 +69,14 @@ def all_to_all_layout(axis: Axis, own: tuple[int, ...], into: tuple[int, ...], d
     return AllToAllLayout(incoming, sent, sum(spec.num_bytes for _, spec in expected))
 
 
-class _View(NamedTuple):
+class TensorView(NamedTuple):
     """A contiguous tensor in a buffer of its dtype. `region`: shape, strides, and the element where it begins."""
 
     dtype: torch.dtype
     region: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @classmethod
-    def at(cls, spec: TensorSpec, first_byte: int) -> "_View":
+    def at(cls, spec: TensorSpec, first_byte: int) -> "TensorView":
         strides, size = list[int](), 1
         for length in reversed(spec.shape):
             strides.append(size)
@@ -89,18 +89,23 @@ class EdgeLayout:
 
     Buffers have the smallest of the dtypes, in which tensors of others lie aligned. `shared`: specs of what all ranks
     send to all. `sent` and `expected`: of edge rows. `booked`: kind, bytes sent and bytes received of each part.
-    `incoming`: what comes of the others. A single shared tensor goes to this rank too, so that those of all ranks lie
-    in the buffer that is received.
+    `bytes_to`: of the message to each other rank, by kind. `incoming`: what comes of the others. A single shared tensor
+    goes to this rank too, so that those of all ranks lie in the buffer that is received.
     """
 
     def __init__(self, axis: Axis, shared: Specs, sent: Sent, expected: Expected) -> None:
-        self._axis, self._num_shared = axis, len(shared)
+        self._axis, self._num_shared, self.ranks = axis, len(shared), axis.ranks
         self._to_itself = shared if len(shared) == 1 else ()
         self.label = "moments+halo" if shared else "halo"
         num_shared = len(axis.others) * sum(spec.num_bytes for spec in shared)
         moments = [("moments", num_shared, num_shared)] if shared else []
         rows_out = sum(len(peers) * spec.num_bytes for peers, spec in sent)
         self.booked = (*moments, ("halo", rows_out, sum(spec.num_bytes for _, (spec,) in expected)))
+        to_each = {"moments": sum(spec.num_bytes for spec in shared)} if shared else {}
+        self.bytes_to = {rank: to_each.copy() for rank in axis.other_ranks if shared}
+        for peers, spec in sent:
+            for peer in peers:
+                self.bytes_to.setdefault(peer, {})["halo"] = spec.num_bytes
         specs = [*shared, *(spec for _, spec in sent)]
         dtypes = {spec.dtype for spec in (*specs, *(spec for _, (spec,) in expected))}
         self._dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
@@ -136,10 +141,10 @@ class EdgeLayout:
         row = row_of(tuple(tuple(pending.get(rank, ())) for rank in axis.ranks))
         self._sizes_received = [size // self._dtype.itemsize for size in row.sizes]
         self._size_received = sum(self._sizes_received)
-        views: dict[int, list[_View]] = {}
+        views: dict[int, list[TensorView]] = {}
         for rank, layout, start in zip(axis.ranks, row.layouts, row.starts, strict=True):
             starts = [start + offset * layout.dtype.itemsize for offset in layout.offsets]
-            views[rank] = [_View.at(*each) for each in zip(layout.specs, starts, strict=True)]
+            views[rank] = [TensorView.at(*each) for each in zip(layout.specs, starts, strict=True)]
         rows_of = {peer: views[peer][-1] for peer, _ in expected}
         self._row_views = [None if rank is None else rows_of.get(rank) for rank in (axis.before, axis.after)]
         others = axis.others if shared else ()
@@ -148,18 +153,21 @@ class EdgeLayout:
         self._starts = tuple(view.region[2] for view in first)
         self._moments = first[0].dtype if first else self._dtype
 
-    def buffers(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[FlatParts, FlatParts]:
+    def buffers(
+        self, tensors: Sequence[Tensor], device: torch.device, *, fused: bool | None = None
+    ) -> tuple[FlatParts, FlatParts]:
         """Return the elements sent to each rank, and a buffer for those received.
 
-        `tensors`: what is shared, then edge rows, of any shape.
+        `tensors`: what is shared, then edge rows, of any shape. `fused`: whether `is_fused` of these, if it is known.
         """
         sent = torch.empty(self._size_sent, dtype=self._dtype, device=device)
-        if self._is_few and is_fused(sent):
+        if self._is_few and (is_fused(sent) if fused is None else fused):
             write_pieces.fused(sent, tensors, self._pieces)
         elif tensors:
             write_pieces_eager(sent, tensors, self._pieces)
         received = torch.empty(self._size_received, dtype=self._dtype, device=device)
-        return FlatParts(sent, self._sizes_sent), FlatParts(received, self._sizes_received)
+        # Alike on all ranks, as each has a neighbour, and sends and receives the rows before or after a band.
+        return FlatParts(sent, self._sizes_sent, True), FlatParts(received, self._sizes_received)
 
     def unpack(self, received: Tensor) -> tuple[Received, Halo]:
         """Return the other ranks' shared tensors by group rank, and the neighbours' rows.

@@ -91,11 +91,15 @@ class LocalPatch:
         shape, dtype, dim, axis = x.shape, x.dtype, self.dim, self.axis
         if before > 1 or after > 1:  # every band has a row
             self._refuse_thin(shape[dim], max(before, after))
-        up, down = axis.rank > 0, axis.rank + 2 < len(self.bands.starts)
+        up, down = axis.rank > 0, axis.rank + 2 < len(self.bands.starts)  # as `rows_sent`, in every convolution
         first = x.narrow(dim, 0, after) if up and after else None
         last = x.narrow(dim, shape[dim] - before, before) if down and before else None
         above = _rows_spec(shape, dtype, dim, before) if up else None
         return edges_part(axis, first, last, above, _rows_spec(shape, dtype, dim, after) if down else None)
+
+    def rows_sent(self, before: int, after: int) -> tuple[int, int]:
+        """Return how many of this rank's first and last rows others read, in a layer as of `edges`."""
+        return after if self.axis.rank > 0 else 0, before if self.axis.rank + 2 < len(self.bands.starts) else 0
 
     def _refuse_thin(self, own_rows: int, reach: int) -> None:
         """Check all bands on all ranks, so that all raise together."""

@@ -20,21 +20,23 @@ from tests.gpu.short_models import WORLD
 
 # Ceilings only go down: who needs fewer calls enters the new numbers, which a failure prints.
 CEILINGS = {
-    ("sdxl", "exact"): 63,
-    ("sdxl", "fresh-edges"): 68,
+    ("sdxl", "exact"): 62,
+    ("sdxl", "fresh-edges"): 66,
+    ("sdxl", "pcpp"): 324,  # few exchanges, in which many norms and convolutions send for the next step
     ("flux", "exact"): 149,
     ("flux", "fresh-edges"): 146,  # owners extrapolate what they send
+    ("flux", "fresh-edges:context=pooled"): 177,
 }
 """Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""
 OF_ONE_EXCHANGE = {
     "keys and values of all ranks, into one buffer": 19,
     "corrections of all ranks": 21,
     "moments of all ranks": 21,
-    "moments of all ranks, edge rows of two": 34,
+    "moments of all ranks, edge rows of two": 32,
 }
 """Calls from the start of an exchange to the end of its wait."""
-OF_TORCH = 9
-"""Functions of torch that one exchange calls; of all kinds the most."""
+OF_TORCH = 11
+"""Functions of torch that one exchange calls; of all kinds the most: two of them take the edge rows of a band."""
 EVENTS = ("_Event", "record")
 COLLECTIVES = ("all_gather_single", "_allgather_base", "all_to_all_single", "alltoall_base")
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels import programs as programs_of_messages
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels import programs
 
 ARCHITECTURES = (80, 90)  # A100, H100
@@ -81,6 +82,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
+
+    def launched(of: Program, grid: Any, tensors: Any, numbers: Any = (), **constants: Any) -> None:
+        of.first_launch(grid, *tensors, *numbers, **constants)
+
+    monkeypatch.setattr(Program, "launch", launched)
+    monkeypatch.setattr(Program, "launched_again", lambda *_: False)
     folders = (programs, programs_of_messages)
     names = [f"{folder.__name__}.{info.name}" for folder in folders for info in pkgutil.iter_modules(folder.__path__)]
     for module in map(importlib.import_module, names):

@@ -61,8 +61,8 @@ def test_tokens_are_copied(
 def test_tokens_of_any_layout_are_copied(interpreted: Callable[..., Any]) -> None:
     """Also of keys whose numbers of a head do not follow one another in memory: as a convolution's channels are."""
     key, value = noise(0, 2, 3, 8, 18).permute(0, 3, 1, 2), noise(1, 2, 18, 3, 16)[..., ::2]
-    found = interpreted(written, launch_write_tokens, key, value, 5, 12)
-    torch.testing.assert_close(found, written(write_tokens_eager, key, value, 5, 12), rtol=0, atol=0, equal_nan=True)
+    found = interpreted(written, launch_write_tokens, key, value, 5, 12, 0)
+    torch.testing.assert_close(found, written(write_tokens_eager, key, value, 5, 12, 0), rtol=0, atol=0, equal_nan=True)
 
 
 def fit(

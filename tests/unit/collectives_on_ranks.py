@@ -10,6 +10,7 @@ from torch import Tensor
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.exchange_part import ExchangePart, edges_part, moments_part, stacked_moments
 from patchpar.comm.transport import FlatParts, TensorSpec
+from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Axis, rank_sets
 from tests.ranks import DEADLINE, PoolRank
@@ -100,6 +101,54 @@ def edges(this: PoolRank, collective: bool, before: int, after: int) -> dict[str
     found["rounds"] = dict(comm.traffic.rounds)
     transport.close()
     return found
+
+
+def pieces(this: PoolRank, collective: bool, width: int) -> dict[str, Any]:
+    """Stale tokens in pieces: two near ones to a neighbour and one average to every rank, in two steps.
+
+    Received into a buffer that these fill, or beside this rank's own; tokens of `width` numbers in half precision.
+    """
+    comm, transport = over_torch(this, collective=collective)
+    axis = this.mesh(**HALVES).of_one_image()
+    found: dict[str, Any] = {}
+    for name, num_own in (("fills", 0), ("beside its own", 3)):
+        num_tokens, memory = num_own + sum(_num_tokens(axis, other) for other in axis.others), MessageMemory()
+        buffer = torch.zeros(num_tokens, width).half()
+        for step in range(2):
+            part = _pieces_of(axis, buffer, num_own, step)
+            (received,) = comm.exchange("attn1", [part], bulk=True, memory=memory).wait()
+            assert all(
+                x.data_ptr() == own.data_ptr()
+                for peer, tensors in part.into.items()
+                for own, x in zip(tensors, received[peer], strict=True)
+            )
+            found[f"{name}, step {step}"] = buffer.clone()
+        in_place = not num_own and width % 8 == 0  # else bytes that align a message lie between them
+        assert len(memory.tensors()) == (2 - in_place if collective else 0)
+    found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
+    transport.close()
+    return found
+
+
+def _num_tokens(axis: Axis, other: int) -> int:
+    """Tokens that this rank and another send each other."""
+    return 3 if abs(axis.rank - other) == 1 else 1
+
+
+def _pieces_of(axis: Axis, buffer: Tensor, num_own: int, step: int) -> ExchangePart:
+    outgoing, into, start = list[Any](), dict[int, tuple[Tensor, ...]](), 0
+    for other in range(axis.size):
+        if other == axis.rank:
+            start += num_own
+            continue
+        sizes = (2, 1) if _num_tokens(axis, other) > 1 else (1,)
+        values = torch.arange(sum(sizes) * buffer.shape[1]).view(-1, buffer.shape[1]).half()
+        values += 100 * axis.rank + 10 * other + 1000 * step
+        outgoing.append(((axis.ranks[other],), values.split_with_sizes(sizes)))
+        into[axis.ranks[other]] = tuple(buffer.narrow(0, start + 2 * index, size) for index, size in enumerate(sizes))
+        start += sum(sizes)
+    specs = {rank: tuple(map(TensorSpec.of, tensors)) for rank, tensors in into.items()}
+    return ExchangePart("kv", outgoing, specs, into, axis, at_once=True, whole=None if num_own else buffer)
 
 
 def _edges_of(axis: Axis, own: Tensor, before: int, after: int) -> ExchangePart:

@@ -32,6 +32,18 @@ def test_one_operation_for_halo_and_moments(ranks: Any, before: int, after: int)
         assert_same(together, messages)
 
 
+@pytest.mark.parametrize("width", [8, 3])
+def test_tokens_in_pieces_come_where_they_are_read(ranks: Any, width: int) -> None:
+    """In one buffer that all messages fill; where this rank's own lie between them, or padding does, by copies."""
+    single, at_once = (
+        ranks.run(f"{ON_RANKS}:pieces", 4, collective, width, through="torch") for collective in (False, True)
+    )
+    for messages, together in zip(single, at_once, strict=True):
+        assert_same(together, messages)
+        assert messages["fills, step 0"].any()
+        assert not torch.equal(messages["fills, step 0"], messages["fills, step 1"])
+
+
 def assert_same(found: Any, wanted: Any) -> None:
     if isinstance(wanted, torch.Tensor):
         assert found.dtype == wanted.dtype

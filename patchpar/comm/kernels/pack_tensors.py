@@ -4,23 +4,20 @@
 tensor may be there several times. Elements of the buffer between pieces have no values.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from importlib import import_module
+from collections.abc import Sequence
 from math import prod
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused, nothing
+from patchpar.comm.kernels.fused_op import fused_op, is_fused, nothing
+from patchpar.comm.kernels.program import ALIGNMENT, Program
 
 MOST_TENSORS = 4  # that the kernel has pointers for
 BLOCK = 1024  # elements that a program copies
 Layout = tuple[torch.Size, tuple[int, ...]]
 """Shape and strides of a tensor."""
 Numbers = tuple[tuple[int, ...], ...]
-Launch = Callable[..., object]
 
 
 def pack_tensors(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
@@ -67,23 +64,23 @@ def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [x if x.dtype == dtype else x.view(dtype) for x in flat]
 
 
+_WRITE_PIECES = Program("patchpar.comm.kernels.programs.write_pieces", "write_pieces_program")
+
+
 def launch_write_pieces(buffer: Tensor, tensors: Sequence[Tensor], pieces: Sequence[int]) -> None:
     """Launch the kernel for at most MOST_TENSORS, of any shape: programs for each piece of `buffer` [elements]."""
-    layouts = list[Layout]()
-    for x in tensors:
-        layouts.append((x.shape, x.stride()))  # a comprehension were a call more
-    launch, numbers, constants = _prepared(tuple(pieces), tuple(layouts))
-    launch(buffer, tuple(tensors), *numbers, **constants)
+    sources = tuple(tensors)
+    facts: list[object] = [tuple(pieces), buffer.dtype, buffer.data_ptr() % ALIGNMENT, buffer.get_device()]
+    for x in sources:  # a comprehension were a call more
+        facts += (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
+    key = tuple(facts)
+    if not _WRITE_PIECES.launched_again(key, buffer, sources):
+        grid, numbers, constants = _prepared(tuple(pieces), [(x.shape, x.stride()) for x in sources])
+        _WRITE_PIECES.launch_for(key, numbers, grid, buffer, sources, **constants)
 
 
-@cache  # an import is looked up in every launch, for as long as a call of Python
-def _programs() -> ModuleType:
-    return import_module("patchpar.comm.kernels.programs.write_pieces")
-
-
-@lru_cache(maxsize=SHAPES_KEPT)
-def _prepared(pieces: tuple[int, ...], layouts: tuple[Layout, ...]) -> tuple[Launch, Numbers, dict[str, int]]:
-    """Return the program with its grid, what it reads of pieces and tensors, and its constants.
+def _prepared(pieces: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[tuple[int, int], Numbers, dict[str, int]]:
+    """Return the grid of the program, what it reads of pieces and tensors, and its constants.
 
     No table in the device's memory has these numbers: a captured graph would have to keep it.
     """
@@ -97,7 +94,7 @@ def _prepared(pieces: tuple[int, ...], layouts: tuple[Layout, ...]) -> tuple[Lau
     grid = len(pieces) // 2, max(1, -(-max(counts) // BLOCK))
     constants = {"PIECES": grid[0], "COUNT": len(layouts), "DIMS": dims, "BLOCK": BLOCK, "num_warps": 8}
     numbers = pieces[::2], pieces[1::2], counts, tuple(sizes), tuple(strides)
-    return _programs().write_pieces_program[grid], numbers, constants
+    return grid, numbers, constants
 
 
 write_pieces = fused_op(

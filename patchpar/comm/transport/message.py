@@ -35,10 +35,14 @@ class TensorSpec(NamedTuple):
 
 
 class FlatParts(NamedTuple):
-    """A contiguous buffer [elements] of parts that follow each other, of `sizes` elements, one for each rank."""
+    """A contiguous buffer [elements] of parts that follow each other, of `sizes` elements, one for each rank.
+
+    `alike`, of what is sent: the largest of the parts that a rank sends and receives is as large on all ranks.
+    """
 
     buffer: Tensor
     sizes: Sequence[int]
+    alike: bool = False
 
     def parts(self) -> list[Tensor]:
         """Return views of the parts, [elements] each."""
@@ -258,13 +262,11 @@ class Collectives(Protocol):
         incoming: Sequence[Incoming],
         where: str,
         *,
-        alike: bool = False,
+        bulk: bool = False,
     ) -> Work[Tensor]:
         """Start to send each rank its part of `own`, and to receive its part of `into` from each, this one's included.
 
-        `incoming`: what comes of the other ranks, for errors. `alike`: the largest of the parts that a rank sends and
-        receives is as large on all ranks. The result of the Work: the buffer of `into`
-        [elements].
+        `incoming`: what comes of the other ranks, for errors. The result of the Work: the buffer of `into` [elements].
         """
 
     def exchange(

@@ -114,13 +114,13 @@ class TorchCollectives:
         incoming: Sequence[Incoming],
         where: str,
         *,
-        alike: bool = False,
+        bulk: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; flat parts are [elements]."""
         way: PeerMemory | _GroupMethods | None = None
-        if self._peers and alike and max(*own.sizes, *into.sizes) * own.buffer.element_size() <= SLOT:
+        if self._peers and own.alike and max(*own.sizes, *into.sizes) * own.buffer.element_size() <= SLOT:
             way = self._peers.get(ranks)
-        way = way or self._methods[ranks, False]
+        way = way or self._methods[ranks, bulk]
         begin = partial(way.all_to_all, own, into)
         return self._start(FilledBuffer, begin, ((own.buffer,), (into.buffer,)), incoming, where)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, moments_part
+from patchpar.comm.layouts import EdgeLayout
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.message import T
 from patchpar.comm.transport.message_memory import MessageMemory
@@ -72,12 +73,12 @@ class RecordingTransport:
         """
         return RecordedWork(self.tape, incoming, where, self._label, filled, at_once=at_once)
 
-    def note_parts(self, ranks: Sequence[int], parts: FlatParts, where: str) -> None:
+    def note_parts(self, ranks: Sequence[int], parts: FlatParts, where: str, *, bulk: bool) -> None:
         """Note a part for each other rank; where kinds are known, these bytes, without those that align them."""
         for rank, size in zip(ranks, parts.sizes, strict=True):
             if rank != self.rank and size and (rank in self._by_kind or not self._by_kind):
                 known = self._by_kind.get(rank, {})
-                self.note(rank, sum(known.values()) if known else size * parts.buffer.dtype.itemsize, where, bulk=False)
+                self.note(rank, sum(known.values()) if known else size * parts.buffer.dtype.itemsize, where, bulk=bulk)
 
     def note(self, peer: int, num_bytes: int, where: str, *, bulk: bool) -> None:
         """Note one message. Raises AssertionError if its kinds do not add up to its bytes."""
@@ -151,10 +152,10 @@ class RecordingCollectives:
         incoming: Sequence[Incoming],
         where: str,
         *,
-        alike: bool = False,
+        bulk: bool = False,
     ) -> Work[Tensor]:
         """See `Collectives`; flat parts are [elements]."""
-        self._transport.note_parts(ranks, own, where)
+        self._transport.note_parts(ranks, own, where, bulk=bulk)
         return self._transport.expected(incoming, where, into.buffer)
 
     def exchange(
@@ -249,10 +250,12 @@ class RecordingCommunicator(Communicator):
         self._by_kind = _by_kind(moments if edges is None else [*moments, edges])
         return super().gather_with_edges(axis, where, shared, edges)
 
-    def gather_moments(self, axis: Axis, where: str, own: Tensor, edges: ExchangePart) -> Work[tuple[MomentRows, Halo]]:
+    def repeat_moments(
+        self, where: str, layout: EdgeLayout, tensors: Sequence[Tensor], *, fused: bool | None = None
+    ) -> Work[tuple[MomentRows, Halo]]:
         """See `Communicator`."""
-        self._by_kind = _by_kind([moments_part(axis, [own]), edges])
-        return super().gather_moments(axis, where, own, edges)
+        self._by_kind = layout.bytes_to
+        return super().repeat_moments(where, layout, tensors, fused=fused)
 
     def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
         by_kind, self._by_kind = self._by_kind, {}

@@ -22,6 +22,7 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.attention.token_buffer import TokenViews, attend_to_tokens
+from patchpar.shard.attention.token_messages import TokenMessages
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
@@ -55,6 +56,7 @@ class RemoteTokens:
         self._table = table_of(self._runs if self.derived else [], like.device)
         self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
         self._bias, self._views = self._make_bias(like), TokenViews()
+        self._messages = TokenMessages(layout)
         self._past = OwnPast(self.options.correction, extrapolated=self.options.extrapolated, kept=self._kept_own())
 
     def _new_newest(self, like: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class RemoteTokens:
         if not continues:
             self._step_back()
         if self.options.bits < 16:
-            for pieces in self.layout.receivers():
+            for pieces in self.layout.receivers:
                 tokens = take(own, pieces, self.grid)
                 if pieces not in self._deltas:
                     self._deltas[pieces] = QuantizedDelta(tokens.clone(), self.options.bits)
@@ -169,7 +171,7 @@ class RemoteTokens:
             to_all = self.options.selection == AllRows()
             outgoing = [
                 (peers, self._deltas[pieces].encode(take(own, pieces, self.grid)))
-                for pieces, peers in self.layout.receivers().items()
+                for pieces, peers in self.layout.receivers.items()
             ]
             specs = {self.axis.ranks[p]: self._delta_of(p).specs() for p in senders}
             return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
@@ -177,16 +179,7 @@ class RemoteTokens:
 
     def _part_of(self, own: Tensor) -> ExchangePart:
         """Return the exchange of tokens as they are; `own` [l, 2, B, N, D] are this rank's."""
-        senders = [p for p in self.axis.others if self._slots.counts[p]]
-        to_all = self.options.selection == AllRows()
-        outgoing = [(peers, (self._message(own, pieces),)) for pieces, peers in self.layout.receivers().items()]
-        into = {self.axis.ranks[p]: (self._newest_slots.of(self._newest, p),) for p in senders}
-        specs = {rank: (TensorSpec.of(x),) for rank, (x,) in into.items()}
-        return ExchangePart("kv", outgoing, specs, into, self.axis, to_all, at_once=True)
-
-    def _message(self, own: Tensor, pieces: tuple[PooledRows, ...]) -> Tensor:
-        taken = take(own, pieces, self.grid)
-        return taken.clone() if taken is own and not self._newest_slots.counts[self.axis.rank] else taken
+        return self._messages.part(own, self._newest)
 
     def _delta_of(self, group_rank: int) -> QuantizedDelta:
         return QuantizedDelta(self._newest_slots.of(self._newest, group_rank), self.options.bits)

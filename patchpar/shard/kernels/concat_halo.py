@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.group_norm import scaled
 from patchpar.shard.kernels.map_layout import empty_with_rows, is_channels_last, power_of_2
 
@@ -56,6 +57,9 @@ def concat_halo_eager(
     return joined, copies[0], copies[1]
 
 
+_CONCAT_HALO = Program("patchpar.shard.kernels.programs.concat_halo", "concat_halo_program")
+
+
 def launch_concat_halo(
     x: Tensor,
     before: Tensor | None,
@@ -69,8 +73,6 @@ def launch_concat_halo(
     last: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel for `x` [B, C, ..., h, W], contiguous or channels_last, and contiguous rows beyond."""
-    from patchpar.shard.kernels.programs.concat_halo import concat_halo_program
-
     if first or last:
         found = empty_concat_halo(x, before, after, rows_before, rows_after, dim, None, silu, first, last)
     else:
@@ -81,22 +83,21 @@ def launch_concat_halo(
     grid, runs, inner, runs_at_once, positions = _blocks_of(
         x.shape, rows_before + rows_after, dim, channels_last=channels_last
     )
-    concat_halo_program[grid](
-        x,
-        before,
-        after,
-        terms,
-        *found,
-        runs,
-        runs // (batch if channels_last else batch * channels),
-        inner,
-        rows_before,
-        x.shape[dim],
-        rows_after,
-        channels,
-        batch * channels,
-        first,
-        last,
+    _CONCAT_HALO.launch(
+        grid,
+        (x, before, after, terms, *found),
+        (
+            runs,
+            runs // (batch if channels_last else batch * channels),
+            inner,
+            rows_before,
+            x.shape[dim],
+            rows_after,
+            channels,
+            batch * channels,
+            first,
+            last,
+        ),
         CHANNELS_LAST=channels_last,
         SILU=silu,
         RUNS=runs_at_once,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -103,6 +104,9 @@ def correct_run(into: Tensor, newest: Tensor, previous: Tensor | None, fit: Tens
         into.copy_(moved)
 
 
+_CORRECT_TOKENS = Program("patchpar.shard.kernels.programs.correct_tokens", "correct_tokens_program")
+
+
 def launch_correct_tokens(
     attended: Tensor,
     newest: Tensor,
@@ -113,19 +117,14 @@ def launch_correct_tokens(
     runs: Sequence[int],
 ) -> None:
     """Launch the kernel for `attended` [T, X, N, D]: a program for a few tokens of each rank and head. See the twin."""
-    from patchpar.shard.kernels.programs.correct_tokens import correct_tokens_program
-
     width = newest.shape[-1]
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
     heads = math.prod(newest.shape[1:-1])
-    correct_tokens_program[(-(-_most_tokens(tuple(runs)) // rows), heads, table.shape[0])](
-        attended,
-        newest,
-        newest if previous is None else previous,
-        newest if fits is None else fits,
-        ratio,
-        table,
+    _CORRECT_TOKENS.launch(
+        (-(-_most_tokens(tuple(runs)) // rows), heads, table.shape[0]),
+        (attended, newest, newest if previous is None else previous, newest if fits is None else fits, ratio, table),
+        (),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,

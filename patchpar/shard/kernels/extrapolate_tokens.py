@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -31,22 +32,20 @@ def extrapolate_tokens_eager(
         into.copy_(torch.addcmul(wide(newest), wide(newest) - wide(previous), along.unsqueeze(-1) * ratio))
 
 
+_EXTRAPOLATE_TOKENS = Program("patchpar.shard.kernels.programs.extrapolate_tokens", "extrapolate_tokens_program")
+
+
 def launch_extrapolate_tokens(
     into: Tensor, newest: Tensor, previous: Tensor, along: Tensor | None, ratio: Tensor
 ) -> None:
     """Launch the kernel for `newest` [l, X, N, D]: a program for a few tokens of each head. See the twin."""
-    from patchpar.shard.kernels.programs.extrapolate_tokens import extrapolate_tokens_program
-
     width, tokens = newest.shape[-1], newest.shape[0]
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
-    extrapolate_tokens_program[(-(-tokens // rows), math.prod(newest.shape[1:-1]))](
-        into,
-        newest,
-        previous,
-        ratio if along is None else along,
-        ratio,
-        tokens,
+    _EXTRAPOLATE_TOKENS.launch(
+        (-(-tokens // rows), math.prod(newest.shape[1:-1])),
+        (into, newest, previous, ratio if along is None else along, ratio),
+        (tokens,),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,

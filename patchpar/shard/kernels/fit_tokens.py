@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
@@ -117,6 +118,9 @@ def _centred(x_sXND: Tensor) -> Tensor:
     return x_sXND - x_sXND.mean(0, keepdim=True)
 
 
+_FIT_TOKENS = Program("patchpar.shard.kernels.programs.fit_tokens", "fit_tokens_program")
+
+
 def launch_fit_tokens(
     own: Tensor,
     mean: Tensor,
@@ -128,22 +132,21 @@ def launch_fit_tokens(
     stride: int,
 ) -> Tensor:
     """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
-    from patchpar.shard.kernels.programs.fit_tokens import fit_tokens_program
-
     packed, width = empty_fit(own), own.shape[-1]
     columns = power_of_2(width)
-    fit_tokens_program[(mean.numel() // width,)](
-        own,
-        mean,
-        tokens,
-        mean if mean_before is None else mean_before,
-        tokens if tokens_before is None else tokens_before,
-        mean if along is None else along,
-        ratio,
-        packed,
-        own.shape[0],
-        stride,
-        own.stride(0),
+    _FIT_TOKENS.launch(
+        (mean.numel() // width,),
+        (
+            own,
+            mean,
+            tokens,
+            mean if mean_before is None else mean_before,
+            tokens if tokens_before is None else tokens_before,
+            mean if along is None else along,
+            ratio,
+            packed,
+        ),
+        (own.shape[0], stride, own.stride(0)),
         RIDGE=RIDGE,
         LEAST=LEAST if along is None else LEAST_BEFOREHAND,
         MOST=MOST,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import dense, is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import merge_moments
 from patchpar.shard.precision import wide
@@ -93,21 +94,18 @@ def _rows_per_part(layout: GroupLayout, parts: int) -> int:
     return -(-layout.rows // parts)
 
 
+_GROUP_MOMENTS = Program("patchpar.shard.kernels.programs.group_moments", "group_moments_program")
+_MERGE_PARTS = Program("patchpar.shard.kernels.programs.group_moments", "merge_parts_program")
+
+
 def launch_group_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
     """Launch the kernel: S programs for each group of each sample of `x` [B, C, ...]; return [S, 1 + 2 * B * G]."""
-    from patchpar.shard.kernels.programs.group_moments import group_moments_program
-
     packed, layout = empty_moments(x, groups, parts), GroupLayout.of(x, groups)
     columns = power_of_2(layout.width)
-    group_moments_program[(x.shape[0] * groups, parts)](
-        x,
-        packed,
-        groups,
-        layout.rows,
-        _rows_per_part(layout, parts),
-        x.stride(0),
-        layout.stride_group,
-        layout.stride_row,
+    _GROUP_MOMENTS.launch(
+        (x.shape[0] * groups, parts),
+        (x, packed),
+        (groups, layout.rows, _rows_per_part(layout, parts), x.stride(0), layout.stride_group, layout.stride_row),
         WIDTH=layout.width,
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),
@@ -138,11 +136,15 @@ def merge_parts_eager(packed: Tensor) -> Tensor:
 
 def launch_merge_parts(packed: Tensor) -> Tensor:
     """Launch the kernel for `packed` [S, 1 + 2 * B * G]."""
-    from patchpar.shard.kernels.programs.group_moments import merge_parts_program
-
     merged, (parts, size) = empty_merged_parts(packed), packed.shape
     blocks = -(-(size // 2) // GROUPS)
-    merge_parts_program[(blocks,)](packed, merged, parts, size // 2, PARTS=power_of_2(parts), GROUPS=GROUPS)
+    _MERGE_PARTS.launch(
+        (blocks,),
+        (packed, merged),
+        (parts, size // 2),
+        PARTS=power_of_2(parts),
+        GROUPS=GROUPS,
+    )
     return merged
 
 
@@ -159,12 +161,13 @@ merge_parts = fused_op(
 )
 
 
-def moments_of_band(x: Tensor, groups: int) -> Tensor:
+def moments_of_band(x: Tensor, groups: int, *, fused: bool | None = None) -> Tensor:
     """Return the packed moments [1 + 2 * B * G] of this rank's band `x` [B, C, ...].
 
-    On a GPU one launch, or two for large groups, straight from half precision and from channels_last maps.
+    On a GPU one launch, or two for large groups, straight from half precision and from channels_last maps. `fused`:
+    whether `x` `is_fused`, if that is known.
     """
-    if not is_fused(x):
+    if not (is_fused(x) if fused is None else fused):
         return group_moments_eager(x, groups).view(-1)
     parts = parts_of_group(x.shape, groups)
     packed = group_moments.fused(dense(x), groups, parts)

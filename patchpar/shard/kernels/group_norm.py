@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import (
     Moments,
@@ -88,6 +89,9 @@ def terms_of(moments: Moments, width: int, eps: float, weight: Tensor | None, bi
     return torch.stack([mean, scale, shift]).view(3, -1)
 
 
+_GROUP_NORM = Program("patchpar.shard.kernels.programs.group_norm", "group_norm_program")
+
+
 def launch_group_norm(
     x: Tensor,
     moments: Tensor,
@@ -101,31 +105,26 @@ def launch_group_norm(
     starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `x` [B, C, ...], contiguous or channels_last; a program has pixels of some channels."""
-    from patchpar.shard.kernels.programs.group_norm import group_norm_program
-
     y, terms = empty_group_norm(x, moments, groups, eps)
     channels, last = x.shape[1], is_channels_last(x)
     ranks = len(starts) or moments.shape[0]
     grid, size, block_channels, block_pixels = _blocks_of(x.shape, channels_last=last)
-    group_norm_program[grid](
-        x,
-        y,
-        terms,
-        moments,
-        now,
-        weight,
-        bias,
-        tuple(starts) or (0,),
-        ranks,
-        groups,
-        channels,
-        channels // groups,
-        size,
-        channels * size,
-        1 if last else size,
-        channels if last else 1,
-        float(eps),
-        float(least),
+    _GROUP_NORM.launch(
+        grid,
+        (x, y, terms, moments, now, weight, bias),
+        (
+            tuple(starts) or (0,),
+            ranks,
+            groups,
+            channels,
+            channels // groups,
+            size,
+            channels * size,
+            1 if last else size,
+            channels if last else 1,
+            float(eps),
+            float(least),
+        ),
         UNBIASED=published,
         STARTS=len(starts),
         RANKS=power_of_2(ranks),

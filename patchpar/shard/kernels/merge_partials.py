@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -42,26 +43,21 @@ def empty_merged(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequenc
     return torch.empty_like(out), torch.empty_like(lse)
 
 
+_MERGE = Program("patchpar.shard.kernels.programs.merge_partials", "merge_program")
+
+
 def launch_merge(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Launch the kernel: programs for some queries of one head each. See `merge_eager`: [B, N, l, D] and [B, N, l]."""
-    from patchpar.shard.kernels.programs.merge_partials import merge_program
-
     assert {x.stride() for x in outs} <= {out.stride()}, "outputs of several memory layouts"
     assert {x.stride() for x in lses} <= {lse.stride()}, "log-sum-exps of several memory layouts"
     merged, merged_lse = empty_merged(out, lse, outs, lses)
     batch, heads, queries, width = out.shape
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
-    merge_program[(-(-queries // rows), heads, batch)](
-        (out, *outs),
-        (lse, *lses),
-        merged,
-        merged_lse,
-        queries,
-        out.stride()[:3],
-        lse.stride(),
-        merged.stride()[:3],
-        merged_lse.stride(),
+    _MERGE.launch(
+        (-(-queries // rows), heads, batch),
+        ((out, *outs), (lse, *lses), merged, merged_lse),
+        (queries, out.stride()[:3], lse.stride(), merged.stride()[:3], merged_lse.stride()),
         PARTS=1 + len(outs),
         WIDTH=width,
         COLUMNS=columns,

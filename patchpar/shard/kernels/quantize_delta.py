@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 
 SCALE = torch.float16
@@ -52,24 +53,35 @@ def _unpacked(packed: Tensor, width: int) -> Tensor:
     return both[..., :width].to(torch.int8) - 8
 
 
+_QUANTIZE_DELTA = Program("patchpar.shard.kernels.programs.quantize_delta", "quantize_delta_program")
+_ADD_DELTA = Program("patchpar.shard.kernels.programs.quantize_delta", "add_delta_program")
+
+
 def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `copy` and `x` [..., D], both contiguous: a program for a few heads. See the twin."""
-    from patchpar.shard.kernels.programs.quantize_delta import quantize_delta_program
-
     levels, scale = empty_delta(copy, x, bits)
     grid, numbers = _heads_of(copy)
-    quantize_delta_program[grid](
-        copy, x, levels, scale, scale.numel(), MOST=most_of(bits), IS_BYTE=bits == 8, **numbers
+    _QUANTIZE_DELTA.launch(
+        grid,
+        (copy, x, levels, scale),
+        (scale.numel(),),
+        MOST=most_of(bits),
+        IS_BYTE=bits == 8,
+        **numbers,
     )
     return levels, scale
 
 
 def launch_add_delta(copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> None:
     """Launch the kernel for `copy` [..., D], levels and `scale` [..., 1], all contiguous. See the twin."""
-    from patchpar.shard.kernels.programs.quantize_delta import add_delta_program
-
     grid, numbers = _heads_of(copy)
-    add_delta_program[grid](copy, levels, scale, scale.numel(), IS_BYTE=bits == 8, **numbers)
+    _ADD_DELTA.launch(
+        grid,
+        (copy, levels, scale),
+        (scale.numel(),),
+        IS_BYTE=bits == 8,
+        **numbers,
+    )
 
 
 def _heads_of(copy: Tensor) -> tuple[tuple[int], dict[str, int]]:

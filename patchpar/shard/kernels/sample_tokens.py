@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 2048  # numbers that a program reads at once
@@ -36,6 +37,9 @@ def sample_tokens_eager(
     tokens.copy_(now_tokens)
 
 
+_SAMPLE_TOKENS = Program("patchpar.shard.kernels.programs.sample_tokens", "sample_tokens_program")
+
+
 def launch_sample_tokens(
     own: Tensor,
     mean: Tensor,
@@ -46,19 +50,18 @@ def launch_sample_tokens(
     continues: bool,
 ) -> None:
     """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
-    from patchpar.shard.kernels.programs.sample_tokens import sample_tokens_program
-
     width = own.shape[-1]
     columns = power_of_2(width)
-    sample_tokens_program[(mean.numel() // width,)](
-        own,
-        mean,
-        tokens,
-        mean if mean_before is None else mean_before,
-        tokens if tokens_before is None else tokens_before,
-        own.shape[0],
-        stride,
-        own.stride(0),
+    _SAMPLE_TOKENS.launch(
+        (mean.numel() // width,),
+        (
+            own,
+            mean,
+            tokens,
+            mean if mean_before is None else mean_before,
+            tokens if tokens_before is None else tokens_before,
+        ),
+        (own.shape[0], stride, own.stride(0)),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=max(1, TILE // columns),

@@ -7,6 +7,7 @@ D head width. Buffers are [tokens, 2, B, N, D], keys before values.
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op, nothing
+from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 4096  # numbers that a program copies
@@ -28,6 +29,9 @@ def write_tokens_eager(
         message.copy_(own)
 
 
+_WRITE_TOKENS = Program("patchpar.shard.kernels.programs.write_tokens", "write_tokens_program")
+
+
 def launch_write_tokens(
     attended: Tensor, key: Tensor, value: Tensor, start: int, common: int, message: Tensor | None, common_start: int = 0
 ) -> None:
@@ -35,25 +39,14 @@ def launch_write_tokens(
 
     See the twin: `key` and `value` [B, c + l, N, D], `attended` [T, 2, B, N, D], `message` [l, 2, B, N, D].
     """
-    from patchpar.shard.kernels.programs.write_tokens import write_tokens_program
-
     key, value = _with_adjacent_columns(key), _with_adjacent_columns(value)
     batch, tokens, heads, width = key.shape
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
-    write_tokens_program[(-(-tokens // rows), 2 * batch * heads)](
-        attended,
-        attended if message is None else message,
-        key,
-        value,
-        tokens,
-        start,
-        common,
-        common_start,
-        batch,
-        heads,
-        *key.stride()[:3],
-        *value.stride()[:3],
+    _WRITE_TOKENS.launch(
+        (-(-tokens // rows), 2 * batch * heads),
+        (attended, attended if message is None else message, key, value),
+        (tokens, start, common, common_start, batch, heads, *key.stride()[:3], *value.stride()[:3]),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,

@@ -1,5 +1,6 @@
 """Sizes of what one attention exchange point keeps of stale keys and values: known before anything is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -90,8 +91,9 @@ class StaleLayout:
         received = [piece for p in self.axis.others for piece in self.pieces(p, mine)]
         return any(weight > 1 for piece in received for weight in piece.weights(self.grid.across))
 
-    def receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
-        """Return the global ranks that receive the same pieces of this rank's tokens, by pieces."""
+    @cached_property
+    def receivers(self) -> Mapping[tuple[PooledRows, ...], tuple[int, ...]]:
+        """The global ranks that receive the same pieces of this rank's tokens, by pieces."""
         found: dict[tuple[PooledRows, ...], tuple[int, ...]] = {}
         for group_rank in self.axis.others:
             pieces = self.pieces(self.axis.rank, group_rank)
@@ -110,7 +112,7 @@ class StaleLayout:
         tokens += self.previous.total if options.extrapolated and not self.is_late else 0
         if options.bits < 16:
             tokens += self.newest.total if self.derived else 0
-            tokens += sum(map(self.num_tokens, self.receivers()))
+            tokens += sum(map(self.num_tokens, self.receivers))
         tokens += (1 + options.extrapolated) * self.newest.counts[self.axis.rank] if self.is_late else 0
         bias = self.attended.total * self.itemsize if self.averages else 0
         arriving = self.newest.total * size if self.derived and options.bits == 16 and not self.is_late else 0

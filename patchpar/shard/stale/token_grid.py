@@ -44,6 +44,11 @@ class LevelGrid(NamedTuple):
         return _sizes_of(self.bands.starts, self.across)
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether the tokens of a row along the split follow each other."""
+        return self.dim == -2 and (self.across.planes == 1 or self.across.rows is not None)
+
+    @property
     def total_tokens(self) -> int:
         """Tokens of all ranks."""
         return self.bands.total * self.across.num_tokens
@@ -59,14 +64,17 @@ def _sizes_of(starts: tuple[int, ...], across: TokensAcross) -> tuple[int, ...]:
 def take(x: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
     """Return the pieces of a rank's tokens [l, ...], concatenated: [tokens of the pieces, ...].
 
-    All rows unchanged are `x` itself, not a copy.
+    All rows unchanged are `x` itself; a single piece of rows that follow each other in memory is a view of it.
     """
     rows = x.shape[0] // grid.across.num_tokens
     if tuple(pieces) == (PooledRows(0, rows),):
         return x
+    if len(pieces) == 1 and pieces[0].pool == 1 and grid.has_whole_rows:
+        tokens = grid.across.num_tokens
+        return x.narrow(0, pieces[0].start * tokens, (pieces[0].stop - pieces[0].start) * tokens)
     x_prcC = _as_grid(x.reshape(x.shape[0], -1), rows, grid)
-    found = torch.cat([_averaged(_rows_of(x_prcC, piece, grid), piece.pool) for piece in pieces])
-    return found.view(-1, *x.shape[1:])
+    taken = [_averaged(_rows_of(x_prcC, piece, grid), piece.pool) for piece in pieces]
+    return (taken[0] if len(taken) == 1 else torch.cat(taken)).view(-1, *x.shape[1:])
 
 
 def take_bias(bias: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:

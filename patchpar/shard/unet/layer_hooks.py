@@ -12,13 +12,16 @@ Values for the next step are sent as soon as they exist, several in one bucket, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, halo_of, moments_part, stacked_moments
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.kernels.fused_op import SHAPES_KEPT, is_fused
+from patchpar.comm.layouts import EdgeLayout
+from patchpar.comm.transport import TensorSpec, Work
 from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.kernels.group_moments import moments_of_band
@@ -44,19 +47,23 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     def __init__(self, patch: LocalPatch, where: str, feeds: "ConvFed | None") -> None:
         super().__init__()
         self.patch, self.where, self.feeds = patch, where, feeds
+        self._rounds: dict[tuple[object, ...], _EdgeRound] = {}
 
     def new_forward(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
         """Replace GroupNorm.forward: normalise the band `x` [B, C, ..., h, W]. Raises ExchangeError, PlanError."""
         patch = self.patch
         if not patch.active:
             return self.fn_ref.original_forward(x)
-        own = moments_of_band(x, module.num_groups)
+        fused = is_fused(x)  # asked once: a kernel and a message depend on it
+        own = moments_of_band(x, module.num_groups, fused=fused)
         entry = patch.entry(self.where, patch.policy.moments)
         if patch.fresh or patch.policy.moments == "fresh":
-            return self._normalised_together(module, x, own, entry)
+            return self._normalised_together(module, x, own, entry, fused=fused)
         return self._normalised_stale(module, x, own, entry)
 
-    def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None) -> Tensor:
+    def _normalised_together(
+        self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None, *, fused: bool
+    ) -> Tensor:
         """Normalise with fresh moments of all ranks; fresh edge rows are exchanged in the same round."""
         patch = self.patch
         feeds = self.feeds if patch.fuses_edges else None
@@ -65,8 +72,7 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             moments: MomentRows = found, ()
             halo = None
         else:
-            edges = patch.edges(x, feeds.before, feeds.after)
-            moments, halo = patch.comm.gather_moments(patch.axis, self.where, own, edges).wait()
+            moments, halo = self.gather_with_edges(x, own, feeds, fused=fused).wait()
         if entry is not None:
             # This rank's too, so that its own tensor is not held beside them.
             rows = stacked_moments(moments, own.shape[0]).unbind(0)
@@ -75,6 +81,33 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         if feeds is not None and halo is not None:
             patch.halos.update(dict.fromkeys(feeds.convs, RawHalo(halo, terms, patch.dim, feeds.activations)))
         return y
+
+    def gather_with_edges(
+        self, x: Tensor, own: Tensor, feeds: "ConvFed", *, fused: bool
+    ) -> Work[tuple[MomentRows, Halo]]:
+        """Start to gather moments `own` [N] of all ranks, and the neighbours' edge rows beyond `x` [B, C, ..., h, W].
+
+        What follows from the shape is computed, and checked, for the first band that has it. Raises PlanError,
+        UnsupportedModel, ExchangeError.
+        """
+        patch, shape = self.patch, x.shape
+        key = shape, x.dtype, patch.dim, patch.bands.starts
+        known = self._rounds.get(key)
+        if known is None:
+            edges = patch.edges(x, feeds.before, feeds.after)
+            layout = patch.comm.moments_layout(patch.axis, own, edges)
+            if layout is None:
+                return patch.comm.gather_moments(patch.axis, self.where, own, edges)
+            if len(self._rounds) >= SHAPES_KEPT:
+                self._rounds.clear()
+            known = self._rounds[key] = _EdgeRound(layout, *patch.rows_sent(feeds.before, feeds.after))
+        layout, first, last = known
+        tensors = [own]
+        if first:
+            tensors.append(x.narrow(patch.dim, 0, first))
+        if last:
+            tensors.append(x.narrow(patch.dim, shape[patch.dim] - last, last))
+        return patch.comm.repeat_moments(self.where, layout, tensors, fused=fused)
 
     def _normalised_stale(self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None) -> Tensor:
         """Normalise with this rank's fresh moments and the others' stale ones."""
@@ -93,6 +126,14 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return normalise(module, x, moments, published=patch.policy.published)[0]
         least = LEAST_VARIANCE[patch.policy.moments]
         return normalise(module, x, moments, own, least=least, published=patch.policy.published)[0]
+
+
+class _EdgeRound(NamedTuple):
+    """What is the same in every round of a norm. `first` and `last`: how many of this rank's rows others read."""
+
+    layout: EdgeLayout
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +225,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         patch = self.patch
         if patch.policy.published:
             return (max(stencil.before, stencil.after),) * 2
-        up, down = patch.group_rank > 0, patch.group_rank + 1 < len(patch.bands)
-        return stencil.after if up else 0, stencil.before if down else 0
+        return patch.rows_sent(stencil.before, stencil.after)
 
     def _send(self, edges: ExchangePart, stencil: Stencil, entry: StaleEntry) -> None:
         """Send this rank's edge rows for the next step; the stale ones have been read."""
