@@ -220,11 +220,10 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
 
     @plan.setter
     def plan(self, plan: Plan | str) -> None:
-        wanted = plan_of(plan)
+        wanted, state = plan_of(plan), self._state
         if wanted is not None:
             wanted.check_devices(self._executor.world_size)
             check_plan(self.description, wanted)
-        state = self._state
         state.wanted, state.plan, state.seconds_alone = wanted, None, {}  # a ratio is measured again
 
     def explain(self, job: PipelineJob | None = None) -> str:
