@@ -5,8 +5,9 @@ The result is cached. Exchanges of the verification are not part of a call's sta
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -174,23 +175,37 @@ def call_signature(call: Call, ignored: frozenset[str] = frozenset()) -> Any:
     return spec, tuple(map(_sort_of, leaves)), tuple(tensors)
 
 
-def kind_of_call(call: Call, ignored: frozenset[str] = frozenset()) -> tuple[str, ...]:
+def kind_of_call(call: Call, ignored: frozenset[str] = frozenset()) -> tuple[Hashable, ...]:
     """Return what decides which modules of a network run: which arguments there are, and the kind of each.
 
     Neither sizes, nor numbers such as a timestep or a scale, nor keyword arguments that are `ignored`.
     """
-    args, kwargs = call
-    leaves, _ = tree_flatten_with_path((args, {name: x for name, x in kwargs.items() if name not in ignored}))
-    return tuple(f"{keystr(path)} {_kind_of(leaf)}" for path, leaf in leaves if leaf is not None)
+    kinds = list[Hashable]()
+    for path, x in chain(enumerate(call[0]), call[1].items()):
+        if isinstance(x, Tensor) and path not in ignored:  # as in `_add_kinds`, without a call for each
+            kinds.append((path, x.ndim, x.dtype))
+        elif x is not None and path not in ignored:
+            _add_kinds(path, x, kinds)
+    return tuple(kinds)
 
 
-def _kind_of(leaf: Any) -> str:
-    """Return a tensor's dims and dtype, the value of a switch or a text, and the type of anything else."""
-    if isinstance(leaf, Tensor):
-        return f"{leaf.ndim} {leaf.dtype}"
-    if isinstance(leaf, (bool, str)):
-        return repr(leaf)
-    return "number" if isinstance(leaf, (int, float)) else type(leaf).__name__
+def _add_kinds(path: Hashable, x: Any, kinds: list[Hashable]) -> None:
+    """Add a tensor's dims and dtype, the value of a switch or a text, and the type of anything else in a tree.
+
+    In every denoiser call: without torch's functions for trees, which call some dozens of Python's for each leaf.
+    """
+    if isinstance(x, Tensor):
+        kinds.append((path, x.ndim, x.dtype))
+    elif isinstance(x, dict):
+        for key, each in x.items():
+            _add_kinds((path, key), each, kinds)
+    elif isinstance(x, (list, tuple)):
+        for number, each in enumerate(x):
+            _add_kinds((path, number), each, kinds)
+    elif isinstance(x, (bool, str)):
+        kinds.append((path, x))
+    elif x is not None:
+        kinds.append((path, "number" if isinstance(x, (int, float)) else type(x).__name__))
 
 
 def arguments_of(call: Call) -> list[str]:

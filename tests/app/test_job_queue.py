@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from app.job_queue import MAX_PAGES, Cancelled, Job, JobQueue, JobView
+from app.job_queue import MAX_PAGES, Job, JobQueue, JobView
 from app.job_updates import updates_of
 from app.sessions import PageSessions
 from patchpar import PlanError, WorkerDied
+from patchpar.serving.job import ServerEnding
 
 from .waits import over, until
 
@@ -219,7 +220,7 @@ def test_a_job_that_goes_on_after_the_end_is_over_for_who_waits_for_it(queue: Jo
     job = queue.submit("A", "image", stubborn)
     assert started.wait(10)
     queue.close(0.05)
-    assert (job.view.state, type(job.outcome.exception(0))) == ("cancelled", Cancelled)
+    assert (job.view.state, type(job.outcome.exception(0))) == ("cancelled", ServerEnding)
     assert not queue.finish(0)
     go.set()
     assert queue.finish(10)

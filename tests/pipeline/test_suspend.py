@@ -23,6 +23,7 @@ from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.job_options import JobOptions
 from patchpar.pipeline.messages import RecordedPrediction
 from patchpar.pipeline.startup import plan_of
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
@@ -63,7 +64,7 @@ def counted(pipe: Any) -> Iterator[Counter[str]]:
 def recorded(pipe: ParallelPipeline, plan: Any = None, **arguments: Any) -> tuple[Any, SuspendedCall]:
     """Output of a whole job, and what `suspend` would have returned at its end."""
     wanted = plan_of(plan) if plan else pipe._state.wanted
-    job = pipe._job(CallPlacement(rule=choose, plan=wanted), (), arguments)
+    job = pipe._job(CallPlacement(rule=choose, plan=wanted), (), arguments, JobOptions())
     job._caller.release = lambda: None
     job.start()
     output = job.result(SECONDS)

@@ -39,7 +39,8 @@ def test_verifications_are_kept_where_one_says(parallel: ParallelPipeline) -> No
     kept = {file: file.read_text() for file in folder.glob("*.json")}
     assert kept
     every = [json.loads(text) for text in kept.values()]  # other tests keep theirs there too
-    facts = next(each for each in every if each["denoiser"] == "UNet2DConditionModel")
+    of_unet = (each for each in every if each.get("denoiser") == "UNet2DConditionModel")
+    facts = next(each for each in of_unet if "relative_error" in each)
     assert 0 <= facts["relative_error"] < 1e-4
 
 

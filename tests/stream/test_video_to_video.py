@@ -24,7 +24,7 @@ from patchpar.stream.driver import StreamLimits
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import VideoSource, frames_from
+from patchpar.stream.video_source import FrameSources, VideoSource, frames_from
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_session import COURSE, FORMAT, Ranks
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, stream, vae, write_folder
@@ -180,7 +180,8 @@ def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun(
     ranks, limits = Ranks(), StreamLimits(credit=3)
     source = VideoSource(broken(), lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
     taken = list[int]()
-    with StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, source).begin() as stream:
+    frames = FrameSources(video=source)
+    with StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
         while len(ranks.begun) < 3 or not ranks.idle.wait(10):
             pass  # the next block waits for credit, so that it is the consumer's thread that asks for its frames
         with pytest.raises(ValueError, match="the camera is gone"):

@@ -3,7 +3,7 @@
 Common to all patch strategies; a strategy decides what its exchange points exchange and when.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, firs
 from patchpar.shard.unet.spatial_arguments import level_of, map_of
 from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, kind_of_call, verify_once
 
-Kind = tuple[int, tuple[str, ...]]
+Kind = tuple[int, tuple[Hashable, ...]]
 """The dim along which a call is split, and its `kind_of_call`."""
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the image"
 
@@ -47,7 +47,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._learnt: dict[tuple[str, ...] | None, ExchangeSites] = {}  # by kind; None: of the first, whatever it is
+        self._learnt: dict[tuple[Hashable, ...] | None, ExchangeSites] = {}  # by kind; None: of the first
         self._kind: Kind | None = None  # the split dim and the kind of call that is installed
         self._verified = set[Kind]()
         self._sites: ExchangeSites | None = None  # those that are installed
@@ -105,10 +105,10 @@ class PatchedDenoiser(SharedDenoiser):
         self._make_sure()
         kind = self._dim(map_of(args, kwargs)), kind_of_call((args, kwargs), self.ignored)
         try:
-            if kind in self._verified:
-                self._put_in(kind)
-            else:
+            if kind not in self._verified:
                 self._install(forward, kind, (args, kwargs))
+            elif kind != self._kind:
+                self._put_in(kind)
         finally:
             self.patch.active = False
 
@@ -188,7 +188,7 @@ class PatchedDenoiser(SharedDenoiser):
             "dim": self.patch.dim,
             "dtype": str(sample.dtype),
             "device": sample.device.type,
-            "arguments": kind_of_call(call),
+            "arguments": [str(kind) for kind in kind_of_call(call)],
         }
 
     def _plain(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
