@@ -88,10 +88,14 @@ def test_what_the_taker_sends_at_once_does_not_overtake_the_handshake(
             time.sleep(0.1)
         send(link, data)
 
+    def take() -> TaggedSocket:
+        link = listener.take(TOKEN, soon())
+        link.sendall(b"first")
+        return link
+
     monkeypatch.setattr(TaggedSocket, "sendall", slow)
     with ThreadPoolExecutor() as threads:
-        taken = threads.submit(listener.take, TOKEN, soon())
-        taken.add_done_callback(lambda each: each.result().sendall(b"first"))
+        taken = threads.submit(take)
         with connect_to(listener.address, "two", KEY, TOKEN, soon()) as link, taken.result(SECONDS) as other:
             other.sendall(b".")
             assert link.recv(6, socket.MSG_WAITALL) == b"first."
