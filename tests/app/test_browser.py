@@ -232,6 +232,7 @@ def test_an_uploaded_image_is_generated_again_larger(opened: Any, tmp_path: Path
     screenshot(page, "high-res-again")
 
 
+@pytest.mark.breadth
 def test_a_wrong_request_is_reported_at_once(opened: Any) -> None:
     page = opened()
     page.get_by_label("Prompt", exact=True).first.fill("")

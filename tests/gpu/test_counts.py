@@ -125,7 +125,6 @@ DAILY = {
     ("sdxl", CFG),
     ("flux", "exact"),
     ("flux", "fresh-edges"),
-    ("flux", "fresh-edges:context=pooled"),
 }
 """The others are further cases of the same promise."""
 

@@ -278,6 +278,7 @@ def descriptors():
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 @pytest.mark.usefixtures("template")
+@pytest.mark.breadth
 def test_a_start_that_fails_leaves_no_descriptors(monkeypatch):
     before = descriptors()
     with monkeypatch.context() as patch:

@@ -115,6 +115,7 @@ def test_streams_follow_one_another_on_the_same_ranks(three: StreamingPipeline) 
     assert differing(runs[1], [chunk.frames for chunk in runs[0]]) == []
 
 
+@pytest.mark.breadth
 def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(face_folder: Path) -> None:
     with (
         StreamingPipeline.from_pretrained(face_folder, devices="cpu:2", deadline=30) as two,
