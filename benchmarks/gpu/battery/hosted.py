@@ -7,7 +7,6 @@ and of the copy of the next one. Beside it diffusers' own group offload of the s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.battery.timing import Row, models, on_device, seconds_of, wait
+from benchmarks.gpu.battery.timing import Row, instant, models, on_device, seconds_between, seconds_of, wait
 from benchmarks.gpu.denoisers import Denoiser
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
@@ -125,30 +124,17 @@ def _block_seconds(device: str, network: nn.Module, forward: Callable[[], object
     begun: list[Any] = []
 
     def note(*_: object) -> None:
-        begun.append(_now(device))
+        begun.append(instant(device))
 
     hooks = [block.register_forward_pre_hook(note) for block in blocks_of(network).values()]
-    begun.append(_now(device))
+    begun.append(instant(device))
     forward()
-    begun.append(_now(device))
+    begun.append(instant(device))
     wait(device)
     for hook in hooks:
         hook.remove()
-    first, *spent = [_between(before, after) for before, after in pairwise(begun)]
+    first, *spent = [seconds_between(before, after) for before, after in pairwise(begun)]
     return [*spent[:-1], spent[-1] + first]
-
-
-def _now(device: str) -> Any:
-    if device != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(before: Any, after: Any) -> float:
-    """Seconds from one moment to another."""
-    return float(after - before if isinstance(before, float) else before.elapsed_time(after) / 1e3)
 
 
 def _num_bytes(weights: ShardedWeights) -> int:

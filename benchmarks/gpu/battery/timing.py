@@ -210,6 +210,20 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def instant(device: str) -> Any:
+    """Return an event in the device's stream, for `seconds_between`; on a CPU the time."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds from one `instant` to another, which the device has reached."""
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+
+
 class _LayerTimes:
     """Time in layers that have no layers inside, by type."""
 
@@ -226,17 +240,10 @@ class _LayerTimes:
                 self._hooks.append(layer.register_forward_hook(self._end))
 
     def _begin(self, layer: nn.Module, _: Any) -> None:
-        self._begun[layer] = self._event()
+        self._begun[layer] = instant(self._device)
 
     def _end(self, layer: nn.Module, _: Any, __: Any) -> None:
-        self._events.append((type(layer).__name__, self._begun.pop(layer), self._event()))
-
-    def _event(self) -> Any:
-        if self._device == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._events.append((type(layer).__name__, self._begun.pop(layer), instant(self._device)))
 
     def totals(self) -> dict[str, tuple[float, int]]:
         """Return seconds and calls by type of layer, and remove all marks."""
@@ -246,6 +253,6 @@ class _LayerTimes:
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()
         for kind, begin, end in self._events:
-            seconds[kind] += end - begin if self._device == "cpu" else begin.elapsed_time(end) / 1e3
+            seconds[kind] += seconds_between(begin, end)
             calls[kind] += 1
         return {kind: (seconds[kind], calls[kind]) for kind in calls}

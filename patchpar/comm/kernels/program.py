@@ -1,4 +1,4 @@
-"""Launches of Triton programs, of which those after the first take the process a third of the time.
+"""Launches of Triton programs, of which those after the first leave out what Triton does in each.
 
 Triton binds, specialises and looks up the arguments of every launch, which takes longer than several of torch's own
 operators. Where they are like those of an earlier launch, its compiled kernel runs at once: `kernel[grid](...)`, as
