@@ -23,7 +23,7 @@ def graphics_cards() -> list[dict[str, Any]]:
 
 
 def _card(kind: str, index: int) -> dict[str, Any]:
-    from patchpar.launch.accelerators import device_count, device_module
+    from patchpar.launch.accelerators import device_count, device_module, name_of
 
     module = device_module(kind)
     free, total = module.mem_get_info(index) if hasattr(module, "mem_get_info") else (None, None)
@@ -32,7 +32,7 @@ def _card(kind: str, index: int) -> dict[str, Any]:
     capability = getattr(module, "get_device_capability", lambda _: None)(index)
     return {
         "device": f"{kind}:{index}",
-        "name": module.get_device_name(index) if hasattr(module, "get_device_name") else kind,
+        "name": name_of(f"{kind}:{index}"),
         "free_bytes": free,
         "total_bytes": total,
         "capability": ".".join(map(str, capability)) if isinstance(capability, tuple) else None,

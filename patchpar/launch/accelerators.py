@@ -146,6 +146,17 @@ def card_id(device: str) -> str:
     return f"{kind_of(device)} {uuid or f'{device} of {this_host()}'}"
 
 
+def name_of(device: str) -> str:
+    """Return what the maker calls an accelerator, such as "NVIDIA H100"; its type where torch does not know it.
+
+    "CPU" for a CPU.
+    """
+    if not is_accelerator(device):
+        return "CPU"
+    name = getattr(device_module(kind_of(device)), "get_device_name", None)
+    return kind_of(device) if name is None else str(name(device))
+
+
 def kind_of_card(card: str) -> str:
     """Return the device type in a `card_id`; empty for a CPU's."""
     return card.partition(" ")[0]

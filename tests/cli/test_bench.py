@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.quality.known import rows_of_page
 from patchpar.cli.bench.records import BenchKey, BenchRecord, BenchSetting, RecordFile
+from patchpar.cli.bench.runner import machine_of
 from patchpar.cli.bench.table import markdown, rows_of
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.rank_stats import RankStats
@@ -36,7 +37,7 @@ SETTING = BenchSetting(
     libraries="diffusers 1, torch 2",
 )
 RECORD = BenchRecord(
-    key=BenchKey(SETTING, "a fox", 7, "patch=2"),
+    key=BenchKey(SETTING, "a fox", 7, "patch=2", "cpu, cpu; 2 cores"),
     devices=("cpu", "cpu"),
     psnr_db=40.0,
     ssim=0.9,
@@ -150,6 +151,35 @@ def test_records_are_read_as_written_and_half_a_line_is_left_out(tmp_path: Path)
     assert list(again.records.values()) == [RECORD, equal]
     again.add(replace(RECORD, seconds=5.0))
     assert RecordFile(path).records[RECORD.key].seconds == 5.0
+
+
+def test_another_machine_is_measured_anew(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process there too; the same machine again is not."""
+    for cores in (2, 16, 2):
+        monkeypatch.setattr("patchpar.launch.devices.available_cores", lambda cores=cores: cores)
+        assert bench("a fox", "--strategy", "exact").exit_code == 0
+    assert [len({call["plan"] for call in pipe.calls}) for pipe in FakePipeline.opened] == [2, 2, 0]
+    lines = map(json.loads, (tmp_path / "out/records.jsonl").read_text().splitlines())
+    assert [line["machine"] for line in lines] == [f"cpu, cpu, cpu, cpu; {cores} cores" for cores in (2, 16)]
+
+
+def test_the_makers_name_of_a_gpu_is_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(get_device_name=lambda device: f"NVIDIA {device}")
+    monkeypatch.setattr("patchpar.launch.accelerators.device_module", lambda _: card)
+    monkeypatch.setattr("patchpar.launch.devices.available_cores", lambda: 8)
+    assert machine_of(["cuda:0", "cuda:1"]) == "cuda:0 NVIDIA cuda:0, cuda:1 NVIDIA cuda:1; 8 cores"
+
+
+def test_records_without_a_machine_are_measured_anew(bench: Any, tmp_path: Path) -> None:
+    bench("a fox", "--strategy", "exact")
+    path = tmp_path / "out/records.jsonl"
+    old = json.loads(path.read_text())
+    del old["machine"]
+    path.write_text(json.dumps(old) + "\n")
+    result = bench("a fox", "--strategy", "exact")
+    assert "records.jsonl: 1 images of an earlier version are measured anew" in result.stderr
+    assert FakePipeline.opened[-1].calls
+    assert [set(json.loads(line)) - set(old) for line in path.read_text().splitlines()] == [set(), {"machine"}]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

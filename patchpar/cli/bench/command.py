@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from patchpar.cli.bench.runner import BenchResult, Perceptual
     from patchpar.cli.bench.table import BenchRow
 
+LIBRARIES = ("patchpar", "diffusers", "transformers", "torch")
 RECORDS, TABLE, PLOT = "records.jsonl", "table.md", "plot.svg"
 
 
@@ -55,6 +56,8 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
     if not plans:
         raise PlanError(f"no plan takes more than 1 rank: name more devices than {request.devices!r} with --devices")
     file = RecordFile(request.output / RECORDS)
+    if file.outdated:
+        typer.echo(f"{file.path}: {file.outdated} images of an earlier version are measured anew", err=True)
     lpips = _lpips() if request.lpips else None
     with (
         progress("images") as on_image,
@@ -64,7 +67,7 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
         task.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
         change_pipeline(pipe, request.lora, request.scheduler)
-        runner = BenchRunner(pipe=pipe, call=_call(request), file=file, lpips=lpips, on_image=on_image)
+        runner = BenchRunner(pipe=pipe, devices=devices, call=_call(request), file=file, lpips=lpips, on_image=on_image)
         settings = _settings(request, options, type(pipe.scheduler).__name__)
         return runner.measure(settings, plans, list(prompts_from(prompts, request.seed)))
 
@@ -80,14 +83,14 @@ def _call(request: BenchFlags) -> dict[str, Any]:
 
 
 def _settings(request: BenchFlags, options: dict[str, Any], scheduler: str) -> list[BenchSetting]:
-    import diffusers
     import torch
 
     from patchpar.cli.bench.runner import model_name
+    from patchpar.cli.doctor import versions
     from patchpar.models.files import resolve_model
     from patchpar.models.loading import dtype_of
 
-    name = model_name(request.model, options)
+    found, name = versions(), model_name(request.model, options)
     dtype = str(dtype_of(resolve_model(request.model, options)[1]) or torch.float32).removeprefix("torch.")
     return [
         BenchSetting(
@@ -100,7 +103,7 @@ def _settings(request: BenchFlags, options: dict[str, Any], scheduler: str) -> l
             guidance_scale=request.guidance_scale,
             negative_prompt=request.negative_prompt,
             loras=tuple(request.lora or ()),
-            libraries=f"diffusers {diffusers.__version__}, torch {torch.__version__}",
+            libraries=", ".join(f"{package} {found[package]}" for package in LIBRARIES),
         )
         for steps in request.all_steps()
     ]

@@ -38,12 +38,16 @@ class BenchSetting:
 
 
 class BenchKey(NamedTuple):
-    """One image: its setting, prompt and seed, and the plan."""
+    """One image: its setting, prompt and seed, the plan, and the machine: devices by name, and cores."""
 
     setting: BenchSetting
     prompt: str
     seed: int
     plan: str
+    machine: str
+
+
+KEY_NAMES = BenchKey._fields[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,27 +74,29 @@ class BenchRecord:
     def as_json(self) -> str:
         """Return one line. JSON has no infinity, so that it is written as text."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        setting, prompt, seed, plan = values.pop("key")
+        setting, *rest = values.pop("key")
         values["psnr_db"] = "inf" if math.isinf(self.psnr_db) else self.psnr_db
-        return json.dumps({"setting": asdict(setting), "prompt": prompt, "seed": seed, "plan": plan, **values})
+        return json.dumps({"setting": asdict(setting), **dict(zip(KEY_NAMES, rest, strict=True)), **values})
 
     @classmethod
-    def from_json(cls, line: str) -> BenchRecord:
-        """Read a line. Raises ValueError, KeyError and TypeError for anything else."""
-        values: dict[str, Any] = json.loads(line)
+    def from_values(cls, values: dict[str, Any]) -> BenchRecord:
+        """Return the record of a line's values. Raises ValueError, KeyError and TypeError for anything else."""
         setting = values.pop("setting")
         setting["loras"] = tuple(setting["loras"])
-        key = BenchKey(BenchSetting(**setting), *(values.pop(name) for name in ("prompt", "seed", "plan")))
+        key = BenchKey(BenchSetting(**setting), *(values.pop(name) for name in KEY_NAMES))
         values["psnr_db"], values["devices"] = float(values["psnr_db"]), tuple(values["devices"])
         return cls(key=key, **values)
 
 
 class RecordFile:
-    """A file of records, which grows by one line at a time; the last line of a key counts."""
+    """A file of records, which grows by one line at a time; the last line of a key counts.
+
+    `outdated`: how many lines are of a version that did not write down the machine. They count for nothing.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records = {record.key: record for record in _read(path)}
+        self.path, self.outdated = path, 0
+        self.records = {record.key: record for record in self._read()}
 
     def add(self, record: BenchRecord) -> None:
         """Append a record. Raises OSError where it cannot be written."""
@@ -98,20 +104,29 @@ class RecordFile:
             file.write(record.as_json() + "\n")
         self.records[record.key] = record
 
+    def _read(self) -> Iterator[BenchRecord]:
+        """Yield the records of the file. A last line without an end is of a run that was killed, and is cut off."""
+        if not self.path.exists():
+            return
+        text = self.path.read_text(encoding="utf-8")
+        whole, _, rest = text.rpartition("\n")
+        if rest:
+            self.path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+        for number, line in enumerate(whole.split("\n") if whole else (), 1):
+            try:
+                values = json.loads(line)
+                if _lacks_the_machine(values):
+                    self.outdated += 1
+                else:
+                    yield BenchRecord.from_values(values)
+            except (ValueError, KeyError, TypeError) as error:
+                raise PlanError(
+                    f"{self.path}, line {number}, is no record of this version of patchpar bench ({error!r}): "
+                    "name another folder with --output, or remove the file"
+                ) from error
 
-def _read(path: Path) -> Iterator[BenchRecord]:
-    """Yield the records of a file. A last line without an end is of a run that was killed, and is cut off."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8")
-    whole, _, rest = text.rpartition("\n")
-    if rest:
-        path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            yield BenchRecord.from_json(line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"{path}, line {number}, is no record of this version of patchpar bench ({error!r}): "
-                "name another folder with --output, or remove the file"
-            ) from error
+
+def _lacks_the_machine(values: Any) -> bool:
+    """Whether these are of a record as version 0.2.0 wrote it: whatever machine it is of, it is measured anew."""
+    names = {"setting", *KEY_NAMES, *(field.name for field in fields(BenchRecord))} - {"key", "machine"}
+    return isinstance(values, dict) and set(values) == names

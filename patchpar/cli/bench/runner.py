@@ -51,10 +51,12 @@ class BenchResult:
 class BenchRunner:
     """Measures plans on a pipeline that is open. `call`: its arguments beside prompt, steps and generator.
 
+    `devices`: those of the pipeline, of which a plan takes the first.
     `on_image` gets (finished, number) of the images of all cases.
     """
 
     pipe: ParallelPipeline
+    devices: Sequence[str]
     call: dict[str, Any]
     file: RecordFile
     lpips: Perceptual | None
@@ -68,8 +70,7 @@ class BenchRunner:
         Raises PlanError for a call that one process cannot make either, and what a rank raises.
         """
         keys = {
-            plan: [BenchKey(setting, *prompt, str(plan)) for setting in settings for prompt in prompts]
-            for plan in plans
+            plan: [self._key(setting, prompt, plan) for setting in settings for prompt in prompts] for plan in plans
         }
         total, refused, done = sum(map(len, keys.values())), dict[str, str](), 0
         for plan, of_plan in keys.items():
@@ -83,6 +84,9 @@ class BenchRunner:
                 self.on_image(done, total)
         known = self.file.records
         return BenchResult(records=[known[key] for of in keys.values() for key in of if key in known], refused=refused)
+
+    def _key(self, setting: BenchSetting, prompt: BenchPrompt, plan: Plan) -> BenchKey:
+        return BenchKey(setting, *prompt, str(plan), machine_of(self.devices[: plan.world_size]))
 
     def _is_missing(self, key: BenchKey) -> bool:
         known = self.file.records.get(key)
@@ -110,7 +114,8 @@ class BenchRunner:
 
     def _single(self, plan: Plan, key: BenchKey) -> SingleImage:
         """Return the images of one process, generated where they are not kept yet."""
-        name = hashlib.sha256(repr(key._replace(plan=str(plan))).encode()).hexdigest()[:24]
+        of_one = self._key(key.setting, BenchPrompt(key.prompt, key.seed), plan)
+        name = hashlib.sha256(repr(of_one).encode()).hexdigest()[:24]
         path = self.file.path.parent / "single" / f"{name}.npz"
         if not path.exists():
             images, run = self._called(plan, key)
@@ -144,6 +149,15 @@ def prompts_from(texts: Sequence[str], seed: int) -> Iterator[BenchPrompt]:
     """Yield prompts with the seeds from `seed` on."""
     for number, text in enumerate(texts):
         yield BenchPrompt(text, seed + number)
+
+
+def machine_of(devices: Sequence[str]) -> str:
+    """Return what seconds and, by its kernels, images depend on: devices by the names of their makers, and cores."""
+    from patchpar.launch.accelerators import is_accelerator, name_of
+    from patchpar.launch.devices import available_cores
+
+    names = (f"{device} {name_of(device)}" if is_accelerator(device) else device for device in devices)
+    return f"{', '.join(names)}; {available_cores()} cores"
 
 
 def model_name(model: str, options: dict[str, Any]) -> str:

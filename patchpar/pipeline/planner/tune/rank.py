@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, alone, connect
-from patchpar.launch.accelerators import device_module
+from patchpar.launch.accelerators import device_module, name_of
 from patchpar.launch.executor import RankContext
 from patchpar.launch.host_memory import free_memory
 from patchpar.pipeline.planner.tune.kernel_rates import measured_device
@@ -35,7 +35,7 @@ class TuningRank:
 
     def rates(self, dtype: str) -> None:
         """Measure kernels in `dtype`."""
-        name, memory = _name_of(self._device), _memory_of(self._device)
+        name, memory = name_of(str(self._device)), _memory_of(self._device)
         self._rates = measured_device(self._timer, getattr(torch, dtype), name, memory)
 
     def prepare(self, dtype: str, folder: str, size: int) -> None:
@@ -108,10 +108,6 @@ def _both_ways(transport: Transport, peers: Sequence[int]) -> float:
     transport.send_recv([Outgoing(tuple(peers), (message,))], incoming, "links").wait()
     transport.settle("links")
     return time.perf_counter() - start
-
-
-def _name_of(device: torch.device) -> str:
-    return "CPU" if device.type == "cpu" else str(device_module(device.type).get_device_name(device))
 
 
 def _memory_of(device: torch.device) -> int:
