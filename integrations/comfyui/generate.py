@@ -7,6 +7,7 @@ import io
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,8 @@ def from_server(
     `progress`, `check`: see `from_pipeline`. The server keeps nothing of the job afterwards. Raises RuntimeError with
     the server's reason, and what the client raises.
     """
+    from openai import OpenAIError
+
     client = client.with_options(timeout=ANSWER)
     sent_once = {"Idempotency-Key": uuid.uuid4().hex}  # the client sends a request again that got no answer
     begun = client.images.generate(**call, extra_body=extra, extra_query={"async": "true"}, extra_headers=sent_once)
@@ -75,7 +78,8 @@ def from_server(
                 progress(job["step"], job["steps"])
             time.sleep(POLL)
     finally:
-        client.delete(path, cast_to=object)
+        with suppress(OpenAIError):  # what has ended the loop says more than a server that is gone by now
+            client.delete(path, cast_to=object)
     if job["status"] != "completed":
         raise RuntimeError(f"the server: {job['error']['message']}")
     return as_images(Image.open(io.BytesIO(base64.b64decode(each["b64_json"]))) for each in job["result"]["data"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import comfy.model_management
@@ -9,7 +10,7 @@ import torch
 from comfy_api.latest import ComfyAPISync, ComfyExtension, io
 
 from .generate import from_pipeline, from_server, key_in
-from .parallel import TeamSettings, parallel
+from .parallel import TeamSettings, check_version, parallel
 
 CATEGORY = "patchpar"
 STRATEGIES = ["exact", "fresh-edges", "displaced", "pcpp"]
@@ -59,11 +60,13 @@ class PatchparParallel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, gpus: int, strategy: str, split: str) -> io.NodeOutput:
-        others = [each for each in comfy.model_management.get_all_torch_devices() if each != model.load_device]
-        if len(others) < gpus - 1:
-            raise ValueError(f"gpus={gpus}, but this machine has {len(others) + 1}: use {len(others) + 1} at most")
         if gpus == 1:
             return io.NodeOutput(model)
+        check_version(model)
+        devices = comfy.model_management.get_all_torch_devices(exclude_current=False)
+        others = [each for each in devices if each != model.load_device]
+        if len(others) < gpus - 1:
+            raise ValueError(f"gpus={gpus}, but this machine has {len(others) + 1}: use {len(others) + 1} at most")
         return io.NodeOutput(parallel(model, others[: gpus - 1], TeamSettings(strategy=strategy, split=split)))
 
 
@@ -90,6 +93,7 @@ class PatchparPipeline(io.ComfyNode):
         from patchpar import ParallelPipeline
 
         comfy.model_management.unload_all_models()  # its workers need the memory that ComfyUI's models are in
+        gc.collect()  # workers of a pipeline that ComfyUI has dropped end with it, which has circular references
         return io.NodeOutput(
             ParallelPipeline.from_pretrained(model, devices=devices, plan=plan, torch_dtype=DTYPES[dtype])
         )
@@ -151,13 +155,19 @@ class PatchparRemote(io.ComfyNode):
     ) -> io.NodeOutput:
         from pathlib import Path
 
-        from openai import OpenAI
+        from openai import APIConnectionError, OpenAI
 
         key = key_in(Path(key_file).read_text()) if key_file else "none"
         call = {"prompt": prompt, "size": f"{width}x{height}", "n": images}
         extra = {"seed": seed, "num_inference_steps": steps}
         with OpenAI(base_url=url, api_key=key) as client:
-            return io.NodeOutput(from_server(client, call, extra, **reporting()))
+            try:
+                return io.NodeOutput(from_server(client, call, extra, **reporting()))
+            except APIConnectionError as error:
+                raise ValueError(
+                    f"url={url!r} does not answer ({error}): run patchpar serve there, or correct the URL, which ends "
+                    "with /v1"
+                ) from error
 
 
 class PatchparExtension(ComfyExtension):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from patchpar import PlanError, Team
 
-KEY = "patchpar"
+KEY, COMFYUI_SPLIT = "patchpar", "multigpu"
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"
 
@@ -42,8 +42,15 @@ class ModelTeam:
         self._team: Team | None = None
 
     def sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the sampling of an image."""
+        """Run the sampling of an image. Raises PlanError where ComfyUI splits it too."""
+        if self._copies:  # a sampler that samples inside of its own sampling: its calls are split already
+            return executor(*args, **kwargs)
         model = executor.class_obj.model_patcher
+        if model.get_additional_models_with_key(COMFYUI_SPLIT):
+            raise PlanError(
+                "ComfyUI splits this model over GPUs by itself (its node MultiGPU), in threads of which each would "
+                "start the same team: remove that node, or this one"
+            )
         try:
             self._copies = model.get_additional_models_with_key(KEY)
             for each in self._copies:
@@ -128,15 +135,18 @@ def follow(model: Any, copy: Any) -> None:
         copy.patches_uuid = model.patches_uuid
 
 
-def parallel(model: Any, devices: list[torch.device], settings: TeamSettings) -> Any:
-    """Return a clone of a ModelPatcher whose network runs on its own device and on copies on `devices`.
-
-    Raises PlanError where this ComfyUI cannot copy models to other devices.
-    """
+def check_version(model: Any) -> None:
+    """Raise PlanError where this ComfyUI cannot copy a model (a ModelPatcher) to other devices."""
     from comfy.patcher_extension import WrappersMP
 
     if not hasattr(model, "deepclone_multigpu") or not hasattr(WrappersMP, "PREDICT_NOISE"):
         raise PlanError("this ComfyUI cannot copy a model to another GPU (ModelPatcher.deepclone_multigpu): update it")
+
+
+def parallel(model: Any, devices: list[torch.device], settings: TeamSettings) -> Any:
+    """Return a clone of a ModelPatcher whose network runs on its own device and on copies on `devices`."""
+    from comfy.patcher_extension import WrappersMP
+
     found = model.clone()
     copies = [found.deepclone_multigpu(new_load_device=device) for device in devices]
     found.set_additional_models(KEY, copies)

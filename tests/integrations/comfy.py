@@ -114,7 +114,10 @@ def modules(devices: int, check: Callable[[], None], progress: list[tuple[int, i
     }
     vars(made["comfy.patcher_extension"])["WrappersMP"] = WrappersMP
     vars(made["comfy.model_management"]).update(
-        get_all_torch_devices=lambda: [torch.device("cpu"), *(torch.device("cpu", i) for i in range(1, devices))],
+        get_all_torch_devices=lambda exclude_current: [
+            torch.device("cpu"),
+            *(torch.device("cpu", i) for i in range(1, devices)),
+        ],
         throw_exception_if_processing_interrupted=check,
         unload_all_models=lambda: None,
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -90,7 +92,46 @@ def test_what_cannot_be_split_is_refused(nodes: Nodes) -> None:
     with pytest.raises(ValueError, match="gpus=4, but this machine has 3: use 3 at most"):
         nodes.nodes.PatchparParallel.execute(model, gpus=4, strategy="exact", split="auto")
     with pytest.raises(PlanError, match=r"cannot copy a model to another GPU .*: update it"):
-        nodes.parallel.parallel(SimpleNamespace(), [torch.device("cpu")], nodes.parallel.TeamSettings())
+        nodes.nodes.PatchparParallel.execute(SimpleNamespace(), gpus=2, strategy="exact", split="auto")
+    (split,) = nodes.nodes.PatchparParallel.execute(model, gpus=2, strategy="exact", split="auto")
+    split.set_additional_models("multigpu", [model])  # by a node behind ours
+    with pytest.raises(PlanError, match="ComfyUI splits this model over GPUs by itself"):
+        comfy.Guider(split).sample([])
+
+
+def test_a_sampling_inside_of_another_leaves_the_outer_one_split(nodes: Nodes) -> None:
+    team, seen = nodes.parallel.ModelTeam(nodes.parallel.TeamSettings()), []
+    model = comfy.ModelPatcher(torch.nn.Linear(1, 1))
+    model.set_additional_models("patchpar", [comfy.ModelPatcher(torch.nn.Linear(1, 1))])
+    guider = SimpleNamespace(model_patcher=model)
+
+    def sampling(inner: Any) -> None:
+        if inner is not None:
+            comfy.Executor(sampling, guider, [team.sample]).execute(None)
+        seen.append(len(team._copies))
+
+    comfy.Executor(sampling, guider, [team.sample]).execute("inner")
+    assert seen == [1, 1]
+    assert team._copies == []
+
+
+class Dropped:
+    """As a pipeline: it refers to itself, and its workers end with it."""
+
+    def __init__(self, ends: list[str]) -> None:
+        self.itself = self
+        weakref.finalize(self, ends.append, "ended")
+
+
+def test_workers_of_a_dropped_pipeline_end_before_another_is_loaded(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+    loaded = SimpleNamespace(from_pretrained=lambda *_, **__: list(ends))
+    monkeypatch.setattr("patchpar.ParallelPipeline", loaded, raising=False)
+    Dropped(ends)
+    (found,) = nodes.nodes.PatchparPipeline.execute("embedded", devices=2, plan="auto", dtype="float16")
+    assert found == ["ended"]
 
 
 class Job:
@@ -169,6 +210,16 @@ def test_a_job_that_fails_says_why(nodes: Nodes, served: Any) -> None:
     fake.error = PlanError("this model has no such scheduler")
     with pytest.raises(RuntimeError, match="the server: this model has no such scheduler"):
         nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
+
+
+def test_a_server_that_does_not_answer_is_named(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise openai.APIConnectionError(request=httpx.Request("GET", "http://nowhere"))
+
+    monkeypatch.setattr(nodes.nodes, "from_server", refuse)
+    given = {"prompt": "a house", "width": 64, "height": 64, "steps": 1, "seed": 0, "images": 1}
+    with pytest.raises(ValueError, match="url='http://nowhere/v1' does not answer .*: run patchpar serve there"):
+        nodes.nodes.PatchparRemote.execute("http://nowhere/v1", "", **given)
 
 
 def test_keys_and_pipelines_that_are_none(nodes: Nodes) -> None:
