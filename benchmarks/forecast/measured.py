@@ -43,10 +43,15 @@ def measured(figures: Path = FIGURES) -> list[MeasuredForward]:
     device = next((each.name for each in DEVICES if each.name in names), None)
     rows: list[dict[str, Any]] = [row for table in sections.get(SECTION, {"tables": []})["tables"] for row in table]
     return [
-        MeasuredForward(model=row["model"], device=device, how=row["step"], seconds=1e-3 * float(row["ms"]))
+        MeasuredForward(model=row["model"], device=device, how=row["step"], seconds=_seconds(row["ms"]))
         for row in rows
         if device is not None and row["strategy"] == PLAIN and row["model"] in MODELS
     ]
+
+
+def _seconds(milliseconds: str) -> float:
+    """Return what a cell of the page has, which groups the digits of large numbers."""
+    return 1e-3 * float(milliseconds.replace(",", ""))
 
 
 def lines(models: Mapping[str, RecordedModel], figures: Path = FIGURES) -> Iterator[str]:

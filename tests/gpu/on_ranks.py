@@ -34,9 +34,10 @@ def on(device: torch.device, dtype: torch.dtype, tree: Any) -> Any:
 
 
 @torch.no_grad()
-def parity(this: PoolRank, name: str, dtype: torch.dtype, strategy: str = "exact") -> GpuErrors:
+def parity(this: PoolRank, name: str, dtype: torch.dtype, strategy: str = "exact", rows: int = 24) -> GpuErrors:
+    """`rows` of the latent, for as many ranks as take part."""
     device = torch.device(this.context.device)
-    denoiser, call = denoisers.build(name).to(dtype), on(torch.device("cpu"), dtype, denoisers.call(name, 24, 16))
+    denoiser, call = denoisers.build(name).to(dtype), on(torch.device("cpu"), dtype, denoisers.call(name, rows, 16))
     exact = first(denoiser.double()(**on(torch.device("cpu"), torch.float64, call)))
     denoiser, call = denoiser.to(device, dtype), on(device, dtype, call)
     errors = [relative(first(denoiser(**call)).cpu().double(), exact)]

@@ -94,22 +94,31 @@ def test_products_are_not_rounded_while_bands_are_verified(
         assert allowed
 
 
+def cards(kind: str, *, most: int = 4, on_cpu: int = 0) -> list[str]:
+    """A card for each rank, `most` of them; `on_cpu` workers of a CPU. Skips the test where there are not two."""
+    count = torch.cuda.device_count() if kind != "cpu" else on_cpu
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    return [f"{kind}:{rank}" if kind != "cpu" else "cpu" for rank in range(min(count, most))]
+
+
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 def test_ranks_with_a_card_each(kind: str, dtype: torch.dtype) -> None:
     """They exchange through NCCL."""
-    count = torch.cuda.device_count() if kind != "cpu" else 2
-    if count < 2:
-        pytest.skip("needs two GPUs")
-    devices = [f"{kind}:{rank}" if kind != "cpu" else "cpu" for rank in range(min(count, 4))]
-    check(on_ranks(devices, "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+    check(on_ranks(cards(kind, on_cpu=2), "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+
+
+def test_as_many_ranks_as_cards(kind: str) -> None:
+    devices = cards(kind, most=8, on_cpu=5)
+    if len(devices) <= 4:
+        pytest.skip("needs more than four GPUs")
+    found = on_ranks(devices, "tests.gpu.on_ranks:parity", "sdxl", torch.float16, "exact", 8 * len(devices))
+    check(found, torch.float16)
 
 
 def test_small_exchanges_in_symmetric_memory(kind: str) -> None:
     """By a kernel that writes the other cards' memory; where the cards cannot, all ranks go on with NCCL."""
-    count = torch.cuda.device_count() if kind != "cpu" else 0
-    if count < 2:
-        pytest.skip("needs two GPUs")
-    devices = [f"{kind}:{rank}" for rank in range(min(count, 4))]
+    devices = cards(kind)
     found = on_ranks(devices, "tests.gpu.on_ranks:parity_in_symmetric_memory", "sdxl", torch.float16)
     check([errors for errors, _ in found], torch.float16)
     accessible = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, len(devices)))
@@ -119,12 +128,9 @@ def test_small_exchanges_in_symmetric_memory(kind: str) -> None:
 @pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges"])
 def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, strategy: str) -> None:
     """Kernels and messages of a step as one CUDA graph, on ranks with a card each."""
-    count, evaluations = torch.cuda.device_count() if kind != "cpu" else 0, 7
-    if count < 2:
-        pytest.skip("needs two GPUs")
-    devices = [f"{kind}:{rank}" for rank in range(min(count, 4))]
+    evaluations = 7
     for differences, replays in on_ranks(
-        devices, "tests.gpu.on_ranks:replayed", "sdxl", torch.float16, strategy, evaluations
+        cards(kind), "tests.gpu.on_ranks:replayed", "sdxl", torch.float16, strategy, evaluations
     ):
         assert max(differences) <= ROUNDING[torch.float16] / 10
         assert replays == evaluations - (2 if strategy == "exact" else 3)

@@ -1,4 +1,4 @@
-"""Whole pipelines on GPUs, as a user calls them: plans and streams on one card, steps of one device as graphs.
+"""Whole pipelines on GPUs, as a user calls them: plans on one card and on several, streams, steps as graphs.
 
 `python -m benchmarks.gpu.battery` runs these; `--gpu-device cpu` tries them on the CPU.
 """
@@ -21,6 +21,7 @@ FACE = Path(__file__).parents[2] / "assets" / "face-stream"
 PROMPT, STEPS, SIZE = "a red house on the left, green hills at noon", 6, 256
 PLANS = ("cfg=2", "patch=2", "patch=2,weights=sharded", "patch=2,weights=hosted", "stage=2", "tensor=2")
 """The last one is for transformers."""
+PLANS_OF_FOUR = ("patch=4", "cfg=2,patch=2", "patch=4,weights=sharded")
 APPROXIMATE = ("patch=2,strategy=displaced", "patch=2,strategy=pcpp", "patch=2,strategy=fresh-edges")
 EXACT_PSNR, OTHER_PSNR = 55.0, 25.0
 """dB of images from 0 to 1. GPUs round convolutions in fp32 to TF32, and a band may be convolved by another kernel."""
@@ -67,6 +68,27 @@ def test_stale_strategies_on_one_card(pair: tuple[ParallelPipeline, Tensor]) -> 
     pipe, alone = pair
     found = {plan: psnr(image(pipe, plan), alone) for plan in APPROXIMATE}
     assert min(found.values()) > OTHER_PSNR, found
+
+
+@pytest.mark.parametrize("graphs", [False, "auto"])
+@pytest.mark.parametrize("model", ["embedded", "embedded-dit"])
+def test_plans_with_a_card_each(card: str, model: str, graphs: Any) -> None:
+    """Ranks exchange through NCCL; where all can be captured, their steps are graphs."""
+    kind = card.partition(":")[0]
+    count = torch.cuda.device_count() if kind != "cpu" else 2
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    number = 4 if count >= 4 else 2
+    with ParallelPipeline.from_pretrained(model, devices=[card]) as pipe:
+        alone = image(pipe)
+    devices = [f"{kind}:{rank}" if kind != "cpu" else "cpu" for rank in range(number)]
+    with ParallelPipeline.from_pretrained(model, devices=devices, graphs=graphs) as pipe:
+        of_two = PLANS if pipe.description.splits_into_tokens else PLANS[:-1]
+        exact = PLANS_OF_FOUR if number == 4 else of_two
+        stale = [plan.replace("patch=2", f"patch={number}") for plan in APPROXIMATE]
+        found = {plan: psnr(image(pipe, plan), alone) for plan in (*exact, *stale)}
+    assert min(found[plan] for plan in exact) > EXACT_PSNR, found
+    assert min(found[plan] for plan in stale) > OTHER_PSNR, found
 
 
 @pytest.mark.parametrize("model", ["embedded", "embedded-dit"])

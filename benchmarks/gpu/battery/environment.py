@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -10,16 +11,16 @@ from pathlib import Path
 TORCH = "2.13.0"
 HAS_CUDA = "import torch, diffusers, pytest, sys; sys.exit(not torch.cuda.is_available())"
 HAS_PACKAGES = "import torch, diffusers, pytest"
+FACTS = "import torch; print(f'torch {torch.__version__} with {torch.cuda.device_count()} GPUs')"
+SOURCES = ("patchpar", "benchmarks", "tests")
 
 
 def cards() -> list[str]:
     """Return a line for each NVIDIA GPU, as `nvidia-smi -L` names it; none without a GPU or driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    if answer.returncode:
-        return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.startswith("GPU ")]
+    answer = _answer(["nvidia-smi", "-L"], seconds=60)
+    return [line.strip() for line in answer.splitlines() if line.startswith("GPU ")]
 
 
 def python_with(device: str, venv: Path, root: Path) -> str:
@@ -40,21 +41,37 @@ def python_with(device: str, venv: Path, root: Path) -> str:
     return python
 
 
-def version_of(root: Path) -> str:
-    """Return the hash of the package as it is committed; empty outside a repository or without git."""
-    return _answer_of_git(root, "rev-parse", "HEAD:patchpar")
+def torch_of(python: str) -> str:
+    """Return the version of its torch, and how many GPUs that sees: CUDA_VISIBLE_DEVICES may leave some out."""
+    return _answer([python, "-c", FACTS], seconds=300).strip()
+
+
+def sources_of(root: Path) -> str:
+    """Return a hash of the sources as they are in the folder, whether committed or not."""
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in SOURCES for file in (root / folder).rglob("*") if file.is_file()):
+        if file.suffix != ".pyc":
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def commit_of(root: Path) -> str:
-    """Return the hash, in short, of the commit that is checked out; empty outside a repository."""
-    return _answer_of_git(root, "rev-parse", "--short=8", "HEAD")
+    """Return the hash, in short, of the commit that is checked out; empty outside a repository.
+
+    With "and changes" behind it where the sources are not what the commit has.
+    """
+    git = ["git", "-C", str(root)]
+    commit = _answer([*git, "rev-parse", "--short=8", "HEAD"], seconds=60).strip()
+    changes = _answer([*git, "status", "--porcelain", "--", *SOURCES], seconds=60).strip()
+    return f"{commit} and changes" if commit and changes else commit
 
 
-def _answer_of_git(root: Path, *arguments: str) -> str:
-    if shutil.which("git") is None:
+def _answer(command: list[str], *, seconds: float) -> str:
+    """Return what a command prints; empty where it is not installed, fails, or takes longer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
         return ""
-    answer = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-    return answer.stdout.strip()
 
 
 def _install(venv: Path, python: str, root: Path) -> None:
@@ -67,6 +84,7 @@ def _install(venv: Path, python: str, root: Path) -> None:
 
 
 def _succeeds(python: str, code: str) -> bool:
-    if shutil.which(python) is None:
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, timeout=300, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
         return False
-    return subprocess.run([python, "-c", code], capture_output=True, timeout=300, check=False).returncode == 0

@@ -7,6 +7,7 @@ and of the copy of the next one. Beside it diffusers' own group offload of the s
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,7 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu.battery.timing import Row, instant, models, on_device, seconds_between, seconds_of, wait
+from benchmarks.gpu.battery.timing import (
+    Row,
+    begin_late,
+    instant,
+    left_out,
+    models,
+    on_device,
+    seconds_between,
+    seconds_of,
+    turns_of,
+    wait,
+)
 from benchmarks.gpu.denoisers import Denoiser
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
@@ -31,6 +43,7 @@ DEADLINE = 600.0  # seconds
 
 def hosted(device: str) -> Iterator[Row]:
     """Yield the times of a pass and the most memory of the device, with weights in each way."""
+    yield from left_out(device, [MODEL])
     for name, denoiser in models(device, [MODEL]):
         dtype = next(denoiser.network.parameters()).dtype
         denoiser.network.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)
@@ -117,7 +130,7 @@ def _copy_seconds(device: str, weights: ShardedWeights, store: HostStore) -> lis
 
 
 def _block_seconds(device: str, network: nn.Module, forward: Callable[[], object]) -> list[float]:
-    """Return the seconds from the beginning of each block to that of the next one, in a pass with its weights there.
+    """Return the median seconds from the beginning of each block to that of the next one, with its weights there.
 
     What comes before the first block belongs to the last one: its copy is under way then too.
     """
@@ -126,15 +139,21 @@ def _block_seconds(device: str, network: nn.Module, forward: Callable[[], object
     def note(*_: object) -> None:
         begun.append(instant(device))
 
+    def once() -> list[float]:
+        begun.clear()
+        begin_late(device)
+        note()
+        forward()
+        note()
+        wait(device)
+        first, *spent = [seconds_between(before, after) for before, after in pairwise(begun)]
+        return [*spent[:-1], spent[-1] + first]
+
     hooks = [block.register_forward_pre_hook(note) for block in blocks_of(network).values()]
-    begun.append(instant(device))
-    forward()
-    begun.append(instant(device))
-    wait(device)
+    turns = [once() for _ in range(turns_of(device)[1])]
     for hook in hooks:
         hook.remove()
-    first, *spent = [seconds_between(before, after) for before, after in pairwise(begun)]
-    return [*spent[:-1], spent[-1] + first]
+    return [statistics.median(each) for each in zip(*turns, strict=True)]
 
 
 def _num_bytes(weights: ShardedWeights) -> int:

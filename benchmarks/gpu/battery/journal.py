@@ -10,17 +10,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a part: rows of its table, or what it said when it failed. `seconds`: what it took."""
+    """What came of a part: rows of its table, or what it said when it failed. `seconds`: what it took.
+
+    `cut_off`: by what, if it did not end by itself.
+    """
 
     part: str
     ok: bool
     seconds: float
     rows: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
+    cut_off: str = ""
 
 
 class Journal:
-    """Outcomes in `file`. Those of another `key` (other GPUs) are not looked at."""
+    """Outcomes in `file`. Those of another `key` (GPUs, torch, sources) are not looked at."""
 
     def __init__(self, file: Path, *, key: str) -> None:
         self._file, self._key = file, key

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from benchmarks.gpu.battery import hosted, timing
+from benchmarks.gpu.battery import hosted, ranks, timing
 from benchmarks.gpu.quiet import quiet_process
 
 Row = dict[str, Any]
@@ -30,32 +29,69 @@ def facts(device: str) -> Iterator[Row]:
             yield {"what": f"{card['device']} {name}", "found": value}
 
 
-def tests(device: str) -> Iterator[Row]:
-    """Yield a row for each test marked `gpu`."""
+def tests(device: str, known: Sequence[Row], write: Callable[[Row], None]) -> None:
+    """Write a row for each test marked `gpu` as soon as it has ended; first those that have passed before, as `known`.
+
+    These are not run again. Raises RuntimeError if pytest cannot run the tests.
+    """
     import pytest
 
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "tests.xml")
-        options = ["-m", "gpu", "-p", "no:cacheprovider", "-q", f"--gpu-device={device}", f"--junitxml={report}"]
-        code = pytest.main([*options, "tests/gpu"])
-        for case in ElementTree.parse(report).iter("testcase"):
-            outcome = next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
-            message = case.find(outcome)
-            yield {
-                "test": case.get("name"),
-                "result": "failed" if outcome in ("failure", "error") else outcome,
-                "seconds": float(case.get("time", 0)),
-                "said": "" if message is None else str(message.get("message", ""))[:200],
-            }
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    failed = {row["test"] for row in known if row["result"] == "failed"}
+    passed = [row for row in known if row["result"] == "passed" and row["test"] not in failed]
+    for row in passed:
+        write(row)
+    reporter = TestReporter([row["test"] for row in passed], write)
+    options = ["-m", "gpu", "-p", "no:cacheprovider", "-q", f"--gpu-device={device}"]
+    code = pytest.main([*options, "tests/gpu"], plugins=[reporter])
+    has_run = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if code not in has_run and not (passed and code == pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {code}")
 
 
-PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
+class TestReporter:
+    """A plugin of pytest that leaves out tests that have `passed`, and writes a row for each other one when it ends."""
+
+    __test__ = False
+
+    def __init__(self, passed: Collection[str], write: Callable[[Row], None]) -> None:
+        self._passed, self._write = frozenset(passed), write
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leave out what has passed."""
+        items[:] = [item for item in items if _name_of(item.nodeid) not in self._passed]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Write a row for a test that has run, was skipped, or failed where its fixtures begin or end."""
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call" or report.outcome != "passed":
+            self._write(
+                {
+                    "test": _name_of(report.nodeid),
+                    "result": report.outcome,
+                    "seconds": self._seconds[report.nodeid],
+                    "said": _message_of(report)[:200],
+                }
+            )
+
+
+def _name_of(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/gpu/")
+
+
+def _message_of(report: Any) -> str:
+    """Return why a test was skipped or has failed, in short; empty for one that has passed."""
+    if report.outcome == "skipped":
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(report.longrepr or "") if crash is None else str(crash.message)
+
+
+MEASUREMENTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "facts": facts,
-    "tests": tests,
     "layers": timing.layers,
     "overhead": timing.overhead,
+    "ranks": ranks.ranks,
     "hosted": hosted.hosted,
 }
 
@@ -63,15 +99,24 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
 def main() -> int:
     """Run the part."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("part", choices=["tests", *MEASUREMENTS])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--known", type=Path, help="rows of an earlier run that was cut off")
     parser.add_argument("--rows", type=Path, required=True)
     options = parser.parse_args()
     quiet_process()
     with options.rows.open("w") as file:
-        for row in PARTS[options.part](options.device):
+
+        def write(row: Row) -> None:
             file.write(json.dumps(row, default=str) + "\n")
             file.flush()
+
+        if options.part == "tests":
+            known = options.known.read_text().splitlines() if options.known else ()
+            tests(options.device, list(map(json.loads, known)), write)
+        else:
+            for row in MEASUREMENTS[options.part](options.device):
+                write(row)
     return 0
 
 

@@ -4,6 +4,7 @@ facts      the GPUs, the driver, and what patchpar will use
 tests      the tests marked `gpu`
 layers     where the time of one plain forward goes, by type of layer
 overhead   a rank's own work, without waiting for messages, against the plain forward
+ranks      steps with a GPU for each rank, against the plain forward
 hosted     weights in host memory, against the law of docs/weights.md and diffusers' group offload
 """
 
@@ -14,13 +15,19 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from json import loads
+from json import dumps, loads
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.battery.journal import Outcome
 
 LAST_WORDS = 3000
+KILLED_WITHIN = 30.0
+"""Seconds in which a process is gone that was killed. One that is stuck in a driver may stay."""
+OUT_OF_TIME, INTERRUPTED = "out of time", "interrupted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +52,9 @@ PARTS = (
     Part(
         name="layers",
         title="Layers of a plain forward",
-        explanation="Milliseconds of the device in one forward, by type of layer, without the layers inside it.",
+        explanation="Milliseconds of the device in one forward, by type of layer, in layers that have none inside; "
+        "medians. What is computed outside of them (attention, sums) is the rest of the whole. The process enqueues "
+        "ahead of the device as far as its queue allows, so that launches that are late count as little as can be.",
         least_seconds=20.0,
     ),
     Part(
@@ -55,6 +64,13 @@ PARTS = (
         "`host` is the time after which the process has enqueued everything. A step runs from Python, or as a CUDA "
         "graph.",
         least_seconds=20.0,
+    ),
+    Part(
+        name="ranks",
+        title="Steps on several GPUs",
+        explanation="A GPU for each rank, and messages over NCCL. Of the slowest rank the median. `ideal` is the plain "
+        "forward, on all of these GPUs at once, divided by their number.",
+        least_seconds=60.0,
     ),
     Part(
         name="hosted",
@@ -67,32 +83,49 @@ PARTS = (
 )
 
 
-def run_part(part: Part, python: str, device: str, seconds: float, root: Path) -> Outcome:
-    """Run a part for at most `seconds`. What it had found when it was ended is kept."""
+def run_part(
+    part: Part, python: str, device: str, seconds: float, root: Path, known: Iterable[dict[str, Any]] = ()
+) -> Outcome:
+    """Run a part for at most `seconds`, or until ctrl-C. What it had found when it was ended is kept.
+
+    `known`: rows of an earlier run that did not get through. Tests that have passed there are not run again.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        rows, log = Path(folder, "rows.jsonl"), Path(folder, "log.txt")
-        command = [python, "-m", "benchmarks.gpu.battery.part", part.name, "--device", device, "--rows", str(rows)]
+        earlier, rows, log = (Path(folder, name) for name in ("known.jsonl", "rows.jsonl", "log.txt"))
+        earlier.write_text("".join(dumps(row) + "\n" for row in known))
+        command = [python, "-m", "benchmarks.gpu.battery.part", part.name, "--device", device]
+        command += ["--known", str(earlier), "--rows", str(rows)]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command, cwd=root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-            try:
-                code: int | None = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
+            code, cut_off = _waited_for(process, seconds)
         found = [loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         message = log.read_text(errors="replace")[-LAST_WORDS:]
     failed = [row for row in found if row.get("result") == "failed"]
     ok = code == 0 and not failed and bool(found)
-    error = "" if ok else f"{'out of time' if code is None else f'exit code {code}'}\n{message}"
-    return Outcome(part=part.name, ok=ok, seconds=time.monotonic() - began, rows=found, error=error)
+    error = "" if ok else f"{cut_off or f'exit code {code}'}\n{message}"
+    return Outcome(
+        part=part.name, ok=ok, seconds=time.monotonic() - began, rows=found, error=error, cut_off=cut_off
+    )
+
+
+def _waited_for(process: subprocess.Popen[bytes], seconds: float) -> tuple[int | None, str]:
+    """Return the exit code of a part, or None and by what it was cut off."""
+    try:
+        return process.wait(seconds), ""
+    except subprocess.TimeoutExpired:
+        return None, OUT_OF_TIME
+    except KeyboardInterrupt:
+        return None, INTERRUPTED
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part and the processes that it has started."""
-    if process.poll() is None:
+    """End a part and the processes that it has started, also those that a part which has crashed left behind."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_WITHIN)

@@ -14,23 +14,26 @@ NOT_A_GPU = (
 )
 
 
-def lines(parts: Sequence[Part], journal: Journal, device: str, cards: Sequence[str]) -> Iterator[str]:
-    """Yield the page."""
+def lines(parts: Sequence[Part], journal: Journal, device: str, machine: str) -> Iterator[str]:
+    """Yield the page. `machine`: its GPUs and software."""
     yield "# On GPUs"
     yield ""
-    yield from ([NOT_A_GPU] if device == "cpu" else [f"`python -m benchmarks.gpu.battery` on {'; '.join(cards)}."])
+    yield from ([NOT_A_GPU] if device == "cpu" else [f"`python -m benchmarks.gpu.battery` on {machine}."])
     for part in parts:
         outcome = journal.latest(part.name)
         yield ""
         yield f"## {part.title}"
         yield ""
         if outcome is None:
-            yield "Not run: there was no time left. Run the battery again; it goes on here."
+            yield "Not run yet. Run the battery again; it goes on here."
         elif not outcome.ok:
-            yield f"Failed after {outcome.seconds:.0f} s:"
+            how = f"Cut off ({outcome.cut_off})" if outcome.cut_off else "Failed"
+            yield f"{how} after {outcome.seconds:.0f} s:"
             yield ""
             yield from (f"    {line}" for line in outcome.error.splitlines())
         if outcome is not None and outcome.rows:
+            if not outcome.ok:
+                yield ""
             yield f"{part.explanation} Took {outcome.seconds:.0f} s."
             yield ""
             yield from table(outcome.rows)

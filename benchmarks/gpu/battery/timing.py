@@ -23,8 +23,9 @@ from benchmarks.gpu import denoisers, fake_cuda
 from benchmarks.gpu.denoisers import DENOISERS, Denoiser
 from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Transport
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.plan.mesh import Mesh
+from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.graphs import step_graphs
 from patchpar.shard.graphs.recorder import recorder_for
@@ -33,6 +34,8 @@ from patchpar.strategies import parse_strategy
 RANK, WORLD = 1, 4
 STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled")
 TIMES, WARM_UP = 5, 2
+HEAD_START = 2 * 10**8
+"""Cycles for which the device waits while the process enqueues a forward: about a tenth of a second."""
 STALE_STEPS = 3  # after which a stale step is like all later ones
 GIB = 2**30
 WEIGHTS_GIB = {"sdxl": 6, "flux": 26}
@@ -44,52 +47,86 @@ TINY: dict[str, Any] = {
     "layers_per_block": 1,
 }
 
+OUTSIDE, WHOLE = "outside of these layers", "whole forward"
 Row = dict[str, Any]
 Times = tuple[float, float]
 """Seconds of a call, and of what the process takes to enqueue it."""
 
 
 def layers(device: str) -> Iterator[Row]:
-    """Yield for each model and type of layer what one forward spends in it."""
+    """Yield for each model and type of layer what one forward spends in it, what is left of it, and the whole."""
+    yield from left_out(device)
     for name, denoiser in models(device):
         with on_device(device), torch.no_grad():
             denoiser.network(**denoiser.call)
-            spent = _LayerTimes(device)
-            spent.watch(denoiser.network)
-            denoiser.network(**denoiser.call)
-            total = spent.totals()
-        for kind, (seconds, calls) in sorted(total.items(), key=lambda item: -item[1][0]):
-            yield {"model": name, "layer": kind, "calls": calls, "ms": 1e3 * seconds}
+            turns = [_layer_times(device, denoiser) for _ in range(turns_of(device)[1])]
+        total = {kind: statistics.median(each[kind][0] for each in turns) for kind in turns[0]}
+        for kind, seconds in sorted(total.items(), key=lambda item: -item[1]):
+            yield {"model": name, "layer": kind, "calls": turns[0][kind][1], "ms": 1e3 * seconds}
+
+
+def _layer_times(device: str, denoiser: Denoiser) -> dict[str, tuple[float, int | str]]:
+    """Return seconds and calls by type of layer in one forward, outside of all layers, and of the whole."""
+    spent = _LayerTimes(device)
+    spent.watch(denoiser.network)
+    begin_late(device)
+    begun = instant(device)
+    denoiser.network(**denoiser.call)
+    ended = instant(device)
+    found: dict[str, tuple[float, int | str]] = {**spent.totals()}
+    whole = seconds_between(begun, ended)
+    return {**found, OUTSIDE: (whole - sum(seconds for seconds, _ in found.values()), ""), WHOLE: (whole, "")}
 
 
 def overhead(device: str) -> Iterator[Row]:
     """Yield times of the plain forward, then of each strategy's steps on one rank."""
+    yield from left_out(device)
     for name, denoiser in models(device):
         with on_device(device), torch.no_grad():
-            plain = dict(_plain_times(device, denoiser))
+            plain = dict(of_plain(device, denoiser))
             for step, (seconds, host) in plain.items():
                 yield {"model": name, "strategy": "plain", "step": step, "ms": 1e3 * seconds, "host ms": 1e3 * host}
             for strategy in STRATEGIES:
-                for step, how, (seconds, host) in _rank_times(device, denoiser, strategy):
-                    yield {
-                        "model": name,
-                        "strategy": f"`{strategy}`",
-                        "step": f"{step}, {how}",
-                        "ms": 1e3 * seconds,
-                        "host ms": 1e3 * host,
-                        "of ideal": seconds / (plain[how][0] / WORLD),
-                    }
+                yield from _rows_of(device, name, denoiser, strategy, plain)
+
+
+def _rows_of(
+    device: str, name: str, denoiser: Denoiser, strategy: str, plain: dict[str, Times]
+) -> Iterator[Row]:
+    """Yield the rows of a strategy. One that takes more memory than there is says so, and the others go on."""
+    row: Row = {"model": name, "strategy": f"`{strategy}`"}
+    try:
+        for step, how, (seconds, host) in _rank_times(device, denoiser, strategy):
+            times = {"ms": 1e3 * seconds, "host ms": 1e3 * host, "of ideal": seconds / (plain[how][0] / WORLD)}
+            yield {**row, "step": f"{step}, {how}", **times}
+    except torch.OutOfMemoryError:
+        yield {**row, "step": "out of memory"}
+        torch.cuda.empty_cache()
+
+
+def left_out(device: str, names: Collection[str] = tuple(DENOISERS)) -> Iterator[Row]:
+    """Yield a row for each model of these names that does not fit this GPU in full size."""
+    free = torch.cuda.mem_get_info()[0] / GIB if device == "cuda" else float("inf")
+    for name in names:
+        if free <= _needed(name):
+            reason = f"left out: it takes {_needed(name):.0f} GiB of the GPU, and {free:.0f} GiB are free"
+            yield {"model": name, "note": reason}
+
+
+def _needed(name: str) -> float:
+    """GiB of a GPU."""
+    return ROOM * WEIGHTS_GIB[name]
 
 
 def models(device: str, names: Collection[str] = tuple(DENOISERS)) -> Iterator[tuple[str, Denoiser]]:
-    """Yield the models that fit this GPU in full size, of these names; on a CPU a tiny one."""
+    """Yield the models that fit this GPU in full size, of these names (see `left_out`); on a CPU a tiny one."""
     if device == "cpu":
         with on_device(device):
             yield "tiny SDXL", _initialised(denoisers.sdxl(128, layers=TINY), torch.float32)
         return
     free, _ = torch.cuda.mem_get_info()
     for name, build in DENOISERS.items():
-        if name in names and free > ROOM * WEIGHTS_GIB[name] * GIB:
+        if name in names and free > _needed(name) * GIB:
             yield name, _initialised(build(1024))
             torch.cuda.empty_cache()
 
@@ -106,18 +143,20 @@ def _initialised(denoiser: Denoiser, dtype: torch.dtype | None = None) -> Denois
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """On a CPU, put models there, and let events be of no effect."""
+    """Put models on `device`, such as "cuda:1"; the first of its type without a number. On a CPU events do nothing."""
+    where = torch.device(device)
     with ExitStack() as stack:
-        if device == "cpu":
-            for module in (denoisers, fake_cuda):
-                stack.enter_context(mock.patch.object(module, "DEVICE", torch.device("cpu")))
+        for module in (denoisers, fake_cuda):
+            found = torch.device(where.type, where.index or 0) if where.type == "cuda" else where
+            stack.enter_context(mock.patch.object(module, "DEVICE", found))
+        if where.type == "cpu":
             event = mock.Mock(query=lambda: True, elapsed_time=lambda end: 0.0)
             for events in (torch.cuda, torch.cpu):
                 stack.enter_context(mock.patch.object(events, "Event", return_value=event))
         yield
 
 
-def _plain_times(device: str, denoiser: Denoiser) -> Iterator[tuple[str, Times]]:
+def of_plain(device: str, denoiser: Denoiser) -> Iterator[tuple[str, Times]]:
     """Yield the times of the plain forward, launched by Python and as a graph."""
 
     def forward() -> object:
@@ -132,33 +171,44 @@ def _plain_times(device: str, denoiser: Denoiser) -> Iterator[tuple[str, Times]]
 
 
 def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tuple[str, str, Times]]:
-    """Yield the kind of a strategy's later steps, how they run, and their times. A capture that is refused is left out.
+    """Yield the kind of a strategy's later steps, how they run, and their times.
 
     The rank is alone, and so is its vote on a capture.
     """
-    remembers = parse_strategy(strategy).policy.remembers
-    kind, splits = "stale" if remembers else "exact", list[Any]()
+    splits = list[Any]()
 
     def prepare(split: Any) -> None:
         denoiser.prepare(split)
         splits.append(split)
 
-    with ExitStack() as stack:
-        step = stack.enter_context(prepared_rank(device, denoiser.network, strategy, prepare, denoiser.call))
-        for _ in range(STALE_STEPS if remembers else 0):
+    with (
+        prepared_rank(device, denoiser.network, strategy, prepare, denoiser.call) as step,
+        mock.patch.object(step_graphs, "every_rank_has", lambda mesh, where, here: here),
+    ):
+        yield from of_strategy(device, denoiser.network, strategy, step, splits[0])
+
+
+def of_strategy(
+    device: str, network: nn.Module, strategy: str, step: Callable[[], Any], split: Any
+) -> Iterator[tuple[str, str, Times]]:
+    """Yield the kind of later steps of an opened strategy, how they run, and their times.
+
+    A capture that is refused is left out.
+    """
+    remembers = parse_strategy(strategy).policy.remembers
+    kind = "stale" if remembers else "exact"
+    for _ in range(STALE_STEPS if remembers else 0):
+        step()
+    yield kind, "eager", seconds_of(device, step)
+    if device == "cuda":
+        recorder = recorder_for(split.mesh[0].transport)
+        split.use_graphs(step_graphs.StepGraphs(network, recorder, split.mesh))
+        for _ in range(STALE_STEPS):
             step()
-        yield kind, "eager", seconds_of(device, step)
-        if device == "cuda":
-            stack.enter_context(mock.patch.object(step_graphs, "every_rank_has", lambda mesh, where, here: here))
-            (split,) = splits
-            recorder = recorder_for(split.mesh[0].transport)
-            split.use_graphs(step_graphs.StepGraphs(denoiser.network, recorder, split.mesh))
-            for _ in range(STALE_STEPS):
-                step()
-            if split.graphs.refused:
-                print(f"{strategy}: {split.graphs.refused}", flush=True)
-            else:
-                yield kind, "graph", seconds_of(device, step)
+        if split.graphs.refused:
+            print(f"{strategy}: {split.graphs.refused}", flush=True)
+        else:
+            yield kind, "graph", seconds_of(device, step)
 
 
 @contextmanager
@@ -166,32 +216,44 @@ def prepared_rank(
     device: str, network: nn.Module, strategy: str, prepare: Callable[[Any], None], call: dict[str, Any]
 ) -> Iterator[Callable[[], Any]]:
     """Open rank RANK of WORLD on `device`, whose messages go nowhere; what it yields runs one step of `strategy`."""
-    method = parse_strategy(strategy)
     with on_device(device), fake_nccl(RANK, WORLD, GroupCounts()):
         transport = TorchTransport(torch.device(device, 0), 600.0)
-        clock, axis = StepClock(), Mesh(RANK, range(WORLD), patch=WORLD)["patch"]
-        method = replace(method, warmup_steps=1) if method.policy.remembers else method
-        split = method.install(network, Communicator(transport), axis, clock=clock, split="rows")
-        prepare(split)
-
-        def step() -> Any:
-            clock.next_call()
-            output = split.denoise(network.forward, **call)
-            clock.tick()
-            return output
-
+        axis = Mesh(RANK, range(WORLD), patch=WORLD)["patch"]
         try:
-            yield step
+            denoiser = Denoiser(network=network, call=call, prepare=prepare)
+            with opened(denoiser, strategy, transport, axis) as (step, _):
+                yield step
         finally:
-            split.finish()
-            split.restore()
             transport.close()
+
+
+@contextmanager
+def opened(
+    denoiser: Denoiser, strategy: str, transport: Transport, axis: Axis
+) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Open a strategy on this rank of `axis`; yield what runs a step, and the denoiser as it is split."""
+    method, clock = parse_strategy(strategy), StepClock()
+    method = replace(method, warmup_steps=1) if method.policy.remembers else method
+    split = method.install(denoiser.network, Communicator(transport), axis, clock=clock, split="rows")
+    denoiser.prepare(split)
+
+    def step() -> Any:
+        clock.next_call()
+        output = split.denoise(denoiser.network.forward, **denoiser.call)
+        clock.tick()
+        return output
+
+    try:
+        yield step, split
+    finally:
+        split.finish()
+        split.restore()
 
 
 def seconds_of(device: str, call: Callable[[], object]) -> Times:
     """Return the median seconds of a call, and of what the process takes to enqueue it."""
     whole, enqueued = [], []
-    warm_up, times = (WARM_UP, TIMES) if device == "cuda" else (0, 1)
+    warm_up, times = turns_of(device)
     for turn in range(warm_up + times):
         wait(device)
         began = time.perf_counter()
@@ -202,6 +264,21 @@ def seconds_of(device: str, call: Callable[[], object]) -> Times:
             whole.append(time.perf_counter() - began)
             enqueued.append(returned - began)
     return statistics.median(whole), statistics.median(enqueued)
+
+
+def turns_of(device: str) -> tuple[int, int]:
+    """Return how many turns are not measured, and how many are; on a CPU times mean nothing."""
+    return (WARM_UP, TIMES) if device == "cuda" else (0, 1)
+
+
+def begin_late(device: str) -> None:
+    """Let a GPU wait for a while, so that the process enqueues ahead of it.
+
+    Between two events in a stream there is otherwise also the time in which the process has not launched anything yet,
+    as much as the kernels take in a network of many small layers. A stream's queue holds about a thousand launches.
+    """
+    if device == "cuda":
+        torch.cuda._sleep(HEAD_START)
 
 
 def wait(device: str) -> None:
