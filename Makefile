@@ -91,7 +91,8 @@ docs: $(VENV)/installed-docs
 diagrams: $(VENV)/installed
 	$(BIN)/python -m benchmarks.diagrams
 
-# Takes the better part of an hour, and an otherwise idle machine.
+# Takes the better part of an hour, and an otherwise idle machine. Rows of quality with more captions than it generates,
+# and those of the transformer, stay as they are: figures-long, and `python -m benchmarks.quality`, which takes days.
 figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
@@ -114,7 +115,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.forecast.delayed_links --write docs/figures/delayed-links.md
 	$(BIN)/python -m benchmarks.measured_ratio --write docs/figures/measured-ratio.md
 	$(BIN)/python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md
-	$(BIN)/python -m benchmarks.serving --real 40 --write docs/figures/serving.md
+	$(BIN)/python -m benchmarks.serving --real 40 --kills 10 --write docs/figures/serving.md
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
 	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
@@ -139,7 +140,14 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
 
 # Hours, on an otherwise idle machine.
+QUALITY_DIT := $(BIN)/python -m benchmarks.quality --model assets/scenes-dit --scheduler flow --size 256x256 --steps 20
 figures-long: $(VENV)/installed-dev
+	$(QUALITY_DIT) --ranks 4 --strategy naive --strategy frozen --strategy displaced:text=whole,warmup_steps=1 \
+	  --strategy pcpp:warmup_steps=1 --strategy fresh-edges:text=whole --strategy fresh-edges:context=pooled \
+	  --strategy fresh-edges:context=pooled,pool=2
+	$(QUALITY_DIT) --ranks 2 --strategy piped --strategy piped:pieces=8 --strategy piped:correction=extrapolation \
+	  --strategy piped:correction=none --strategy piped:correction=none,text=each
+	$(BIN)/python -m benchmarks.quality --model assets/scenes-dit --table docs/figures/quality-dit.md
 	$(BIN)/python -m benchmarks.highres --generate 2x16x20 --generate 4x4x20 --write docs/figures/highres.md
 	$(BIN)/python -m benchmarks.stream.long --devices cpu:2 --write docs/figures/stream-long.md
 	$(BIN)/python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \

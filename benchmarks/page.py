@@ -30,10 +30,29 @@ def write_page(text: str, file: Path) -> None:
 
 def write_section(opening: str, heading: str, body: str, file: Path) -> None:
     """A page that is measured in pieces: `opening`, and its sections, of which this one is written anew or added."""
+    found = {**sections_of(file), heading: body.strip()}
+    write_page(opening + "".join(f"\n## {name}\n\n{text}\n" for name, text in found.items()), file)
+
+
+def sections_of(file: Path) -> dict[str, str]:
+    """What stands under each heading of a page, which need not be there."""
     text = file.read_text() if file.exists() else ""
-    found = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    found[heading] = f"\n{body.strip()}\n\n"
-    write_page(opening + "".join(f"\n## {name}\n{rest.rstrip()}\n" for name, rest in found.items()), file)
+    found = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return {heading: body.strip() for heading, body in found}
+
+
+def publish_section(opening: str, heading: str, lines: Iterable[str], file: Path | None) -> None:
+    """Print a section, each line as soon as it is measured, and write it to `file`, if there is one.
+
+    The other sections of the file stay as they are: a run that is cut off, or of one section, loses none.
+    """
+    print(f"\n## {heading}\n", flush=True)
+    found = []
+    for line in lines:
+        print(line, flush=True)
+        found.append(line)
+    if file is not None:
+        write_section(opening, heading, "\n".join(found), file)
 
 
 def contents(text: str) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@
 
 A step is one denoiser call with guidance on (batch 2). `large` is an SDXL-type UNet with random weights whose step
 takes a second or more on one core; `embedded` is the trained model at 512 x 512. Rank 0 runs the plain step while
-rank 1 sleeps, then both run the split step; medians of the pairs' times and the median ratio are printed, with the
-relative difference between the two predictions and what the bare transport can do on the same machine.
+rank 1 sleeps, then both run the split step, which is over when the slower one has it; medians of these times and the
+median ratio are printed, with the largest relative difference between the two predictions and what the bare transport
+can do on the same machine.
 
 Strategies with values of the last step are timed after their exact first step; the latent moves a little from step to
 step, as it does when denoising. `displaced:preset=paper` is DistriFusion's algorithm with its own choices (halos to
@@ -17,9 +18,10 @@ import argparse
 import copy
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.page import write_page
+from benchmarks.page import publish
 from patchpar.launch.executor import RankContext
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import embedded_model
@@ -45,7 +47,16 @@ TARGETS = {
     ("embedded", "patch=2"): 1.3,
     ("embedded", "displaced"): 1.5,
 }
-DRIFT = 0.02  # of the latent's size, from one step to the next
+DRIFT = 0.02  # standard deviation of what is added to the latent from one step to the next
+INTRO = """\
+# Two ranks against one process
+
+Seconds per denoising step with guidance, one process of one thread and two ranks of one thread in turn, medians over \
+{repeats} turns; a step of two ranks is over when the slower one has it. `ratio` and `to the paper's` (DistriFusion, \
+`displaced:preset=paper`) are medians of the ratios of each turn. `sent` and `waited` are those of the rank with more. \
+`error`: relative difference of the two predictions, the largest of all turns, with a latent that moves a little from \
+step to step. `target` is what this package aims at, on any machine. By `python -m benchmarks.scaling`.
+"""
 
 
 class Bench:
@@ -89,11 +100,12 @@ class Bench:
         splits = {case: self._split(copy.deepcopy(denoiser), case) for case in cases}
         found = {case: {"single": [], "pair": [], "waited": []} for case in cases}
         with torch.no_grad():
+            steps = latents(args, repeats + 2)
+            before, settling = next(steps), next(steps)
             for split in splits.values():  # the first step of each is exact, the second settles its buffers
-                split(*args, **kwargs)
-                split(*moved(args, 1), **kwargs)
-            for number in range(2, repeats + 2):
-                now = moved(args, number)
+                split(*before, **kwargs)
+                split(*settling, **kwargs)
+            for now in steps:
                 single, want = self._timed(denoiser.forward if self.context.rank == 0 else None, now, kwargs)
                 for case, split in splits.items():
                     self.comm.traffic.clear()
@@ -108,7 +120,8 @@ class Bench:
         waited = sum(seconds for kind, seconds in traffic.seconds_waited.items() if kind != "meet")
         error = 0.0 if want is None else ((got[0] - want[0]).norm() / want[0].norm()).item()
         sent = traffic.total_bytes - traffic.bytes_sent["meet"]
-        return {"waited": [*found["waited"], waited], "error": error, "bytes": sent}
+        largest = {"error": max(error, found.get("error", 0.0)), "bytes": max(sent, found.get("bytes", 0))}
+        return {"waited": [*found["waited"], waited], **largest}
 
     def _timed(self, step, args, kwargs) -> tuple[float, object]:
         import torch
@@ -140,13 +153,28 @@ class Bench:
         return step
 
 
-def moved(args: tuple, step: int) -> tuple:
-    """The arguments of a later step: the latent has moved a little, the same way on every rank."""
+def latents(args: tuple, steps: int) -> Iterator[tuple]:
+    """The arguments of each step: the latent moves by DRIFT in a direction by chance, the same on every rank."""
     import torch
 
     sample, *rest = args
-    one = torch.randn(sample[:1].shape, generator=torch.Generator().manual_seed(step))
-    return (sample + DRIFT * step * one, *rest)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        yield (sample, *rest)
+        sample = sample + DRIFT * torch.randn(sample[:1].shape, generator=generator)
+
+
+def slower(of_ranks: Sequence[dict[str, dict]]) -> dict[str, dict]:
+    """What both ranks found as one: times of the slower one in each turn, and the larger of other figures."""
+    first, second = of_ranks
+    return {
+        case: {
+            **found,
+            **{name: list(map(max, found[name], second[case][name])) for name in ("pair", "waited")},
+            "bytes": max(found["bytes"], second[case]["bytes"]),
+        }
+        for case, found in first.items()
+    }
 
 
 def large():
@@ -206,21 +234,19 @@ def main() -> None:
     options = parser.parse_args()
     titles = ["model", "plan", "1 process, s", "2 ranks, s", "ratio", "target", "to the paper's", "MiB sent per step"]
     titles += ["waited, ms", "error"]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = [*INTRO.format(repeats=options.repeats).splitlines(), ""]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     with LocalExecutor(["cpu", "cpu"], "benchmarks.scaling:Bench", preload=("patchpar.pipeline.runner",)) as ranks:
         link = ranks.call("transport")[0]
         for model in options.model or MODELS:
             cases = tuple(options.case or CASES)
-            found = ranks.call("measure", model, cases, options.repeats, expected=600.0)[0]
+            found = slower(ranks.call("measure", model, cases, options.repeats, expected=600.0))
             lines += [row(model, case, found[case], found.get(PAPER)) for case in cases]
-    foot = (
-        f"Bare transport beside it: {link['latency_us']:.0f} us per exchange, {link['rate_mib_s']:.0f} MiB/s each way."
-    )
-    intro = "Seconds per denoising step with guidance, one process of one thread and two ranks of one thread in turn:"
-    text = "\n".join(["# Two ranks against one process", "", intro, "", *lines, "", foot])
-    print(text)
-    if options.write:
-        write_page(text + "\n", options.write)
+    lines += [
+        "",
+        f"Bare transport beside it: {link['latency_us']:.0f} us per exchange, {link['rate_mib_s']:.0f} MiB/s each way.",
+    ]
+    publish(lines, options.write)
 
 
 def row(model: str, case: str, result: dict, paper: dict | None) -> str:

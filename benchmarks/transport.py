@@ -1,10 +1,11 @@
-"""What the bare transports can do: two ranks of this machine swap messages of one size, through either in turn.
+"""What the bare transports can do: two ranks of this machine exchange messages of one size, through either in turn.
 
     python -m benchmarks.transport --write docs/figures/transport.md
 
-Both ranks send and then wait, as a seam does. A measurement is the time from before sending until the other's message
-is here; the two transports take turns, so that whatever else the machine does meets both. The median says what a swap
-usually costs; the mean also shows the rare long waits, and it is the mean that a denoiser with 120 swaps pays.
+Both ranks send and then wait, as an exchange point does. A measurement is the time from before sending until the
+other's message is here; the two transports take turns, so that whatever else the machine does meets both. The median
+says what an exchange usually costs; the mean also shows the rare long waits, and it is the mean that a denoiser with
+120 of them pays.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Found = dict[str, dict[int, tuple[float, float]]]
 
 
 def measured(this: PoolRank, sizes: Sequence[int], rounds: int) -> Found:
-    """On a rank: median and mean seconds of one swap by transport and message size in bytes."""
+    """On a rank: median and mean seconds of one exchange by transport and message size in bytes."""
     import torch
 
     from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect
@@ -62,7 +63,7 @@ def _summary(taken: Sequence[float]) -> tuple[float, float]:
 
 
 def table(found: Found) -> list[str]:
-    """Microseconds per swap, and bytes each way over that time."""
+    """Microseconds per exchange, and bytes each way over that time."""
     lines = [
         "| bytes each way | shared memory, median (mean) | gloo, median (mean) | shared memory | gloo |",
         "|---|---|---|---|---|",

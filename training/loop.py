@@ -74,7 +74,7 @@ def batches(run: Run, stage: Stage, arguments: argparse.Namespace, executor: Exe
 
 
 def train(run: Run, stage: Named, arguments: argparse.Namespace, step: Step, sample: Callable = batches) -> None:
-    """Run a stage to its end, or until a stop signal. `draw` gives the batches that are left, as `batches` does."""
+    """Run a stage to its end, or until a stop signal. `sample` gives the batches that are left, as `batches` does."""
     begin_stage(run, stage)
     stop, device = StopSignal().listen(), next(run.networks.parameters()).device
     first = run.progress.step == run.progress.stage_step  # later stages have an optimizer that knows its way

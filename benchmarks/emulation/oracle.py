@@ -64,7 +64,7 @@ class Emulation:
         split: str = "rows",
     ) -> None:
         if patches < 2:
-            raise ValueError(f"places={patches}: one place exchanges nothing, use at least 2")
+            raise ValueError(f"patches={patches}: one rank exchanges nothing, use at least 2")
         if split not in DIMS:
             raise ValueError(f"split={split!r} is neither rows nor columns")
         self.unet, self.patches, self.policy = unet, patches, policy

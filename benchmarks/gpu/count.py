@@ -21,7 +21,7 @@ from benchmarks.gpu.host_time import exchange_times, host_times
 from benchmarks.gpu.quiet import quiet_process
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, fake_rank
-from benchmarks.page import publish
+from benchmarks.page import publish, sections_of
 
 FRESH = ("fresh-edges", "fresh-edges:correction=none", "fresh-edges:context=pooled", "fresh-edges:correction=linear")
 STRATEGIES = {
@@ -183,9 +183,8 @@ def host_time_of(page: Path | None) -> list[str]:
 
     Empty where there is no such page or section.
     """
-    written = page.read_text().splitlines() if page is not None and page.is_file() else []
-    heading = f"## {HOST_TIME}"
-    return written[written.index(heading) :] if heading in written else []
+    found = {} if page is None else sections_of(page)
+    return [f"## {HOST_TIME}", "", *found[HOST_TIME].splitlines()] if HOST_TIME in found else []
 
 
 def main() -> None:

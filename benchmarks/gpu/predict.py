@@ -196,6 +196,10 @@ step's time should go, and what limits it; a measurement on GPUs replaces it."""
 
 
 COMPARISON = """\
+The plain steps of both models [were measured on one H200](gpu.md): from Python the process takes several times what \
+is assumed here, since its own Python is left out; as a graph the step is within a third of an H100's here. Of several \
+GPUs nothing has been measured.
+
 For comparison, measured by others, eager, with all that a pipeline does beside its steps, which are therefore at most \
 as long as said here. SDXL at 1024 x 1024 in bf16 on one A100: 3.31 s for 30 steps, 110 ms for a step \
 ([PyTorch](https://pytorch.org/blog/accelerating-generative-ai-3/)). FLUX.1 dev at 1024 x 1024 on one H100: 6.71 s for \

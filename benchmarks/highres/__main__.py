@@ -33,7 +33,7 @@ from benchmarks.highres.stand_in import embedded, of_sdxl
 from benchmarks.highres.traffic import rounds_of
 from benchmarks.highres.traffic import table as sent
 from benchmarks.highres.two_ranks import rows as on_two_ranks
-from benchmarks.page import write_page
+from benchmarks.page import publish_section
 from patchpar import StructureGuidance
 from patchpar.strategies.structure.sizing import starts_of
 
@@ -143,11 +143,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--generate", action="append", type=asked, help="see above; by default 2x4x16")
     parser.add_argument("--kept", type=Path, help="a folder of images: what is there is not generated again")
     parser.add_argument("--only", choices=SECTIONS, help="one section of the page")
-    parser.add_argument("--write", type=Path, help="also write this page; with --only the section in it")
+    parser.add_argument("--write", type=Path, help="also write this page, section by section")
     parser.add_argument("--sheet", type=Path, help="images side by side, a row for each caption")
     return parser.parse_args()
 
 
+OPENING = "# Large images\n\nWritten by `python -m benchmarks.highres`.\n"
 SHEET = "The images, all shrunk to native size, a row for each caption, from the left:"
 FIELD = "A Gaussian field of 128 x 128, patches of 64 x 64, 50 steps, DDIM."
 ROUNDS = "Of 50 steps with equal steps of time, in evaluations of both guidance branches of one patch."
@@ -180,29 +181,21 @@ DISPLAYED = (
 )
 
 
-def page(options: argparse.Namespace) -> Iterator[str]:
-    """The sections that are asked for."""
-    yield from ("# Large images", "", "Written by `python -m benchmarks.highres`.", "")
-    for name in SECTIONS:
-        if options.only in (None, name):
-            yield from SECTIONS[name](options)
-
-
 def _calibration(_: argparse.Namespace) -> Iterator[str]:
-    yield from ("## Noise at the switch", "", FIELD, "", *calibration(), "")
+    yield from (FIELD, "", *calibration())
 
 
 def _work(_: argparse.Namespace) -> Iterator[str]:
-    yield from ("## Work", "", ROUNDS, "", *work(), "")
+    yield from (ROUNDS, "", *work())
 
 
 def _traffic(_: argparse.Namespace) -> Iterator[str]:
     strategies = {name: PREDICTED[name] for name in ("calibrated", "paper")}
-    yield from ("## Traffic", "", TRAFFIC, "", *sent(strategies, SCALES), "")
+    yield from (TRAFFIC, "", *sent(strategies, SCALES))
 
 
 def _speed(_: argparse.Namespace) -> Iterator[str]:
-    yield from ("## Predicted speed", "", SPEED, "", OF_SDXL, "", *table(PREDICTED, of_sdxl(), TEAMS), "")
+    yield from (SPEED, "", OF_SDXL, "", *table(PREDICTED, of_sdxl(), TEAMS), "")
     yield from (EMBEDDED, "")
     model = embedded()
     for scale in SCALES:
@@ -211,16 +204,16 @@ def _speed(_: argparse.Namespace) -> Iterator[str]:
 
 def _ranks(_: argparse.Namespace) -> Iterator[str]:
     presets = {name: PREDICTED[name] for name in ("calibrated", "paper")}
-    yield from ("## Two ranks, measured", "", MEASURED, "", *on_two_ranks(presets, scale=2, steps=12), "")
+    yield from (MEASURED, "")
+    yield from on_two_ranks(presets, scale=2, steps=12)
 
 
 def _images(options: argparse.Namespace) -> Iterator[str]:
     right = accuracy(100)
-    yield from ("## Images", "")
     for each in options.generate or [ImageSet()]:
         facts = {"size": each.scale * NATIVE, "native": NATIVE, "right": right, "steps": each.steps}
         yield from (DISPLAYED.format(**facts, captions=_first(each.captions)), "")
-        kept = ImageCache(scale=each.scale, steps=each.steps, folder=options.structure_strength)
+        kept = ImageCache(scale=each.scale, steps=each.steps, folder=options.kept)
         yield from (*images(each.methods, each.captions, kept, options.sheet), "")
         if options.sheet is not None:
             yield f"{SHEET} {', '.join(each.methods)}."
@@ -231,35 +224,22 @@ def _first(captions: int) -> str:
 
 
 SECTIONS = {
-    "calibration": _calibration,
-    "work": _work,
-    "traffic": _traffic,
-    "speed": _speed,
-    "ranks": _ranks,
-    "images": _images,
+    "calibration": ("Noise at the switch", _calibration),
+    "work": ("Work", _work),
+    "traffic": ("Traffic", _traffic),
+    "speed": ("Predicted speed", _speed),
+    "ranks": ("Two ranks, measured", _ranks),
+    "images": ("Images", _images),
 }
 
 
 def main() -> None:
-    """Print the page."""
+    """Print the page, and write each section as soon as it is measured."""
     torch.set_num_threads(1)
-    options, lines = parse(), []
-    for line in page(options):
-        print(line, flush=True)
-        lines.append(line)
-    if options.write and options.only and options.write.exists():
-        write_page(with_section(options.write.read_text(), "\n".join(lines)), options.write)
-    elif options.write:
-        write_page("\n".join(lines), options.write)
-
-
-def with_section(page: str, found: str) -> str:
-    """A page with one section as it is now found, in its old place or at the end."""
-    new = found[found.index("\n## ") + 1 :].rstrip()
-    title = new.splitlines()[0]
-    before, _, rest = f"{page.rstrip()}\n".partition(f"\n{title}\n")
-    _, beat, after = rest.partition("\n## ")
-    return f"{before.rstrip()}\n\n{new}\n{beat}{after}"
+    options = parse()
+    for name, (heading, lines) in SECTIONS.items():
+        if options.only in (None, name):
+            publish_section(OPENING, heading, lines(options), options.write)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def lines_of(names: Sequence[str]) -> Iterator[str]:
 
 def main() -> int:
     """Print the table, and write it."""
-    options = parsed(__doc__, tuple(DTYPES))
+    options = parsed(__doc__, tuple(DTYPES), has_steps=False)
     torch.set_num_threads(1)
     publish(lines_of(options.names), options.write)
     return 0

@@ -167,7 +167,7 @@ def lines_of(names: Sequence[str]) -> Iterator[str]:
 
 def main() -> int:
     """Print the table, and write it."""
-    options = parsed(__doc__, NAMES)
+    options = parsed(__doc__, NAMES, has_steps=False)
     torch.set_num_threads(1)
     publish(lines_of(options.names), options.write)
     return 0

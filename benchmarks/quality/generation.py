@@ -109,7 +109,7 @@ class OneProcess:
         return self.pipe.image_processor.postprocess(decoded, output_type="pt").float()
 
     def _file(self, setting: Setting, caption: Caption) -> Path:
-        facts = f"{setting!r} {caption.text!r} diffusers {diffusers.__version__}"
+        facts = f"{setting!r} {caption.text!r} diffusers {diffusers.__version__} torch {torch.__version__}"
         name = hashlib.sha256(facts.encode()).hexdigest()[:24]
         return self._cache / setting.model / f"{name}.npy"
 

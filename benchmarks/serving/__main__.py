@@ -13,17 +13,18 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.page import publish
+from benchmarks.page import publish_section
 from benchmarks.serving.mix import DEVICES, RESUME_SECONDS, SLACK, SMALL_PART, Kind, kinds, outcomes
 from benchmarks.serving.overhead import Overhead, measure
 from benchmarks.serving.real_mix import LARGE, LOAD, SMALL, RealOutcome, real_outcomes
 from benchmarks.serving.regroup import measure_regroups, regroup_lines
 
+OPENING = "# Serving\n\nWritten by `python -m benchmarks.serving` ([serve images](../howto/serve.md)).\n"
+
 
 def mix_lines(count: int) -> Iterator[str]:
     """The section of the simulated mix."""
     small, large = kinds()
-    yield from ("## A mix of requests, simulated", "")
     yield (
         f"**Simulated**: {count} requests on {DEVICES} devices, {SMALL_PART:.0%} small and the rest large, that arrive "
         "at random. Their costs stand for those of two sizes: the [predicted ones](gpu-predict.md) of two models on an "
@@ -50,7 +51,6 @@ def _milliseconds(kind: Kind, degree: int) -> str:
 
 def overhead_lines(found: Overhead, runs: int) -> Iterator[str]:
     """The section of the measured overhead."""
-    yield from ("## Beside the call, measured", "")
     yield (
         f"The embedded model at 128 x 128 on one CPU device, {found.steps} steps, {runs} requests over HTTP on an idle "
         "server in turn with the same calls in Python (`pipe.submit`). Beside the call: HTTP, checks, queue, encoding "
@@ -63,12 +63,10 @@ def overhead_lines(found: Overhead, runs: int) -> Iterator[str]:
     yield f"| from a request to its first denoiser call | {1000 * found.first:.1f} | {1000 * found.worst_first:.1f} |"
     yield f"| the same of the call in Python | {1000 * found.plain_first:.1f} | |"
     yield f"| in the queue | {1000 * found.queued:.2f} | {1000 * found.worst_queued:.2f} |"
-    yield ""
 
 
 def real_lines(found: Iterable[tuple[RealOutcome, RealOutcome]], count: int) -> Iterator[str]:
     """The section of the real mix."""
-    yield from ("", "## A mix of requests, measured", "")
     yield (
         f"{count} requests for images of the embedded model on two CPU workers, {SMALL_PART:.0%} at {SMALL.side} x "
         f"{SMALL.side} with {SMALL.steps} steps and the rest at {LARGE.side} x {LARGE.side} with {LARGE.steps}, that "
@@ -84,18 +82,6 @@ def real_lines(found: Iterable[tuple[RealOutcome, RealOutcome]], count: int) -> 
         yield f"| {bound.policy} | {bound.met:.0%} | {free.per_minute:.1f} | {free.seconds:.2f} |"
 
 
-def page(count: int, found: Overhead | None, runs: int, real: int = 0, kills: int = 0) -> Iterator[str]:
-    """The lines of the page. `real`: requests of the real mix. `kills`: of workers."""
-    yield from ("# Serving", "", "Written by `python -m benchmarks.serving` ([serve images](../howto/serve.md)).", "")
-    if found is not None:
-        yield from overhead_lines(found, runs)
-    yield from mix_lines(count)
-    if real:
-        yield from real_lines(real_outcomes(real), real)
-    if kills:
-        yield from regroup_lines(measure_regroups(kills))
-
-
 def main() -> None:
     """Measure, simulate, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,10 +90,19 @@ def main() -> None:
     parser.add_argument("--no-overhead", action="store_true", help="leave out what is measured")
     parser.add_argument("--real", type=int, default=0, help="requests of the real mix on two CPU workers")
     parser.add_argument("--kills", type=int, default=0, help="times that one of three CPU workers is killed")
-    parser.add_argument("--write", type=Path, help="file of the page")
+    parser.add_argument("--write", type=Path, help="file of the page, which keeps sections that are not measured now")
     asked = parser.parse_args()
-    found = None if asked.no_overhead else measure(asked.runs)
-    publish(page(asked.requests, found, asked.runs, asked.real, asked.kills), asked.write)
+
+    def publish(heading: str, lines: Iterable[str]) -> None:
+        publish_section(OPENING, heading, lines, asked.write)
+
+    if not asked.no_overhead:
+        publish("Beside the call, measured", overhead_lines(measure(asked.runs), asked.runs))
+    publish("A mix of requests, simulated", mix_lines(asked.requests))
+    if asked.real:
+        publish("A mix of requests, measured", real_lines(real_outcomes(asked.real), asked.real))
+    if asked.kills:
+        publish("After a lost worker, measured", regroup_lines(measure_regroups(asked.kills)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.scheduling.simulation import SimulatedCluster, SimulatedRequest, simulate
 from patchpar.serving.scheduling.state import StepCosts, WaitingRequest
 
-PREDICTED = Path("docs/figures/gpu-predict.json")
+PREDICTED = Path(__file__).parents[2] / "docs" / "figures" / "gpu-predict.json"
 GPU = 0
 """The first table of each model: H100 SXM."""
 DEVICES, RESUME_SECONDS = 8, 0.5

@@ -34,6 +34,7 @@ LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
 FRAMES = 12
 IMAGE_STEPS = 4
+IMAGE_RANKS = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def images_on_rank(this: Any, count: int, seconds: float) -> list[float]:
 def image_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
     """Images per second by number of ranks."""
     rates: list[tuple[int, float]] = []
-    for ranks in (1, 2, 4):
+    for ranks in IMAGE_RANKS:
         found = pool.call("run", "benchmarks.stream.__main__:images_on_rank", ranks, "auto", (count, seconds))
         out = sorted(moment for times in found[:ranks] for moment in times)[ranks:]  # the stages have filled
         rates.append((ranks, (len(out) - 1) / (out[-1] - out[0])))
@@ -141,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--image", type=float, default=1.5, help="seconds per denoiser call of an image (1.5)")
     parser.add_argument("--images", type=int, default=9, help="images per stream (default: 9)")
     options = parser.parse_args(arguments)
+    turn = max(IMAGE_RANKS)
+    if options.images <= turn or options.images % turn != 1:
+        parser.error(f"--images {options.images}: ranks end their images together: one more than a multiple of {turn}")
     costs = StreamCosts(step=options.step, decode=options.decode, frames=FRAMES)
     plans = [StreamPlan.even(steps, steps + 1) for steps in (2, 3, 4)] + [StreamPlan.even(4, 2), StreamPlan.even(4, 3)]
     lines = [

@@ -141,7 +141,7 @@ def push_rows() -> Iterator[str]:
         yield f"| {minutes} | {(time.perf_counter() - begin) / 200 * 1e6:.0f} |"
 
 
-def page_rows() -> Iterator[str]:
+def page_rows(chromium: str) -> Iterator[str]:
     """Seconds behind live on the page, second by second."""
     screen, stop, begin = VideoScreen(HOME, 0, FPS, RATE), threading.Event(), time.time()
     screen.open()
@@ -154,9 +154,6 @@ def page_rows() -> Iterator[str]:
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
-    chromium = installed()
-    if chromium is None:
-        raise SystemExit("no Chromium here: apt-get install chromium, or make browser")
     yield "| | " + " | ".join(f"{second} s" for second in range(1, WATCHED + 1)) + " |"
     yield "|---" * (WATCHED + 1) + "|"
     try:
@@ -178,7 +175,10 @@ def page_rows() -> Iterator[str]:
 
 
 def report() -> Iterable[str]:
-    """The page of figures."""
+    """The page of figures. Raises SystemExit without a Chromium, before anything is measured."""
+    chromium = installed()
+    if chromium is None:
+        raise SystemExit("no Chromium here: apt-get install chromium, or make browser")
     yield "# Live streams after an outage"
     yield ""
     yield "Made by `python -m benchmarks.stream.live`. Seconds on this machine's clock; no GPU takes part."
@@ -191,7 +191,7 @@ def report() -> Iterable[str]:
     yield ""
     yield "## Seconds behind live on the page"
     yield ""
-    yield from page_rows()
+    yield from page_rows(chromium)
     yield ""
     yield "## Pushing audio"
     yield ""

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.page import write_page
+from benchmarks.page import write_section
 from benchmarks.tokens.ranks import WHOLE_TEXT
 from patchpar.launch.local import LocalExecutor
 
@@ -43,6 +43,7 @@ TARGETS = {"exact": 1.75, "displaced": 1.85}
 MOST_OVERHEAD = 0.02
 SECONDS = {"ways": 140.0, "beside": 80.0, "overhead": 45.0, "text": 45.0}  # of rounds, after the first calls
 DEADLINE = 300.0
+OPENING = "# Transformers with their tokens split\n"
 Lines = Iterator[str]
 
 
@@ -198,9 +199,7 @@ def done(title: str, part: Callable[[LocalExecutor, bool], Lines], quick: bool) 
         print(line, flush=True)
         lines.append(line)
 
-    say("")
-    say(f"## {title}")
-    say("")
+    print(f"\n## {title}\n")
     try:
         with (
             TemporaryDirectory() as folder,
@@ -228,19 +227,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="toys, a few seconds")
     numbers = range(1, len(PARTS) + 1)
     parser.add_argument("--part", type=int, choices=numbers, action="append", help="this part only; may be repeated")
-    parser.add_argument("--write", type=Path, help="also write everything to this file, part by part")
+    parser.add_argument("--write", type=Path, help="also write each part to this file, which keeps its others")
     options = parser.parse_args()
-    text = ["# Transformers with their tokens split"]
-    print(text[0])
     well = True
     for number, (title, part) in enumerate(PARTS.items(), 1):
         if options.part and number not in options.part:
             continue
         lines, fine = done(title, part, options.quick)
-        text += lines
         well &= fine
         if options.write:
-            write_page("\n".join(text) + "\n", options.write)
+            write_section(OPENING, title, "\n".join(lines), options.write)
     return 0 if well else 1
 
 

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import write_page
+from benchmarks.page import publish_section
 
+OPENING = "# The VAE in bands of rows\n"
 MIN_DB, CONTROL_DB = 100.0, 60.0
 WORLDS = (2, 3, 4)
 PEAK_SIZE = (32, 8)
@@ -101,24 +102,29 @@ def main() -> int:
     parser.add_argument("--only", choices=("accuracy", "peak", "time"), help="one of the tables")
     parser.add_argument("--pixels", type=int, default=512, help="side of the image that is timed")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    parser.add_argument("--write", type=Path, help="also write the tables to this file, which keeps its others")
     options = parser.parse_args()
-    lines, kept = ["# The VAE in bands of rows"], True
+    unknown = [name for name in options.names if name not in KINDS]
+    if unknown:
+        parser.error(f"no VAE {unknown[0]!r}: there are {', '.join(KINDS)}")
+    missed: list[str] = []
     with LocalExecutor(["cpu"] * max(WORLDS), "tests.ranks:Ranks", deadline=600.0, preload=["tests.tiny"]) as pool:
         for name, head, rows in _tables(pool, options):
             if options.only in (None, name):
-                lines += ["", *head]
-                print("\n".join(["", *head]), flush=True)
-                for line, good in rows:
-                    print(line, flush=True)
-                    lines, kept = [*lines, line], kept and good
-    if options.write:
-        write_page("\n".join([*lines, ""]), options.write)
-    return 0 if kept else 1
+                publish_section(OPENING, name.capitalize(), _checked(head, rows, missed), options.write)
+    return 1 if missed else 0
+
+
+def _checked(head: list[str], rows: Iterator[tuple[str, bool]], missed: list[str]) -> Iterator[str]:
+    """Yield the lines of a table; those that miss what is guaranteed are added to `missed`."""
+    yield from head
+    for line, good in rows:
+        missed += [] if good else [line]
+        yield line
 
 
 def _tables(pool: Any, options: Any) -> Iterator[tuple[str, list[str], Iterator[tuple[str, bool]]]]:
-    """(name, what stands above it, its rows and whether each keeps the promise) of every table."""
+    """(name, what stands above it, its rows and whether each keeps what is guaranteed) of every table."""
     size = f"{SIZE[0]} x {SIZE[1]}"
     yield (
         "accuracy",
@@ -132,7 +138,12 @@ def _tables(pool: Any, options: Any) -> Iterator[tuple[str, list[str], Iterator[
     )
     yield (
         "time",
-        [f"SDXL's VAE, a quarter as wide, fp32, one thread per process, medians of {options.turns} turns.", "", *TIME],
+        [
+            f"SDXL's VAE, a quarter as wide, fp32, one thread per process, medians of {options.turns} turns "
+            f"(`python -m benchmarks.vae --only time --pixels {options.pixels} --turns {options.turns}`).",
+            "",
+            *TIME,
+        ],
         ((line, True) for line in time_rows(pool, options.pixels, options.turns)),
     )
 

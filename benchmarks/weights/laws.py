@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.page import publish
+from benchmarks.page import publish_section
 from benchmarks.weights.formulas import PipedCase, ShardedCase, StageCase
 from benchmarks.weights.sleeping import BLOCKS, COLUMNS, ROWS
 from patchpar.launch.local import LocalExecutor
@@ -76,6 +76,13 @@ def piped_cases(seconds: float) -> Iterator[tuple[str, PipedCase]]:
                 )
 
 
+OPENING = """# Passes of divided models against their laws
+
+Blocks sleep, which takes no processor time, and messages arrive no earlier than a link of a latency and a rate brings \
+them. Seconds until the slowest rank has all outputs, which are those of one rank, bit for bit (of pieces: the same \
+bits on all stages). Processor: time of the busiest rank's processor, which is not in the law. \
+`python -m benchmarks.weights.laws`
+"""
 HEADS = {
     "sharded": "ranks | blocks | gather / compute | slots | not overlapped, s",
     "stages": "stages | hand-over / a stage's seconds",
@@ -103,36 +110,14 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     with LocalExecutor(["cpu"] * max(RANKS), "benchmarks.weights.law_ranks:LawRank", deadline=600.0) as pool:
-        before = options.write.read_text() if options.only and options.write and options.write.exists() else ""
-        publish(page(pool, options.only or PARTS, options.seconds, before), options.write)
-
-
-def page(pool: LocalExecutor, parts: Sequence[str], seconds: float, before: str = "") -> Iterator[str]:
-    """Yield the lines of the page. Sections that are not measured are those of the page `before`."""
-    yield "# Passes of divided models against their laws"
-    yield ""
-    yield (
-        "Blocks sleep, which takes no processor time, and messages arrive no earlier than a link of a latency and a "
-        "rate brings them. Seconds until the slowest rank has all outputs, which are those of one rank, bit for bit "
-        "(of pieces: the same bits on all stages). Processor: time of the busiest rank's processor, which is not in "
-        "the law. `python -m benchmarks.weights.laws`"
-    )
-    for part in PARTS:
-        if part in parts:
-            yield from ("", f"## {TITLES[part]}", "", _load())
-            yield from table(pool, part, list(CASES[part](seconds)))
-        else:
-            yield from section(before, TITLES[part])
-
-
-def section(text: str, title: str) -> list[str]:
-    """Return the lines of a section of a page, with the empty line before it; none where the page has no such one."""
-    found = re.search(rf"^## {title}\n.*?(?=\n## |\Z)", text, re.MULTILINE | re.DOTALL)
-    return ["", *found[0].strip().splitlines()] if found else []
+        for part in options.only or PARTS:
+            lines = table(pool, part, list(CASES[part](options.seconds)))
+            publish_section(OPENING, TITLES[part], lines, options.write)
 
 
 def table(pool: LocalExecutor, part: str, cases: Sequence[tuple[str, object]]) -> Iterator[str]:
-    """Yield a table, what it says, and how far the worst row is off."""
+    """Yield a table, what it says, and how far the worst row is off. Rows are also printed as they are measured."""
+    yield _load()
     rows, off = [], []
     for name, case in cases:
         found = [each for each in pool.call(part, case, expected=600.0) if each is not None]
@@ -145,7 +130,7 @@ def table(pool: LocalExecutor, part: str, cases: Sequence[tuple[str, object]]) -
             f"{case.law:.3f} | {found[0].seconds:.3f} | {off[-1]:+.1%} | {max(each.processor for each in found):.3f}"
         )
         rows.append(f"| {name}{_more(case)} | {times} |")
-        print(rows[-1], flush=True)
+        print(rows[-1], file=sys.stderr, flush=True)
     count = getattr(cases[0][1], "passes", None) or cases[0][1].steps
     within = sum(abs(each) <= LIMITS[part] for each in off)
     yield TEXTS[part].format(count=count)

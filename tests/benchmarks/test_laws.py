@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.weights.formulas import PipedCase, ShardedCase, StageCase, pass_of
-from benchmarks.weights.laws import section
 from benchmarks.weights.sleeping import BLOCKS
 
 
@@ -81,10 +80,3 @@ def test_stages_that_sleep_are_those_of_one_rank(ranks: Any, part: str, kind: An
     assert (first.sent, last.sent) == ({"stage": case.num_bytes}, {"prediction": case.prediction_bytes})
     assert (first.blocks, last.blocks) == (BLOCKS // 2, BLOCKS // 2)
     assert first.seconds >= 0.9 * case.law
-
-
-def test_a_section_is_measured_alone_and_the_others_stay() -> None:
-    page = "# Laws\n\n## Sharded weights\n\na\n\n| b |\n\n## Piped stages\n\nc\n"
-    assert section(page, "Sharded weights") == ["", "## Sharded weights", "", "a", "", "| b |"]
-    assert section(page, "Piped stages") == ["", "## Piped stages", "", "c"]
-    assert section(page, "Exact stages") == []

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.highres.__main__ import ImageSet, asked, with_section
+from benchmarks.highres import __main__ as highres
+from benchmarks.highres.__main__ import ImageSet, asked
 from benchmarks.highres.counting import accuracy, miscounted, objects, subjects
+from benchmarks.highres.generation import ImageCache
 from benchmarks.highres.measures import agreement_db, repetition_index, seam_index
 from training.latents import to_tensor
 from training.render import render
@@ -74,8 +78,10 @@ def test_which_images_are_asked_for() -> None:
         asked("2x4x8:mine")
 
 
-def test_one_section_of_a_page_is_written_anew() -> None:
-    page = "# Page\n\n## One\n\nold\n\n## Two\n\nstays\n"
-    assert with_section(page, "# Page\n\n## One\n\nnew\n") == "# Page\n\n## One\n\nnew\n\n## Two\n\nstays\n"
-    assert with_section(page, "# Page\n\n## Two\n\nnew\n") == "# Page\n\n## One\n\nold\n\n## Two\n\nnew\n"
-    assert with_section(page, "# Page\n\n## Three\n\nnew\n") == f"{page}\n## Three\n\nnew\n"
+def test_images_that_are_kept_are_those_of_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    used: list[ImageCache] = []
+    monkeypatch.setattr(highres, "accuracy", lambda _: 1.0)
+    monkeypatch.setattr(highres, "images", lambda methods, captions, kept, sheet: used.append(kept) or iter(["row"]))
+    monkeypatch.setattr(sys, "argv", ["highres", "--only", "images", "--kept", str(tmp_path)])
+    assert "row" in list(highres._images(highres.parse()))
+    assert used == [ImageCache(scale=2, steps=16, folder=tmp_path)]
