@@ -19,12 +19,19 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
+from diffusers import UNet2DConditionModel
+
 from benchmarks.page import publish
-from patchpar.launch.executor import RankContext
+from benchmarks.timed_rank import TimedRank, ratio_of, relative_error, slower
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import embedded_model
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies import parse_strategy
+from patchpar.strategies.cfg.split import GuidanceSplit
 
 PAPER = "displaced:preset=paper"
 STRATEGIES = (
@@ -59,31 +66,17 @@ step to step. `target` is what this package aims at, on any machine. By `python 
 """
 
 
-class Bench:
+class Bench(TimedRank):
     """The engine of one rank."""
-
-    def __init__(self, context: RankContext) -> None:
-        import torch
-
-        from patchpar.comm.collectives import AllGather, Communicator
-        from patchpar.comm.transport import connect
-        from patchpar.plan.mesh import Mesh
-
-        torch.set_num_threads(1)
-        self.context = context
-        self.comm = Communicator(connect(context), context.beat)
-        self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = AllGather(self.comm, self.axis, "meet", "meeting")
 
     def transport(self) -> dict[str, float]:
         """Latency in microseconds of a tiny exchange, and MiB per second each way of a large one."""
-        import torch
 
         def median_seconds(x: torch.Tensor, repeats: int) -> float:
             times = []
             for _ in range(repeats):
                 start = time.perf_counter()
-                self.meet.same(x)
+                self.together(x)
                 times.append(time.perf_counter() - start)
             return statistics.median(times)
 
@@ -94,11 +87,9 @@ class Bench:
 
     def measure(self, model: str, cases: tuple[str, ...], repeats: int) -> dict[str, dict[str, object]]:
         """By case: times of plain and split steps, all in turn, their difference, and bytes sent per step."""
-        import torch
-
         denoiser, args, kwargs = large() if model == "large" else embedded()
         splits = {case: self._split(copy.deepcopy(denoiser), case) for case in cases}
-        found = {case: {"single": [], "pair": [], "waited": []} for case in cases}
+        found = {case: {"single": [], "pair": [], "waited": [], "error": 0.0, "bytes": 0} for case in cases}
         with torch.no_grad():
             steps = latents(args, repeats + 2)
             before, settling = next(steps), next(steps)
@@ -106,37 +97,20 @@ class Bench:
                 split(*before, **kwargs)
                 split(*settling, **kwargs)
             for now in steps:
-                single, want = self._timed(denoiser.forward if self.context.rank == 0 else None, now, kwargs)
+                plain = partial(denoiser.forward, *now, **kwargs)
+                single, want = self.timed(plain if self.context.rank == 0 else None)
                 for case, split in splits.items():
                     self.comm.traffic.clear()
-                    pair, got = self._timed(split, now, kwargs)
-                    found[case]["single"].append(single)
-                    found[case]["pair"].append(pair)
-                    found[case] |= self._figures(found[case], got, want)
+                    pair, got = self.timed(partial(split, *now, **kwargs))
+                    figures = found[case]
+                    for name, value in (("single", single), ("pair", pair), ("waited", self.waited)):
+                        figures[name].append(value)
+                    figures["error"] = max(figures["error"], relative_error(got, want))
+                    figures["bytes"] = max(figures["bytes"], self.sent)
         return found
-
-    def _figures(self, found: dict, got: object, want: object) -> dict[str, object]:
-        traffic = self.comm.traffic
-        waited = sum(seconds for kind, seconds in traffic.seconds_waited.items() if kind != "meet")
-        error = 0.0 if want is None else ((got[0] - want[0]).norm() / want[0].norm()).item()
-        sent = traffic.total_bytes - traffic.bytes_sent["meet"]
-        largest = {"error": max(error, found.get("error", 0.0)), "bytes": max(sent, found.get("bytes", 0))}
-        return {"waited": [*found["waited"], waited], **largest}
-
-    def _timed(self, step, args, kwargs) -> tuple[float, object]:
-        import torch
-
-        self.meet.same(torch.zeros(1))
-        start = time.perf_counter()
-        output = step(*args, **kwargs) if step is not None else None
-        return time.perf_counter() - start, output
 
     def _split(self, denoiser, case: str):
         """A step of the denoiser split as the case says."""
-        from patchpar.plan.step_clock import StepClock
-        from patchpar.strategies import parse_strategy
-        from patchpar.strategies.cfg.split import GuidanceSplit
-
         clock, forward = StepClock(guided=True), denoiser.forward
         if case == "cfg=2":
             layer = GuidanceSplit(self.comm, self.axis, clock)
@@ -155,8 +129,6 @@ class Bench:
 
 def latents(args: tuple, steps: int) -> Iterator[tuple]:
     """The arguments of each step: the latent moves by DRIFT in a direction by chance, the same on every rank."""
-    import torch
-
     sample, *rest = args
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -164,24 +136,17 @@ def latents(args: tuple, steps: int) -> Iterator[tuple]:
         sample = sample + DRIFT * torch.randn(sample[:1].shape, generator=generator)
 
 
-def slower(of_ranks: Sequence[dict[str, dict]]) -> dict[str, dict]:
+def joined(of_ranks: Sequence[dict[str, dict]]) -> dict[str, dict]:
     """What both ranks found as one: times of the slower one in each turn, and the larger of other figures."""
-    first, second = of_ranks
-    return {
-        case: {
-            **found,
-            **{name: list(map(max, found[name], second[case][name])) for name in ("pair", "waited")},
-            "bytes": max(found["bytes"], second[case]["bytes"]),
-        }
-        for case, found in first.items()
-    }
+    found = {}
+    for case in of_ranks[0]:
+        both = [each[case] for each in of_ranks]
+        found[case] = slower(both, ("pair", "waited")) | {"bytes": max(each["bytes"] for each in both)}
+    return found
 
 
 def large():
     """An SDXL-type UNet of 94 M parameters on 96 x 96 latents."""
-    import torch
-    from diffusers import UNet2DConditionModel
-
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
         sample_size=96,
@@ -201,9 +166,6 @@ def large():
 
 def embedded():
     """The trained model at 512 x 512 pixels."""
-    import torch
-    from diffusers import UNet2DConditionModel
-
     unet = UNet2DConditionModel.from_pretrained(
         embedded_model(), subfolder="unet", variant="fp16", torch_dtype=torch.float32
     )
@@ -212,8 +174,6 @@ def embedded():
 
 
 def _inputs(latent: int, context: int, pooled: int):
-    import torch
-
     torch.manual_seed(1)
     sample = torch.randn(1, 4, latent, latent).repeat(2, 1, 1, 1)  # both branches see one latent
     added = {"text_embeds": torch.randn(2, pooled), "time_ids": torch.randn(2, 6)}
@@ -240,7 +200,7 @@ def main() -> None:
         link = ranks.call("transport")[0]
         for model in options.model or MODELS:
             cases = tuple(options.case or CASES)
-            found = slower(ranks.call("measure", model, cases, options.repeats, expected=600.0))
+            found = joined(ranks.call("measure", model, cases, options.repeats, expected=600.0))
             lines += [row(model, case, found[case], found.get(PAPER)) for case in cases]
     lines += [
         "",
@@ -267,11 +227,6 @@ def row(model: str, case: str, result: dict, paper: dict | None) -> str:
         f"{result['error']:.1e}",
     ]
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def ratio_of(slow: list[float], fast: list[float]) -> float:
-    """The median over the turns of how many times as fast."""
-    return statistics.median(one / two for one, two in zip(slow, fast, strict=True))
 
 
 if __name__ == "__main__":

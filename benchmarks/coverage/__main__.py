@@ -4,6 +4,7 @@ python -m benchmarks.coverage                          all of it; a quarter of a
 python -m benchmarks.coverage --only Flux --ranks 2    a part of it, printed instead of written
 python -m benchmarks.coverage --part pipelines         pipelines alone; the page keeps what it has of classes
 python -m benchmarks.coverage --kept build/coverage    keep the report of each pipeline, and read those that are there
+                                                       of the same versions and sources
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu.battery.environment import sources_of
+
 from .classes import class_reports
-from .page import PAGE, with_pipelines, written
+from .page import PAGE, versions, with_pipelines, written
 from .pipelines import report as pipelines
 from .pipelines.examine import pipeline_reports
 from .pipelines.kept import KeptReports
@@ -35,7 +38,7 @@ def main() -> int:
         sys.stderr.write(f"no class has {' or '.join(asked.only)} in its name\n")
         return 2
     with class_reports(chosen, asked.ranks) as reports_of_classes:  # at the same time: either leaves cores idle
-        zoo = pipeline_reports(names, KeptReports(asked.kept))
+        zoo = pipeline_reports(names, KeptReports(asked.kept and asked.kept / _state()))
         classes = reports_of_classes()
     if not asked.only and tuple(asked.ranks) == RANKS:
         PAGE.write_text(_page(classes, known, zoo, PAGE.read_text()))
@@ -54,6 +57,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kept", type=Path, metavar="FOLDER", help="reports of pipelines, from and for other runs")
     return parser.parse_args()
+
+
+def _state() -> str:
+    """What reports are of: versions, and the sources as they are in the folder."""
+    known = versions()
+    return f"torch-{known['torch']}-diffusers-{known['diffusers']}-{sources_of(PAGE.parents[1])}"
 
 
 def _is_asked_for(name: str, only: Sequence[str]) -> bool:

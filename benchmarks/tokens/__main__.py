@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.page import write_section
+from benchmarks.timed_rank import ratio_of, slower
 from benchmarks.tokens.ranks import WHOLE_TEXT
 from patchpar.launch.local import LocalExecutor
 
@@ -147,11 +148,10 @@ PARTS: dict[str, Callable[[LocalExecutor, bool], Lines]] = {
 
 
 def measured(ranks: LocalExecutor, model: str, cases: tuple[str, ...], part: str, quick: bool) -> dict[str, Any]:
-    """What rank 0 found, with the time of the slower rank for every call."""
+    """What rank 0 found, with times and waits of the slower rank for every call."""
     first, second = ranks.call("measure", model, cases, seconds_of(part, quick), quick, expected=600.0)
-    for case, each in first["cases"].items():
-        each["pair"] = list(map(max, each["pair"], second["cases"][case]["pair"]))
-    return first
+    both = {case: (each, second["cases"][case]) for case, each in first["cases"].items()}
+    return {**first, "cases": {case: slower(each, ("pair", "waited")) for case, each in both.items()}}
 
 
 def seconds_of(part: str, quick: bool) -> float:
@@ -184,11 +184,6 @@ def row(case: str, found: dict[str, Any], target: float | None) -> str:
     cells += [f"{found['bytes'] / 2**20:.2f}", f"{1e3 * waited:.1f}"] if ours else ["", ""]
     cells.append(f"{found['error']:.1e}")
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def ratio_of(slow: list[float], fast: list[float]) -> float:
-    """The median over the turns of how many times as fast."""
-    return statistics.median(one / two for one, two in zip(slow, fast, strict=True))
 
 
 def done(title: str, part: Callable[[LocalExecutor, bool], Lines], quick: bool) -> tuple[list[str], bool]:

@@ -6,16 +6,16 @@ rank has the prediction, so the times of both are kept.
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.timed_rank import TimedRank, relative_error
 from benchmarks.tokens.beside import lent_kernel, ring_error, split_by_diffusers
 from benchmarks.tokens.model import Subject, subject
-from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport import connect
-from patchpar.launch.executor import RankContext
-from patchpar.plan.mesh import Axis, Mesh
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies import parse_strategy
 from tests.ranks import form_group
@@ -28,15 +28,8 @@ FEWEST = 3  # rounds, however long they take
 FEW_LATENTS = 16  # a side of the image whose tokens cost next to nothing
 
 
-class Bench:
+class Bench(TimedRank):
     """The engine of one rank."""
-
-    def __init__(self, context: RankContext) -> None:
-        torch.set_num_threads(1)
-        self.context = context
-        self.comm = Communicator(connect(context), context.beat)
-        self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = AllGather(self.comm, self.axis, "meet", "meeting")
 
     def form_group(self, path: str) -> None:
         """Torch's default group, which diffusers' ways need and our workers have not. `path`: a new file."""
@@ -66,17 +59,16 @@ class Bench:
 
     def _one_round(self, whole: Subject, steps: dict[str, Step], found: dict[str, Figures], number: int) -> None:
         call = whole.at(number)
-        single, want = self._timed((lambda call: whole.model(**call)) if self.context.rank == 0 else None, call)
+        single, want = self.timed((lambda: whole.model(**call)) if self.context.rank == 0 else None)
         for case, step in steps.items():
-            traffic = self.comm.traffic
-            traffic.clear()
-            pair, got = self._timed(step, call)
+            self.comm.traffic.clear()
+            pair, got = self.timed(partial(step, call))
             figures = found[case]
             figures["single"].append(single)
             figures["pair"].append(pair)
-            figures["waited"].append(sum(each for kind, each in traffic.seconds_waited.items() if kind != "meet"))
-            figures["bytes"] = traffic.total_bytes - traffic.bytes_sent["meet"]
-            figures["error"] = 0.0 if want is None else ((got[0] - want[0]).norm() / want[0].norm()).item()
+            figures["waited"].append(self.waited)
+            figures["bytes"] = self.sent
+            figures["error"] = max(figures.get("error", 0.0), relative_error(got, want))
 
     def _rounds(self, seconds: float) -> Iterator[int]:
         """Numbers of steps, round by round, while another round fits in, by the clock of rank 0."""
@@ -84,16 +76,10 @@ class Bench:
         while True:
             spent = time.perf_counter() - start
             last = done >= FEWEST and spent + spent / done > seconds
-            if self.meet.same(torch.tensor([float(last)]))[0].item():
+            if self.together(torch.tensor([float(last)]))[0].item():
                 return
             done += 1
             yield 1 + done
-
-    def _timed(self, step: Step | None, call: dict[str, Any]) -> tuple[float, Any]:
-        self.meet.same(torch.zeros(1))
-        start = time.perf_counter()
-        output = None if step is None else step(call)
-        return time.perf_counter() - start, output
 
     def _split(self, whole: Subject, case: str) -> Step:
         """A call of the model split as the case says."""

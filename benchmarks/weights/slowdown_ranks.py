@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from benchmarks.timed_rank import TimedRank
 from patchpar.comm.pytree import tensors_in
-from patchpar.comm.transport import connect
 from patchpar.launch.executor import RankContext
 from patchpar.models.files import resolve_model
 from patchpar.models.info import denoisers_of
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
-from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
@@ -48,23 +46,20 @@ class Turns:
     num_bytes: int = 0
 
 
-class SlowdownRank:
+class SlowdownRank(TimedRank):
     """One rank of an image in equal patches."""
 
     def __init__(self, context: RankContext) -> None:
-        torch.set_num_threads(1)
+        super().__init__(context)
         silence_libraries()
-        self._comm = Communicator(connect(context), context.beat)
-        self._axis = Mesh(context.rank, range(context.world_size), patch=context.world_size)["patch"]
-        self._meet = AllGather(self._comm, self._axis, "meet", "meeting")
 
     @torch.no_grad()
     def measure(self, model: str, side: int, turns: int) -> Turns:
         """Time calls for images of `side` x `side` pixels. Raises AssertionError unless both give the same bits."""
         whole, (args, kwargs) = first_call(model, side)
         sharded = copy.deepcopy(whole)
-        weights = ShardedWeights(sharded, DeviceShards(self._axis, torch.device("cpu")))
-        weights.join(self._comm)
+        weights = ShardedWeights(sharded, DeviceShards(self.axis, torch.device("cpu")))
+        weights.join(self.comm)
         keep_what_is_read_outside(weights, lambda: sharded(*args, **kwargs))
         networks = {"whole": whole, "again": copy.deepcopy(whole), "sharded": sharded}
         runs = {kind: self._divided(network) for kind, network in networks.items()}
@@ -72,7 +67,7 @@ class SlowdownRank:
         for turn in range(-WARM, turns):
             outputs = {}
             for kind in (KINDS * 2)[turn % 3 :][:3]:
-                with self._timed(found, kind, turn >= 0):
+                with self._noted(found, kind, turn >= 0):
                     outputs[kind] = runs[kind](*args, **kwargs)
                     weights.settle()
             same = zip(*(tensors_in(outputs[kind]) for kind in ("whole", "sharded")), strict=True)
@@ -86,12 +81,12 @@ class SlowdownRank:
 
     def _divided(self, network: nn.Module) -> Callable[..., Any]:
         clock, forward = StepClock(), network.forward
-        patched = ExactPatch().install(network, self._comm, self._axis, clock=clock, verifications=None)
+        patched = ExactPatch().install(network, self.comm, self.axis, clock=clock, verifications=None)
         return lambda *args, **kwargs: patched.denoise(forward, *args, **kwargs)
 
     @contextmanager
-    def _timed(self, found: Turns, kind: str, counts: bool) -> Iterator[None]:
-        self._meet.same(torch.zeros(1))
+    def _noted(self, found: Turns, kind: str, counts: bool) -> Iterator[None]:
+        self.together()
         start, processor = time.perf_counter(), time.process_time()
         yield
         if counts:
@@ -100,7 +95,7 @@ class SlowdownRank:
 
     def _gathers(self, weights: ShardedWeights) -> Iterator[float]:
         for index in weights.in_slots:
-            self._meet.same(torch.zeros(1))
+            self.together()
             start = time.perf_counter()
             weights._start(index)
             weights.settle()
