@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
+
 
 def publish(lines: Iterable[str], file: Path | None) -> None:
     """Write the lines to `file`, if there is one, and print them."""
@@ -77,8 +79,12 @@ def contents(text: str) -> list[dict[str, Any]]:
 
 
 def _rows(lines: Sequence[str]) -> list[dict[str, str]]:
-    names, _, *cells = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines)
+    names, _, *cells = ([_unescaped(cell) for cell in re.split(BETWEEN_CELLS, line.strip())[1:-1]] for line in lines)
     return [dict(zip(names, row, strict=True)) for row in cells]
+
+
+def _unescaped(cell: str) -> str:
+    return cell.strip().replace("\\|", "|")
 
 
 if __name__ == "__main__":

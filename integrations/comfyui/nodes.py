@@ -47,6 +47,7 @@ class PatchparParallel(io.ComfyNode):
             node_id="PatchparParallel",
             display_name="Split over GPUs (patchpar)",
             category=CATEGORY,
+            is_experimental=True,  # not run inside ComfyUI yet
             description="Each call of the model's network is computed by several GPUs together: rows of a UNet, "
             "tokens of a transformer. exact gives the same image, to rounding.",
             inputs=[
@@ -79,6 +80,7 @@ class PatchparPipeline(io.ComfyNode):
             node_id="PatchparPipeline",
             display_name="Load a diffusers pipeline (patchpar)",
             category=CATEGORY,
+            is_experimental=True,  # not run inside ComfyUI yet
             inputs=[
                 io.String.Input("model", default="embedded", tooltip="a folder or a name of the hub"),
                 io.Int.Input("devices", default=2, min=1, max=64),
@@ -108,6 +110,7 @@ class PatchparGenerate(io.ComfyNode):
             node_id="PatchparGenerate",
             display_name="Generate with a diffusers pipeline (patchpar)",
             category=CATEGORY,
+            is_experimental=True,  # not run inside ComfyUI yet
             inputs=[
                 Pipeline.Input("pipeline"),
                 *sizes(),
@@ -140,6 +143,7 @@ class PatchparRemote(io.ComfyNode):
             node_id="PatchparRemote",
             display_name="Generate on a server (patchpar)",
             category=CATEGORY,
+            is_experimental=True,  # not run inside ComfyUI yet
             inputs=[
                 io.String.Input("url", default="http://127.0.0.1:8000/v1"),
                 io.String.Input("key_file", default="", tooltip="a file with the server's API key, if it has one"),

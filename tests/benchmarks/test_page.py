@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.page import write_section
+import pytest
+
+from benchmarks.page import publish_section, sections_of, write_page, write_section
 
 OPENING = "# Things\n\nMeasured.\n"
 
@@ -23,3 +26,28 @@ def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert [each["heading"] for each in sections] == ["", "small", "large"]
     assert [each["tables"][0][0]["size"] for each in sections[1:]] == ["2", "8"]
     assert file.read_text() == f"{OPENING}\n## small\n\n{table('2')}\n\n## large\n\n{table('8')}\n"
+
+
+def test_a_cell_may_have_a_bar(tmp_path: Path) -> None:
+    """As the message of a failed test has one: the program would end without its page."""
+    file = tmp_path / "things.md"
+    write_page("| test | said |\n|---|---|\n| a | x \\| y is None |\n| b |  |\n", file)
+    (section,) = json.loads(file.with_suffix(".json").read_text())
+    assert section["tables"] == [[{"test": "a", "said": "x | y is None"}, {"test": "b", "said": ""}]]
+
+
+def test_sections_are_written_as_they_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is cut off later leaves those before it, and a section by itself leaves the others."""
+    file = tmp_path / "things.md"
+    publish_section(OPENING, "small", table("1").splitlines(), file)
+
+    def cut_off() -> Iterator[str]:
+        yield "| size |"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish_section(OPENING, "large", cut_off(), file)
+    assert capsys.readouterr().out.endswith("## large\n\n| size |\n")
+    assert sections_of(file) == {"small": table("1")}
+    publish_section(OPENING, "other", ["| size |"], None)
+    assert sections_of(tmp_path / "nothing.md") == {}

@@ -239,6 +239,7 @@ def test_the_pack_is_what_comfyui_loads(nodes: Nodes) -> None:
     found = asyncio.run(extension.get_node_list())
     schemas = [each.define_schema() for each in found]
     assert [each.node_id for each in schemas] == [each.__name__ for each in found]
+    assert all(each.is_experimental for each in schemas)
     for schema in schemas:
         names = [each.name for each in schema.inputs]
         code = next(each for each in found if each.__name__ == schema.node_id).execute.__code__
