@@ -5,6 +5,7 @@ Every rank has the whole model with random weights. A step takes as long as on t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -23,14 +24,14 @@ from benchmarks.gpu.battery.timing import (
 from benchmarks.gpu.denoisers import DENOISERS, Denoiser
 from patchpar.comm.transport import connect
 from patchpar.errors import PatchparError
-from patchpar.launch.accelerators import kind_of, select_device
+from patchpar.launch.accelerators import kind_of, release_cached, select_device
 from patchpar.launch.executor import RankContext
 from patchpar.launch.local import LocalExecutor
 from patchpar.plan.mesh import Mesh
 
 WORLDS = (2, 4, 8)
 PLAIN = "plain"
-ENGINE = "benchmarks.gpu.battery.ranks:TimedRank"
+ENGINE = "benchmarks.gpu.battery.ranks:SteppingRank"
 DEADLINE = 120.0  # seconds in which a rank waits for another
 EXPECTED = 600.0  # seconds for a model and a strategy, with the weights
 Found = dict[tuple[str, str], Times]
@@ -70,8 +71,9 @@ def _on(device: str, world: int, names: list[str]) -> Iterator[Row]:
                 for (kind, how), (seconds, host) in found.items():
                     if strategy == PLAIN:
                         plain[name, how] = seconds
-                    ideal = plain.get((name, how), float("nan")) / world
-                    times = {"ms": 1e3 * seconds, "host ms": 1e3 * host, "of ideal": seconds / ideal}
+                    times: Row = {"ms": 1e3 * seconds, "host ms": 1e3 * host}
+                    if (name, how) in plain:
+                        times["of ideal"] = seconds / (plain[name, how] / world)
                     yield {**row, "step": f"{kind}, {how}" if kind else how, **times}
 
 
@@ -81,7 +83,7 @@ def slowest(of_ranks: list[Found]) -> Found:
     return {key: max(each[key] for each in of_ranks) for key in common}
 
 
-class TimedRank:
+class SteppingRank:
     """The engine of one rank."""
 
     def __init__(self, context: RankContext) -> None:
@@ -106,6 +108,8 @@ class TimedRank:
         """Return a model with the same weights on all ranks; the one before is dropped, for there is room for one."""
         if name not in self._denoisers:
             self._denoisers.clear()
+            gc.collect()
+            release_cached(torch.device(self._device))  # whether the next one fits is asked of the device
             torch.manual_seed(0)
             ((_, self._denoisers[name]),) = models(kind, [name])
         return self._denoisers[name]
