@@ -172,7 +172,7 @@ class Steps:
         return WaitedSteps(times, (self.recorder.waited - before) / timed, (waited_for_cores() - for_cores) / timed)
 
     def record(self, *, without_waits: bool = False) -> dict[str, Any]:
-        """One step's exchanges over the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
+        """One step's exchanges on the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
 
         `without_waits`: of a clock that does not run while the rank waits for messages.
         """

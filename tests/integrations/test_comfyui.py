@@ -218,7 +218,7 @@ def test_a_server_that_does_not_answer_is_named(nodes: Nodes, monkeypatch: pytes
 
     monkeypatch.setattr(nodes.nodes, "from_server", refuse)
     given = {"prompt": "a house", "width": 64, "height": 64, "steps": 1, "seed": 0, "images": 1}
-    with pytest.raises(ValueError, match="url='http://nowhere/v1' does not answer .*: run patchpar serve there"):
+    with pytest.raises(ValueError, match=r"url='http://nowhere/v1' does not answer .*: run patchpar serve there"):
         nodes.nodes.PatchparRemote.execute("http://nowhere/v1", "", **given)
 
 

@@ -106,9 +106,7 @@ def run_part(
     failed = [row for row in found if row.get("result") == "failed"]
     ok = code == 0 and not failed and bool(found)
     error = "" if ok else f"{cut_off or f'exit code {code}'}\n{message}"
-    return Outcome(
-        part=part.name, ok=ok, seconds=time.monotonic() - began, rows=found, error=error, cut_off=cut_off
-    )
+    return Outcome(part=part.name, ok=ok, seconds=time.monotonic() - began, rows=found, error=error, cut_off=cut_off)
 
 
 def _waited_for(process: subprocess.Popen[bytes], seconds: float) -> tuple[int | None, str]:

@@ -78,7 +78,7 @@ def _on(device: str, world: int, names: list[str]) -> Iterator[Row]:
 
 
 def slowest(of_ranks: list[Found]) -> Found:
-    """Return the times of the rank that takes longest; ways in which not all ranks ran, such as a graph, are left out."""
+    """Return the times of the rank that takes longest. Ways in which not all ranks ran, as a graph, are left out."""
     common = [key for key in of_ranks[0] if all(key in each for each in of_ranks)]
     return {key: max(each[key] for each in of_ranks) for key in common}
 

@@ -90,9 +90,7 @@ def overhead(device: str) -> Iterator[Row]:
                 yield from _rows_of(device, name, denoiser, strategy, plain)
 
 
-def _rows_of(
-    device: str, name: str, denoiser: Denoiser, strategy: str, plain: dict[str, Times]
-) -> Iterator[Row]:
+def _rows_of(device: str, name: str, denoiser: Denoiser, strategy: str, plain: dict[str, Times]) -> Iterator[Row]:
     """Yield the rows of a strategy. One that takes more memory than there is says so, and the others go on."""
     row: Row = {"model": name, "strategy": f"`{strategy}`"}
     try:
