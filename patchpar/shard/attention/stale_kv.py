@@ -152,10 +152,7 @@ class RemoteTokens:
         return self._views.part(attended, self._slots.starts[self.axis.rank], self._slots.counts[self.axis.rank])
 
     def text_rows(self, attended: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the text of all ranks in what attention reads, [t, 2, B, N, D], and this rank's part [t / P, ...].
-
-        None where ranks do not have equally many of its tokens.
-        """
+        """Return the text [t, 2, B, N, D] in what attention reads, and this rank's part; None if parts are unequal."""
         text = self.layout.text
         return self._views.rows(attended, text, self.axis.rank) if text is not None and text.are_equal else None
 
