@@ -10,7 +10,7 @@ from patchpar.comm.kernels.program import Program
 from patchpar.launch.accelerators import CUDA, cuda_capability, current_device, device_count
 
 LEAST_CAPABILITY, OF_BFLOAT16 = (7, 0), (8, 0)
-"""Compute capabilities of NVIDIA's GPUs from which Triton compiles for them, and numbers in bf16."""
+"""Compute capabilities of NVIDIA's GPUs for which Triton compiles, and for which all of its versions compile bf16."""
 
 NEEDS = "It needs a C compiler, Python's headers, and a folder that it can write (TRITON_CACHE_DIR)"
 BLOCK = 16  # numbers that the kernel which is tried writes
