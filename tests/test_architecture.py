@@ -64,6 +64,7 @@ ONLY = {
         *("errors", "cli", "launch", "models", "strategies", "pipeline.image_metrics", "shard.verification_cache"),
         "PUBLIC",
     },
+    "cli.gpu_facts": {"launch", "comm.kernels.triton_check"},
     "cli.plan": {"cli", "strategies", "pipeline.planner", "plan.replay"},
     "cli.tune": {"cli", "launch.devices", "pipeline.planner", "plan.replay"},
     "cli.simulate": {"errors", "cli", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},

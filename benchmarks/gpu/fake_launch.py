@@ -13,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 from patchpar.comm.kernels import fused_op
+from patchpar.comm.kernels.triton_check import has_triton
 
 
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
     """Context in which fused operators take tensors of the CPU for those of a GPU, and launch nothing."""
-    if not fused_op.has_triton():
+    if not has_triton():
         yield
         return
     from triton.runtime.jit import JITFunction

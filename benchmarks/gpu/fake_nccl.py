@@ -56,8 +56,9 @@ def _stand_ins(counts: GroupCounts) -> Sequence[tuple[Any, str, Callable[..., An
         counts.polled += 1
         return True
 
-    def barrier(*_: Any, **__: Any) -> None:
+    def barrier(*_: Any, **__: Any) -> Any:
         counts.waits += 1
+        return mock.Mock()
 
     return (
         (dist, "batch_isend_irecv", batch_isend_irecv),

@@ -14,7 +14,7 @@ import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, Json, Model, Variant, check_deadline, given
-from patchpar.cli.gpu_facts import gpu_software, graphics_cards, links, will_use
+from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, links, will_use
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
@@ -75,7 +75,7 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
         "versions": versions(),
         "host": host(),
         "devices": cards,
-        "gpu": {**software, "will_use": will_use(devices, software)},
+        "gpu": {**software, "will_use": will_use(devices, software), "lacks": lacks(devices, cards)},
         "links": links(),
         "collective": collective_test(devices),
         "memory": None if folder is None else memory(folder.path, options, devices, cards),
@@ -216,6 +216,8 @@ def _print(findings: dict[str, Any]) -> None:
     parts = [f"{name} {software[name] or 'missing'}" for name in ("driver", "toolkit", "nccl", "triton")]
     typer.echo(f"gpu       {', '.join(parts)}")
     typer.echo(f"use       {software['will_use']}")
+    for each in software["lacks"]:
+        typer.echo(f"lacks     {each}")
     if findings["links"]:
         typer.echo(f"links     {findings['links']}")
     test = findings["collective"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 SMI = "nvidia-smi"
 SECONDS = 30.0
+SHARED_MEMORY = Path("/dev/shm")  # where NCCL exchanges between GPUs that do not reach each other's memory
+LEAST_SHARED = 2**29  # bytes of it that are enough for NCCL; a container has 2**26 unless told otherwise
 
 
 def graphics_cards() -> list[dict[str, Any]]:
@@ -71,6 +74,60 @@ def will_use(devices: Sequence[str], software: dict[str, str | None]) -> str:
         return f"{kernels}; one device, so that nothing is exchanged"
     between = default_backend(kind_of(devices[0])) if needs_group(tuple(devices)) else "memory of the host"
     return f"{kernels}; exchange through {between}"
+
+
+def lacks(devices: Sequence[str], cards: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is missing here for ranks on these devices, or slows them down, and what helps.
+
+    `cards`: see `graphics_cards`.
+    """
+    from patchpar.launch.handshake import needs_group
+
+    used = [card for card in cards if card["device"] in devices]
+    found = list(_without_kernels(used))
+    if needs_group(tuple(devices)):
+        found += [*_without_peers(used), *_without_shared_memory()]
+    if len({card["name"] for card in used}) > 1:
+        found.append("the GPUs are not alike: give the faster ones more work, with ratio=... of the plan")
+    return found
+
+
+def _without_kernels(cards: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    from patchpar.comm.kernels.triton_check import has_triton, why_no_kernels
+    from patchpar.launch.accelerators import CUDA
+
+    numbers = [card["device"].partition(":")[2] for card in cards if card["device"].startswith(CUDA)]
+    for number in numbers if has_triton() else ():
+        reason = why_no_kernels(int(number))
+        if reason:
+            yield f"no fused kernels on {CUDA}:{number}: {reason}"
+
+
+def _without_peers(cards: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    names = [card["device"] for card in cards]
+    apart = [
+        f"{card['device']} and {other}"
+        for number, card in enumerate(cards)
+        for other in names[number + 1 :]
+        if card["peers"] is not None and other not in card["peers"]
+    ]
+    if apart:
+        yield (
+            f"{', '.join(apart)} do not reach each other's memory, so that messages pass through that of the host: "
+            "prefer plans that send little, such as cfg=2 or strategy=pcpp"
+        )
+
+
+def _without_shared_memory() -> Iterator[str]:
+    try:
+        size = shutil.disk_usage(SHARED_MEMORY).total
+    except OSError:  # not on this system
+        return
+    if size < LEAST_SHARED:
+        yield (
+            f"{SHARED_MEMORY} has {size / 2**20:.0f} MiB, which is too little where NCCL exchanges there: start the "
+            "container with --ipc=host or --shm-size=1g"
+        )
 
 
 def _triton() -> str | None:

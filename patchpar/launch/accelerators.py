@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ KINDS = ("cuda", "xpu", "npu", "mps")
 CUDA = KINDS[0]
 """The type of NVIDIA's and AMD's GPUs, which have Triton's kernels and those of attention."""
 
+MIG = " MIG "  # in the names of instances of a GPU
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends whose waits block the process; those of accelerators work in the device's streams."""
 
@@ -137,12 +138,17 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
 def card_id(device: str) -> str:
     """Return its type and an id of the card that this process sees as `device`; empty for a CPU.
 
-    Two cards differ in it. Their names do not tell: of ranks that see one card each, every one has "cuda:0".
+    Two cards differ in it. Their names do not tell: of ranks that see one card each, every one has "cuda:0". Instances
+    of one card (MIG) have an id each, but NCCL refuses two of them as one GPU, so that they are known by their bus.
     """
     if not is_accelerator(device):
         return ""
     properties = getattr(device_module(kind_of(device)), "get_device_properties", None)
-    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    found = None if properties is None else properties(device)
+    uuid = getattr(found, "uuid", None)
+    if MIG in getattr(found, "name", "") and hasattr(found, "pci_bus_id"):
+        uuid = ":".join(f"{getattr(found, name, 0):02x}" for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+        uuid += f" of {this_host()}"
     return f"{kind_of(device)} {uuid or f'{device} of {this_host()}'}"
 
 
@@ -163,10 +169,17 @@ def kind_of_card(card: str) -> str:
 
 
 def default_backend(kind: str) -> str:
-    """Return the backend of torch.distributed for devices of this type, such as "nccl"; "gloo" if it has no other."""
+    """Return the backend of torch.distributed for devices of this type, such as "nccl"; "gloo" if it has no other.
+
+    A build of torch for GPUs may lack NCCL, as those for Windows do, and still name it.
+    """
+    import torch
     import torch.distributed as dist
 
-    return dist.Backend.default_device_backend_map.get(kind, HOST_BACKENDS[0])
+    found = dist.Backend.default_device_backend_map.get(kind, HOST_BACKENDS[0])
+    is_for_gpus = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    lacks_nccl = is_for_gpus and not dist.is_nccl_available()
+    return HOST_BACKENDS[0] if kind == CUDA and lacks_nccl else found
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -200,7 +213,11 @@ def pin_host_memory(x: Tensor, device: torch.device) -> bool:
     if device.type != CUDA:
         return False
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return int(driver.cudaHostRegister(x.data_ptr(), x.numel(), 0)) == 0
+    if int(driver.cudaHostRegister(x.data_ptr(), x.numel(), 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA keeps the error, which torch would raise, once, after its next launch
+        torch.full((1,), 0.0, device=device)
+    return False
 
 
 def unpin_host_memory(address: int) -> None:

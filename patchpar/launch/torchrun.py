@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from patchpar.errors import AuthenticationError, LaunchError, WorkerError, WorkerHung
-from patchpar.launch.accelerators import card_id, device_count, main_kind, random_width, select_device
+from patchpar.launch.accelerators import (
+    card_id,
+    device_count,
+    is_accelerator,
+    main_kind,
+    random_width,
+    release_cached,
+    select_device,
+)
 from patchpar.launch.argument_mismatch import compare, described
 from patchpar.launch.control_group import REPLY_SECONDS, LinkControl
 from patchpar.launch.default_group import GroupRank, check_default_group, form_group_of_host
@@ -206,6 +214,10 @@ class TorchrunExecutor(OwnProcessExecutor):
     def close(self) -> None:
         """Release the engine. The default group stays for the next executor. Idempotent."""
         super().close()
+        if is_accelerator(self._context.device):  # graphs in cycles too: no group of NCCL ends before them
+            import torch
+
+            release_cached(torch.device(self._context.device))
         self._leave()
         atexit.unregister(self._leave)
 

@@ -39,8 +39,7 @@ class HostCopy:
             return
         self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         self._copy.copy_(x, non_blocking=True)
-        self._done = device_module(x.device.type).Event()
-        self._done.record()
+        self._done = device_module(x.device.type).current_stream(x.device).record_event()  # where the copy runs
 
     @property
     def is_done(self) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from patchpar.cli import gpu_facts
 from patchpar.cli.doctor import collective_test, versions
-from patchpar.cli.gpu_facts import gpu_software, graphics_cards, will_use
+from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, will_use
+from patchpar.comm.kernels import triton_check
 from patchpar.errors import PlanError, WorkerDied
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
@@ -143,6 +145,25 @@ def test_what_is_said_of_each_gpu() -> None:
 )
 def test_what_patchpar_will_use(devices: list[str], triton: str | None, says: str) -> None:
     assert says in will_use(devices, {"triton": triton})
+
+
+def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs without access to each other, in a container, without a compiler, and of several kinds."""
+    cards = [{"device": f"cuda:{index}", "name": "RTX 4090", "peers": [f"cuda:{1 - index}"]} for index in range(2)]
+    size = 2**30
+    monkeypatch.setattr(gpu_facts.shutil, "disk_usage", lambda path: SimpleNamespace(total=size))
+    monkeypatch.setattr(triton_check, "why_no_kernels", lambda index: "Failed to find C compiler" if index else "")
+    monkeypatch.setattr(triton_check, "has_triton", lambda: True)
+    pair = ["cuda:0", "cuda:1"]
+    assert lacks(pair, cards) == ["no fused kernels on cuda:1: Failed to find C compiler"]
+    assert lacks(["cuda:0"], cards) == lacks(["cpu", "cpu"], cards) == []
+    cards[0]["peers"], cards[1]["name"], size = [], "RTX 3090", 2**26
+    _, apart, shared, uneven = lacks(pair, cards)
+    assert "cuda:0 and cuda:1 do not reach each other's memory" in apart
+    assert "/dev/shm has 64 MiB" in shared
+    assert "--ipc=host" in shared
+    assert "not alike" in uneven
+    assert lacks(["cuda:0"], cards) == [], "control: one GPU exchanges nothing"
 
 
 def test_software_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

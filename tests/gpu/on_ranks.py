@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from patchpar.errors import ExchangeError
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.graphs.step_graphs import StepGraphs
@@ -64,6 +66,32 @@ def parity_in_symmetric_memory(this: PoolRank, name: str, dtype: torch.dtype) ->
     assert collectives is not None, "ranks with a card each exchange through NCCL"
     collectives.form([tuple(range(this.world))], symmetric_memory=True)
     return parity(this, name, dtype), bool(collectives._peers)
+
+
+@torch.no_grad()
+def aborted(this: PoolRank) -> tuple[float, str]:
+    """Seconds in which the groups end while there is a graph with messages of both, and what its replay says then."""
+    device, peers = torch.device(this.context.device), tuple(range(this.world))
+    collectives: Any = this.transport.collectives
+    own, rows = torch.ones(8, device=device), torch.empty(this.world, 8, device=device)
+
+    def gathered() -> Tensor:
+        for bulk in (False, True):
+            collectives.all_gather(peers, own, rows, (), "a graph", bulk=bulk).wait()
+        return rows
+
+    gathered()
+    recording = recorder_for(this.transport).capture(gathered, "a step")
+    recording.replay()
+    this.transport.settle("a graph")
+    start = time.monotonic()
+    this.transport.poison("the test ends here")
+    seconds = time.monotonic() - start
+    try:
+        recording.replay()
+    except ExchangeError as error:
+        return seconds, str(error)
+    return seconds, ""
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.gpu.battery.timing import prepared_rank
 from patchpar import Team
-from patchpar.comm.kernels.fused_op import has_triton
+from patchpar.comm.kernels.triton_check import has_triton
+from patchpar.comm.transport.torch_groups import ABORT_SECONDS
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.launch.accelerators import in_stream
 from patchpar.launch.local import LocalExecutor
@@ -134,6 +135,16 @@ def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, strategy: str) -> 
     ):
         assert max(differences) <= ROUNDING[torch.float16] / 10
         assert replays == evaluations - (2 if strategy == "exact" else 3)
+
+
+def test_groups_end_at_once_though_a_graph_has_their_messages(kind: str) -> None:
+    """NCCL waits until no graph is left, and the kernels of one group hold up the end of another."""
+    count = torch.cuda.device_count() if kind != "cpu" else 0
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    for seconds, message in on_ranks([f"{kind}:{rank}" for rank in range(2)], "tests.gpu.on_ranks:aborted"):
+        assert seconds < ABORT_SECONDS
+        assert "cannot be replayed" in message
 
 
 def answered(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -123,3 +123,16 @@ def test_a_convolution_of_it_is_that_of_the_whole(interpreted: Callable[..., Any
         padded = interpreted(launch_concat_halo, whole[:, :, start:end].contiguous(), before, after, 1, 1, -2)[0]
         found.append(F.conv2d(padded, weight, padding=(0, 1)))
     torch.testing.assert_close(torch.cat(found, -2), F.conv2d(whole, weight, padding=1))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_no_product_in_the_kernel_exceeds_32_bits(launches: Callable[..., Any], channels_last: bool) -> None:
+    """Of maps of more than 2^31 values, as of a VAE; what Triton is given at that size has 64 bits."""
+    x = torch.empty(1, 128, 2060, 8192, dtype=torch.float16, device="meta")
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    (launch,) = launches(launch_concat_halo, x, None, None, 1, 1, -2)
+    run = x.numel() // (1 if channels_last else 128)
+    row = run // 2060
+    found = {name: launch.arguments[name] for name in ("first", "size", "last", "length")}
+    assert found == {"first": row, "size": run, "last": row, "length": run + 2 * row}
+    assert (run > 2**31) is channels_last

@@ -109,3 +109,10 @@ def test_a_round_of_edges_and_moments_is_one_launch_on_a_gpu() -> None:
             edges = edges_part(axis, first, last, above, below)
             layout, tensors = edge_layout(axis, shared, edges)
             assert operators(layout.buffers, tensors, x.device) == ["patchpar.write_pieces.default"]
+
+
+def test_no_message_has_more_blocks_than_a_grid(launches: Callable[..., Any]) -> None:
+    """CUDA has 65,535 programs in all dims but the first, in which a message of any size has its blocks."""
+    x = torch.empty(2**27, 2, dtype=torch.float16, device="meta").t()
+    (launch,) = launches(launch_write_pieces, x.new_empty(x.numel()), [x], (0, 0))
+    assert launch.grid == (2**18, 1)

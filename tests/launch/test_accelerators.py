@@ -14,6 +14,7 @@ from patchpar.launch.accelerators import (
     device_count,
     group_backend,
     main_kind,
+    pin_host_memory,
     random_state,
     random_width,
     select_device,
@@ -133,3 +134,45 @@ def test_how_many_values_a_gpu_samples_side_by_side(monkeypatch):
     found = SimpleNamespace(multi_processor_count=108, max_threads_per_multi_processor=2048)
     monkeypatch.setattr(gpus, "get_device_properties", lambda device: found)
     assert random_width("cuda:0") == 221_184
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error(monkeypatch):
+    """CUDA keeps the error of the call, and torch raises it after its next launch, whatever that computes."""
+    errors = []
+
+    def register(address, size, flags):
+        errors.append("out of memory")
+        return 2
+
+    def full(*_, device):
+        assert device == GPU
+        raise RuntimeError(errors.pop())
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "full", full)
+    assert not pin_host_memory(torch.zeros(8, dtype=torch.uint8), GPU)
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA A100-SXM4-80GB"])
+def test_instances_of_one_card_are_one_card(monkeypatch, name):
+    """NCCL refuses them: a rank each on two of them exchange through memory of the host."""
+    gpus = pretend(monkeypatch, FakeGpus(["MIG-a", "MIG-b"]))
+    properties = gpus.get_device_properties
+
+    def on_bus(device):
+        found = properties(device)
+        return SimpleNamespace(name=name, pci_domain_id=0, pci_bus_id=7, pci_device_id=0, **vars(found))
+
+    monkeypatch.setattr(gpus, "get_device_properties", on_bus)
+    cards = {card_id("cuda:0"), card_id("cuda:1")}
+    assert len(cards) == (1 if "MIG" in name else 2)
+
+
+def test_a_build_without_nccl(monkeypatch):
+    """As for Windows: torch has a GPU, and names a backend that it lacks."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    for is_built, backend in ((True, "gloo"), (False, "nccl")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda is_built=is_built: is_built)
+        assert default_backend("cuda") == backend
+    assert default_backend("cpu") == "gloo"

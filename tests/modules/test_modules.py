@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
@@ -99,6 +99,11 @@ def test_a_copy_that_fails_ends_the_call_of_all(tmp_path: Path) -> None:
 def test_threads_enter_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of CPUs there are none: what a GPU does with them is seen in tests/gpu."""
     entered: list[tuple[str, str]] = []
+    devices: list[str] = []
+
+    def current_device(device: str) -> AbstractContextManager[None]:
+        devices.append(device)
+        return nullcontext()
 
     @contextmanager
     def in_stream(stream: str) -> Iterator[None]:
@@ -108,8 +113,12 @@ def test_threads_enter_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPat
     with Team(copies("unet"), verify=tmp_path) as team:
         monkeypatch.setattr("patchpar.pipeline.module.team.in_stream", in_stream)
         monkeypatch.setattr("patchpar.pipeline.module.team.current_streams", lambda _: ["side"])
+        monkeypatch.setattr("patchpar.pipeline.module.sharded_module.current_device", current_device)
         team.begin()
-    assert sorted(entered) == [("patchpar-0", "side"), ("patchpar-1", "side")]
+        assert devices == ["cpu"] * 2
+        team(**call_of("unet"))
+        assert devices == ["cpu"] * 4, "kernels and events are of the network's device, whatever the script's is"
+    assert sorted(set(entered)) == [("patchpar-0", "side"), ("patchpar-1", "side")]
 
 
 class Counts(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,22 +24,39 @@ __all__ = ["gpu"]
 SPEC = TensorSpec((2,), torch.float32)
 
 
+class Graph:
+    """In the place of torch.cuda.CUDAGraph."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs, self.is_there = graphs, True
+
+    def replay(self) -> None:
+        if not self.is_there:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.\nand more")
+        self.graphs.replays += 1
+
+    def reset(self) -> None:
+        self.graphs.gpu.enqueued.append("reset")
+        self.is_there = False
+
+
 class Graphs:
     """In the place of torch.cuda. `refused`: what the device says when a capture ends."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.refused, self.threads = gpu, "", list[Any]()
-        self.replays = 0
+        self.replays, self.streams = 0, list[Any]()
 
-    def CUDAGraph(self) -> Any:
-        return SimpleNamespace(replay=self._replay)
+    def CUDAGraph(self) -> Graph:
+        return Graph(self)
 
-    def _replay(self) -> None:
-        self.replays += 1
+    def Stream(self, device: torch.device) -> Any:
+        return f"a stream of {device}"
 
     @contextmanager
-    def graph(self, graph: Any, capture_error_mode: str) -> Any:
+    def graph(self, graph: Any, *, stream: Any, capture_error_mode: str) -> Any:
         self.threads.append((threading.get_ident(), capture_error_mode))
+        self.streams.append(stream)
         yield
         if self.refused:
             raise RuntimeError(f"{self.refused}\nand more")
@@ -87,7 +105,57 @@ def test_each_replay_has_one_deadline(graphs: Graphs) -> None:
     line.waits.look()  # as the thread does
     with pytest.raises(ExchangeError, match="rank 2, a step: the replay of its graph has not ended within 0 s"):
         exchanged(line)
-    assert graphs.gpu.enqueued[-1] == "abort"
+    assert "abort" in graphs.gpu.enqueued[-3:]
+
+
+def test_a_capture_uses_a_stream_of_its_own_device(graphs: Graphs) -> None:
+    """torch's own is of the device that was captured on first: kernels of another device would not be in the graph."""
+    of_one = GraphRecorder(torch.device("cpu", 0), None)
+    for found in (of_one, of_one, GraphRecorder(torch.device("cpu", 1), None)):
+        found.capture(lambda: None, "a step")
+    assert graphs.streams == ["a stream of cpu:0", "a stream of cpu:0", "a stream of cpu:1"]
+
+
+def test_a_captured_step_casts_weights_itself(graphs: Graphs) -> None:
+    """Casts that autocast keeps are freed with it, and a graph would go on reading them."""
+    found, x, weight = GraphRecorder(torch.device("cpu"), None), torch.ones(2, 2), torch.nn.Parameter(torch.ones(2, 2))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        want = (x @ weight).clone()
+        with torch.no_grad():
+            weight.fill_(2)
+        assert torch.equal(x @ weight, want), "control: autocast has kept the cast of before"
+        assert torch.equal(found.capture(lambda: x @ weight, "a step").output, 2 * want)
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_graphs_are_released_when_their_groups_end(graphs: Graphs) -> None:
+    """NCCL ends no communicator while there is a graph with operations of it: torch would wait for a day."""
+    line = transport()
+    found = recorder_for(line).capture(lambda: "prediction", "rank 2, a step")
+    found.replay()
+    line.poison("a rank is gone")
+    assert sorted(graphs.gpu.enqueued[-3:]) == ["abort", "abort", "reset"]
+    with pytest.raises(ExchangeError, match="rank 2, a step: its graph cannot be replayed: Called CUDAGraph::replay w"):
+        found.replay()
+    line = transport()
+    kept = recorder_for(line).capture(lambda: "prediction", "a step")
+    line.close()
+    assert graphs.gpu.enqueued[-1] == "reset"
+    assert kept is not None
+
+
+def test_what_watches_a_replay_does_not_keep_its_graph(graphs: Graphs) -> None:
+    line = transport()
+    found = recorder_for(line).capture(lambda: None, "a step")
+    graphs.gpu.stuck = True
+    found.replay()
+    kept = weakref.ref(found._graph)  # type: ignore[attr-defined]
+    del found
+    assert line.waits is not None
+    assert len(line.waits._awaited) == 1
+    assert kept() is None
+    graphs.gpu.stuck = False
+    line.close()
 
 
 def test_a_replay_behind_others_has_its_whole_time(graphs: Graphs) -> None:

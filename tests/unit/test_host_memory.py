@@ -40,8 +40,12 @@ class FakeTensor:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of tensors and events."""
     log: list[Any] = []
-    event = SimpleNamespace(record=lambda: log.append("record"), synchronize=lambda: log.append("wait"))
-    modules = {"cuda": SimpleNamespace(mem_get_info=None, Event=lambda: event), "mps": SimpleNamespace()}
+    event = SimpleNamespace(synchronize=lambda: log.append("wait"))
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(record_event=lambda: [event, log.append(f"record on {device}")][0])
+
+    modules = {"cuda": SimpleNamespace(mem_get_info=None, current_stream=current_stream), "mps": SimpleNamespace()}
     monkeypatch.setattr(host_memory, "device_module", modules.__getitem__)
 
     def empty(shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> FakeTensor:
@@ -72,7 +76,7 @@ def test_a_gpu_reads_pinned_memory(
 
 def test_a_copy_of_a_gpu_is_awaited_only_when_it_is_read(log: list[Any]) -> None:
     copy = HostCopy(FakeTensor(GPU, log))  # type: ignore[arg-type]
-    assert log == [("cuda:1 into pinned", True), "record"]
+    assert log == [("cuda:1 into pinned", True), "record on cuda:1"], "whatever device is the current one"
     assert copy.wait().device == CPU
     assert log[2:] == ["wait"]
 

@@ -99,6 +99,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
         gpu.works += map(weakref.ref, works)
         return works
 
+    def barrier(group: Group, *, async_op: bool, device_ids: Sequence[int]) -> Any:
+        assert async_op, "else the process waits for as long as torch does"
+        gpu.enqueued.append(f"barrier {group.ranks} {device_ids}")
+        if "no_barrier" in gpu.__dict__:
+            raise RuntimeError(gpu.__dict__["no_barrier"])
+        return SimpleNamespace(is_completed=lambda: not gpu.stuck, wait=lambda: None)
+
     distributed = {
         "get_backend": lambda: request.param,
         "get_backend_config": lambda: "cpu:nccl",
@@ -107,7 +114,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "new_group": lambda ranks, timeout, backend, options: Group(gpu, ranks, options),
         "ProcessGroupNCCL": SimpleNamespace(Options=SimpleNamespace),
         "destroy_process_group": lambda group: None,
-        "barrier": lambda group, device_ids: gpu.enqueued.append(f"barrier {group.ranks} {device_ids}"),
+        "barrier": barrier,
         "isend": "send",
         "irecv": "receive",
         "P2POp": lambda what, x, peer, group: SimpleNamespace(what=what, x=x, peer=peer),
@@ -130,6 +137,20 @@ SPEC = TensorSpec((2,), torch.float32)
 def test_all_ranks_meet_before_the_first_exchange(gpu: Gpu) -> None:
     transport()
     assert gpu.enqueued == ["barrier [0, 1, 2] [3]"]
+
+
+def test_ranks_that_do_not_meet_fail_within_the_deadline(gpu: Gpu) -> None:
+    """As GPUs without access to each other's memory, of which NCCL does not know: torch would wait for a day."""
+    gpu.stuck = True
+    with pytest.raises(ExchangeError, match=r"rank 2 at the first operation.* 0\.05 s.*--ipc=host.*NCCL_P2P_DISABLE=1"):
+        transport(deadline=0.05)
+    assert gpu.enqueued[1:] == ["abort", "abort"]
+
+
+def test_what_nccl_says_of_the_first_operation_is_passed_on(gpu: Gpu) -> None:
+    gpu.__dict__["no_barrier"] = "unhandled system error"
+    with pytest.raises(ExchangeError, match=r"first operation of all ranks: unhandled system error\. With NCCL_DEBUG"):
+        transport()
 
 
 def test_what_this_step_needs_has_a_stream_of_its_own_and_priority(gpu: Gpu) -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, update_wrapper
-from importlib.util import find_spec
+from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from patchpar.comm.kernels.triton_check import has_triton, runs_kernels
 from patchpar.launch.accelerators import CUDA
 
 NAMESPACE = "patchpar"
@@ -20,12 +20,6 @@ R = TypeVar("R")
 
 _ON_META: ContextVar[bool] = ContextVar("patchpar_fused_on_meta", default=False)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed. It comes with every build of torch for GPUs of NVIDIA and AMD under Linux."""
-    return find_spec("triton") is not None
 
 
 @contextmanager
@@ -42,6 +36,8 @@ def is_fused(x: Tensor) -> bool:
     """Whether `x`, of any shape, goes through a kernel: on a GPU, and not in fp64, since kernels add in fp32."""
     kind = x.device.type
     if kind == CUDA:
+        if type(x) is Tensor:
+            return runs_kernels(x.get_device(), x.dtype)
         return x.dtype != torch.float64 and has_triton()
     return kind == "meta" and _ON_META.get() and x.dtype != torch.float64
 

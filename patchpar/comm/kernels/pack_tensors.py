@@ -91,8 +91,8 @@ def _prepared(pieces: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[tuple
         missing = dims - len(shape)
         sizes += (*(max(1, size) for size in reversed(shape)), *[1] * missing)
         strides += (*reversed(steps), *[0] * missing)
-    grid = len(pieces) // 2, max(1, -(-max(counts) // BLOCK))
-    constants = {"PIECES": grid[0], "COUNT": len(layouts), "DIMS": dims, "BLOCK": BLOCK, "num_warps": 8}
+    grid = max(1, -(-max(counts) // BLOCK)), len(pieces) // 2  # CUDA has 65,535 programs in the second dim
+    constants = {"PIECES": grid[1], "COUNT": len(layouts), "DIMS": dims, "BLOCK": BLOCK, "num_warps": 8}
     numbers = pieces[::2], pieces[1::2], counts, tuple(sizes), tuple(strides)
     return grid, numbers, constants
 

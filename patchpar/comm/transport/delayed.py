@@ -88,6 +88,10 @@ class DelayedTransport:
         """See `Transport`."""
         self.inner.poison(reason)
 
+    def check(self, where: str) -> None:
+        """See `Transport`."""
+        self.inner.check(where)
+
     def close(self) -> None:
         """Close the inner transport. Idempotent."""
         self.inner.close()

@@ -55,4 +55,9 @@ class GroupTransport(Poisonable):
         super().poison(reason)
         if self.collectives is not None:
             self.collectives.abort()
-        self._groups.abort()
+        self._groups.abort(self._release_graphs)
+
+    def _release_graphs(self) -> None:
+        """Release graphs with messages of this transport in them: NCCL ends no communicator that one refers to."""
+        if self.waits is not None:
+            self.waits.release_graphs()

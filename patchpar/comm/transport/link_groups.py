@@ -3,7 +3,6 @@
 They can be made anew: ranks that go on after another one has died meet its successor in new groups.
 """
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,12 +113,9 @@ class LinkGroups(ProcessGroups):
         )
         return standalone_group(self._store, own)
 
-    def abort(self) -> None:
+    def _members(self) -> list[Any]:
         """See ProcessGroups."""
-        for group in list(self.links.values()):  # from the thread of deadlines, as there
-            with contextlib.suppress(RuntimeError, AttributeError):
-                group.abort()
-        super().abort()
+        return [*list(self.links.values()), *super()._members()]
 
     def destroy(self) -> None:
         """Release all groups, without waiting for ranks that may be gone. Idempotent."""

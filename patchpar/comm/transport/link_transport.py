@@ -26,7 +26,7 @@ from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.comm.transport.torch_collectives import TorchCollectives
 from patchpar.comm.transport.torch_work import TorchWork
 from patchpar.errors import ExchangeError
-from patchpar.launch.accelerators import HOST_BACKENDS
+from patchpar.launch.accelerators import HOST_BACKENDS, select_device
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -77,7 +77,12 @@ class LinkTransport(GroupTransport):
         self.recover()
         if self.backend not in HOST_BACKENDS:
             self.waits = StreamWaits(
-                self.device.type, lambda: self.deadline, self.poison, self._report_wait, lambda: self.host.is_cut
+                self.device.type,
+                lambda: self.deadline,
+                self.poison,
+                self._report_wait,
+                lambda: self.host.is_cut,
+                partial(select_device, str(self.device)),
             )
         try:
             if store is not None:

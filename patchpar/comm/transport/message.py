@@ -207,6 +207,9 @@ class Transport(Protocol):
     def poison(self, reason: str) -> None:
         """Refuse every exchange from now on, since messages may be left over: see `Poisonable`."""
 
+    def check(self, where: str) -> None:
+        """Raise ExchangeError at the exchange point `where` if this transport is poisoned."""
+
     def close(self) -> None:
         """Close sockets and release memory. Idempotent."""
 

@@ -10,11 +10,14 @@ next exchange raises ExchangeError.
 
 The event before the wait tells a GPU that works from one that waits, which NCCL's kernel uses as well: once this event
 is complete and the one after it is not, the stream waits for another rank.
+
+Captured graphs with messages in them are noted here, since they have to be released before the groups end.
 """
 
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +57,8 @@ class StreamWaits:
 
     `deadline` returns the limit of one in seconds, which may change.
     `on_late` is called once, by any thread, with what has not arrived. `report` gets at each look whether the stream
-    waits. `is_cut`: whether a rank is known to be gone, so that nothing further arrives.
+    waits. `is_cut`: whether a rank is known to be gone, so that nothing further arrives. `on_thread` is called by the
+    thread that asks the GPU before it does: threads begin on GPU 0, where the first question would make a context.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class StreamWaits:
         on_late: Callable[[str], object],
         report: Callable[[bool], object],
         is_cut: Callable[[], bool] = lambda: False,
+        on_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self._event, self._deadline, self._on_late, self._report = timing_events(kind), deadline, on_late, report
-        self._is_cut = is_cut
+        self._is_cut, self._on_thread = is_cut, on_thread
+        self._graphs = weakref.WeakSet[Any]()
         self._awaited: deque[Awaited] = deque()
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
@@ -151,6 +157,20 @@ class StreamWaits:
             finally:
                 self._captures = False
 
+    def add_graph(self, graph: Any) -> None:
+        """Note a captured graph in which works are awaited."""
+        with self._lock:
+            self._graphs.add(graph)
+
+    def release_graphs(self) -> None:
+        """Release all captured graphs, which cannot be replayed again; one that runs ends first. Idempotent."""
+        with self._lock:
+            found = list(self._graphs)
+            self._graphs.clear()
+        for graph in found:
+            with contextlib.suppress(RuntimeError):  # of torch: the device has failed
+                graph.reset()
+
     def close(self) -> None:
         """End the thread. Idempotent."""
         with self._lock:
@@ -159,6 +179,7 @@ class StreamWaits:
         self._news.set()
 
     def _watch_over(self) -> None:
+        self._on_thread()
         while not self._closed and not self._late:
             self._news.wait()
             time.sleep(GLANCE)

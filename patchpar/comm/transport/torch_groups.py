@@ -2,10 +2,17 @@
 
 Each has a communicator and, with NCCL, a stream of its own. Of every set of ranks there are two: small messages that
 are needed now do not queue behind bulk that is needed in the next step. Theirs is a stream of high priority.
+
+All groups are aborted at once, each by a thread. NCCL first tells the kernels of a communicator to end, and then frees
+its memory, for which the driver waits for every kernel of the GPU: also for those of a group that would be next
+(pytorch/pytorch#119797). Then it waits until no graph is left with operations of the communicator.
 """
 
 import contextlib
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of a wait is `StreamWaits`'s
+ABORT_SECONDS = 10.0  # that an abort of all groups may take
+log = logging.getLogger(__name__)
 
 
 class ProcessGroups:
@@ -52,12 +61,33 @@ class ProcessGroups:
         """Return a group of `ranks`, of which this rank is one."""
         return self._own[ranks, bulk]
 
-    def abort(self) -> None:
-        """End all operations in flight, so that whoever waits for them goes on. The groups cannot be used again."""
-        for group in list(self._own.values()):  # from the thread of deadlines, while another may form one
-            owner = group if hasattr(group, "abort") else group._get_backend(self._device)  # up to torch 2.6
-            with contextlib.suppress(RuntimeError, AttributeError):  # gloo's waits have deadlines of their own
-                owner.abort()
+    def abort(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """End all operations in flight, so that whoever waits for them goes on. The groups cannot be used again.
+
+        `meanwhile`: releases graphs with operations of the groups. Returns after ABORT_SECONDS at the latest.
+        """
+        threads = [
+            threading.Thread(target=self._abort, args=(group,), name="patchpar-abort", daemon=True)
+            for group in self._members()
+        ]
+        for thread in threads:
+            thread.start()
+        meanwhile()
+        give_up = time.monotonic() + ABORT_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        left = sum(thread.is_alive() for thread in threads)
+        if left:
+            log.error("%d of %d groups of %s have not ended in %g s", left, len(threads), self.backend, ABORT_SECONDS)
+
+    def _members(self) -> list[Any]:
+        """Return the groups with this rank in them: for the thread of deadlines, while another may form one."""
+        return list(self._own.values())
+
+    def _abort(self, group: Any) -> None:
+        owner = group if hasattr(group, "abort") else group._get_backend(self._device)  # up to torch 2.6
+        with contextlib.suppress(RuntimeError, AttributeError):  # gloo's waits have deadlines of their own
+            owner.abort()
 
     def destroy(self) -> None:
         """Release all groups. Idempotent."""

@@ -1,5 +1,6 @@
 """Messages through torch.distributed: NCCL between GPUs, gloo between hosts. One operation for each message."""
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,7 +15,15 @@ from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.comm.transport.torch_collectives import Begin, TorchCollectives
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.comm.transport.torch_work import TorchWork
-from patchpar.launch.accelerators import HOST_BACKENDS, current_index, group_backend
+from patchpar.errors import ExchangeError
+from patchpar.launch.accelerators import HOST_BACKENDS, current_index, group_backend, select_device
+
+POLL = 1e-3
+FIRST = "the first operation of all ranks"
+ADVICE = (
+    "With NCCL_DEBUG=INFO in the environment NCCL says more. Frequent causes: a container with little shared memory "
+    "(docker run --ipc=host), GPUs that cannot reach each other's memory though the driver says so (NCCL_P2P_DISABLE=1)"
+)
 
 
 class TorchTransport(GroupTransport):
@@ -22,7 +31,7 @@ class TorchTransport(GroupTransport):
 
     A wait takes at most `deadline` seconds. With NCCL the GPU's stream waits: see `StreamWaits`. `collectives` are used
     with NCCL, or if `collective` says so.
-    Collective: all ranks of torch.distributed's default group construct theirs together.
+    Collective: all ranks of torch.distributed's default group construct theirs together. Raises ExchangeError.
     """
 
     def __init__(self, device: torch.device, deadline: float, *, collective: bool = False) -> None:
@@ -31,10 +40,7 @@ class TorchTransport(GroupTransport):
         backend = group_backend(device)
         self.staged = backend in HOST_BACKENDS and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
-        in_stream = backend not in HOST_BACKENDS
-        self.waits = (
-            StreamWaits(device.type, lambda: self.deadline, self.poison, self._report_wait) if in_stream else None
-        )
+        self.waits = None if backend in HOST_BACKENDS else self._waits_on(device)
         all_ranks = tuple(range(dist.get_world_size()))
         self._groups = ProcessGroups(backend, self._wire, deadline)
         collective = collective or self.waits is not None
@@ -42,7 +48,32 @@ class TorchTransport(GroupTransport):
         self._group = self._groups.of(all_ranks, bulk=False)
         self.collectives = TorchCollectives(self._groups, self._wire, self._start) if collective else None
         if self.waits is not None:  # NCCL's first operation must include all ranks, and an exchange need not
-            dist.barrier(self._group, device_ids=[current_index(device)])
+            self._meet()
+
+    def _waits_on(self, device: torch.device) -> StreamWaits:
+        on_thread = partial(select_device, str(device))
+        return StreamWaits(device.type, lambda: self.deadline, self.poison, self._report_wait, lambda: False, on_thread)
+
+    def _meet(self) -> None:
+        """Wait for all ranks in their first operation, in which NCCL connects. Raises ExchangeError after the deadline.
+
+        torch's own limit is that of the group, after which it ends the process.
+        """
+        cause: RuntimeError | None = None
+        failure = f"it is not over within {self.deadline:g} s"
+        give_up = time.monotonic() + self.deadline
+        try:
+            work = dist.barrier(self._group, async_op=True, device_ids=[current_index(self.device)])
+            while not (is_over := work.is_completed()) and time.monotonic() < give_up:
+                time.sleep(POLL)
+            if is_over:
+                work.wait()
+                return
+        except RuntimeError as error:
+            cause, failure = error, str(error)
+        text = f"rank {self.rank} at {FIRST}: {failure}. {ADVICE}"
+        self.poison(text)
+        raise ExchangeError(text) from cause
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> TorchWork[Messages]:
         """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier exchange."""
@@ -62,4 +93,5 @@ class TorchTransport(GroupTransport):
         """Release the groups. The default group stays: whoever initialised it destroys it. Idempotent."""
         if self.waits is not None:
             self.waits.close()
+        self._release_graphs()
         self._groups.destroy()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import with_own_lists
 from patchpar.comm.transport import Transport, connect_group
 from patchpar.errors import PlanError
+from patchpar.launch.accelerators import current_device
 from patchpar.pipeline.module.options import ModuleOptions
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
@@ -68,9 +70,10 @@ class ShardedModule:
 
     def begin(self) -> None:
         """Begin an image: values of the last one are not used. Raises ExchangeError."""
-        self.denoiser.finish()
-        self._clock.reset()
-        self.denoiser.reset()
+        with self._on_device():
+            self.denoiser.finish()
+            self._clock.reset()
+            self.denoiser.reset()
         self._has_begun = True
 
     def step(self) -> None:
@@ -103,11 +106,18 @@ class ShardedModule:
         self._clock.next_call()
         args, kwargs = with_own_lists((args, kwargs))  # some models write into them
         plain, start = partial(forward, *with_own_lists(args), **with_own_lists(kwargs)), time.perf_counter()
-        with refused_in_words(self.module, str(plan), WAY_OUT, plain):
+        with self._on_device(), refused_in_words(self.module, str(plan), WAY_OUT, plain):
             output = self.denoiser.denoise(_with_own_lists(forward), *args, **kwargs)
         seconds = time.perf_counter() - start  # another rank may take as long before it sends anything
         self.transport.deadline = max(self.transport.deadline, self.options.seconds + 2 * seconds)
         return output
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which the network's device is the current one, of which kernels and events are.
+
+        A script may have put the network on cuda:1 and say nothing else.
+        """
+        return current_device(str(self.transport.device))
 
     def forget(self) -> None:
         """Find anew how calls are divided, and compare the next one, since the network may have changed."""

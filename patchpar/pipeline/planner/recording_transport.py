@@ -92,6 +92,9 @@ class RecordingTransport:
     def poison(self, reason: str) -> None:
         """See `Transport`."""
 
+    def check(self, where: str) -> None:
+        """See `Transport`."""
+
     def close(self) -> None:
         """See `Transport`."""
 

@@ -1,16 +1,23 @@
 """Capture of a step as a graph of the device, whose replay is one launch for all kernels and messages of the step.
 
 Nothing else in this folder knows the device: a recorder of another kind can take the place of this one.
+
+NCCL ends no communicator while there is a graph with operations of it: `StreamWaits` knows the graphs, and they are
+released before the process leaves its groups.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import atexit
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
+
+import torch
 
 from patchpar.comm.transport import Transport
 from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.comm.transport.torch_p2p import TorchTransport
-from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.errors import ExchangeError, PatchparError, UnsupportedModel
 from patchpar.launch.accelerators import device_module, has_graphs
 
 
@@ -36,26 +43,34 @@ class StepRecorder(Protocol):
 
 
 class GraphRecorder:
-    """Captures steps as graphs of a GPU with the messages of NCCL in them. Each graph has memory of its own.
+    """Captures steps as graphs of the GPU `device` with the messages of NCCL in them. Each graph has memory of its own.
 
     `waits`: what watches the stream; None on a rank that has no messages of NCCL.
     """
 
-    def __init__(self, kind: str, waits: StreamWaits | None) -> None:
-        self._module, self._waits = device_module(kind), waits
+    def __init__(self, device: torch.device, waits: StreamWaits | None) -> None:
+        self._device, self._module, self._waits = device, device_module(device.type), waits
+        self._stream: Any = None
+        if waits is not None:
+            _release_at_exit(waits)
 
     def capture(self, step: Callable[[], Any], what: str) -> CapturedStep:
         """See `StepRecorder`. The step does not run before the first replay."""
         graph = self._module.CUDAGraph()
+        if self._stream is None:  # torch's own is one for the process, of the device that was captured on first
+            self._stream = self._module.Stream(self._device)
         try:
             # Other threads of the process, such as those of libraries, may use the GPU meanwhile.
+            captured = self._module.graph(graph, stream=self._stream, capture_error_mode="thread_local")
             unwatched = nullcontext() if self._waits is None else self._waits.capturing()
-            with unwatched, self._module.graph(graph, capture_error_mode="thread_local"):
+            with unwatched, _without_kept_casts(), captured:
                 output = step()
         except PatchparError:
             raise
         except RuntimeError as error:
             raise CaptureRefused(f"the device refuses the capture: {str(error).splitlines()[0]}") from error
+        if self._waits is not None:
+            self._waits.add_graph(graph)
         return _DeviceGraph(graph, output, self._module, self._waits, what)
 
 
@@ -67,13 +82,43 @@ class _DeviceGraph:
         self._graph, self._module, self._waits, self._what = graph, module, waits, what
 
     def replay(self) -> None:
-        """See `CapturedStep`. Returns at once."""
-        self._graph.replay()
+        """See `CapturedStep`. Returns at once. Raises ExchangeError if the graph has been released."""
+        what = self._what  # what watches the replay does not keep the graph
+        try:
+            self._graph.replay()
+        except RuntimeError as error:
+            raise ExchangeError(f"{what}: its graph cannot be replayed: {str(error).partition(chr(10))[0]}") from error
         if self._waits is None:  # it waits for no other rank
             return
         end = self._module.Event()
         end.record()
-        self._waits.watch(end.query, lambda: f"{self._what}: the replay of its graph has not ended")
+        self._waits.watch(end.query, lambda: f"{what}: the replay of its graph has not ended")
+
+
+@contextmanager
+def _without_kept_casts() -> Iterator[None]:
+    """Context in which autocast keeps no casts of weights.
+
+    A graph would read those of before, which are freed at the end of autocast, and leave those that it writes.
+    """
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
+
+
+def _release_at_exit(waits: StreamWaits) -> None:
+    """Release the graphs of `waits` when the process ends, before it leaves groups that were formed earlier."""
+    known = weakref.ref(waits)
+
+    def release() -> None:
+        found = known()
+        if found is not None:
+            found.release_graphs()
+
+    atexit.register(release)
 
 
 def recorder_for(transport: Transport, *, with_messages: bool = True) -> StepRecorder:
@@ -90,4 +135,4 @@ def recorder_for(transport: Transport, *, with_messages: bool = True) -> StepRec
             "messages between these ranks pass through memory of the host, which a graph of the GPU cannot repeat: "
             "graphs need NCCL, and so a GPU for each rank"
         )
-    return GraphRecorder(kind, waits)
+    return GraphRecorder(transport.device, waits)

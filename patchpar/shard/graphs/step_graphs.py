@@ -26,6 +26,7 @@ from patchpar.shard.graphs.refusals import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
 from patchpar.shard.verification import every_rank_has
 
+REPLAY = "replay of a step"
 MOST_GRAPHS = 8  # of one denoiser: each holds the memory of a step
 MOST_KINDS = 64  # that have run once: with so many the arguments differ from step to step
 log = logging.getLogger(__name__)
@@ -183,9 +184,10 @@ class StepGraphs:
         return _Graph(recording, arguments), reason
 
     def _replayed(self, graph: _Graph, state: CarriedState) -> Any:
-        """Replay a step whose arguments have been written."""
+        """Replay a step whose arguments have been written. Raises ExchangeError after a failed exchange."""
         comm, _ = self._mesh
-        comm.beat("replay of a step")
+        comm.beat(REPLAY)
+        comm.transport.check(REPLAY)
         graph.recording.replay()
         state.set_back(graph.after)
         if graph.sent is not None:

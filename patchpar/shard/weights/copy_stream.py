@@ -34,10 +34,17 @@ class CopyStream:
         with self.beside():
             for into, x in pairs:
                 into.copy_(x, non_blocking=True)
+                if self._stream is not None and into.device.type == self._device.type:
+                    into.record_stream(self._stream)  # what is freed meanwhile is used again after the copy
             event = None if self._stream is None else self._module.Event()
             if event is not None:
                 event.record(self._stream)
         return StreamCopy(event, self._module, self._device)
+
+    def finish(self) -> None:
+        """Block until all copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class StreamCopy:

@@ -10,7 +10,9 @@ As Superpipeline (2410.08791) and the group offloading of diffusers do for one d
 """
 
 import logging
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,17 @@ def refuse_without_host_memory(num_bytes: int) -> None:
         )
 
 
+def unpin_after_copies(stream: CopyStream, addresses: Sequence[int]) -> None:
+    """Unpin memory of the host that is unmapped next, once copies from it are done.
+
+    What stays pinned is taken by the driver for other memory that is mapped there later.
+    """
+    if addresses:
+        stream.finish()
+    for address in addresses:
+        unpin_host_memory(address)
+
+
 class HostStore(BlockStore):
     """Parts of blocks in host memory, pinned where the device's driver does that."""
 
@@ -49,7 +62,7 @@ class HostStore(BlockStore):
         self._offsets: list[int] = []  # of the blocks in each rank's segment
         self._own: HostSegment | None = None
         self._segments: Sequence[Tensor] | None = None  # of all ranks, if this one has mapped them
-        self._pinned: list[int] = []
+        self._unpin: Any = None  # what undoes that, also when this store is dropped
         self._stream = CopyStream(device)
 
     @property
@@ -83,8 +96,10 @@ class HostStore(BlockStore):
         super().join(comm)
         self._segments = segments_of_all(self._own, (comm, self.axis))
         used = [self._own.memory] if self._segments is None else self._segments
-        self._pinned = [x.data_ptr() for x in used if pin_host_memory(x, self.device)]
-        if len(self._pinned) < len(used) and is_accelerator(str(self.device)):
+        pinned = [x.data_ptr() for x in used if pin_host_memory(x, self.device)]
+        self._unpin = weakref.finalize(self, unpin_after_copies, self._stream, pinned)
+        self._unpin.atexit = False
+        if len(pinned) < len(used) and is_accelerator(str(self.device)):
             log.warning("host memory cannot be pinned for %s, so that copies of weights do not overlap", self.device)
 
     def start(self, index: int, slot: Tensor) -> Transfer:
@@ -106,9 +121,9 @@ class HostStore(BlockStore):
 
     def close(self) -> None:
         """See BlockStore."""
-        for address in self._pinned:
-            unpin_host_memory(address)
-        self._pinned, self._segments, self._own = [], None, None
+        if self._unpin is not None:
+            self._unpin()
+        self._segments, self._own = None, None
 
     def _part(self, memory: Tensor, index: int) -> Tensor:
         """Return the part [bytes] of a block in a rank's segment [bytes]."""

@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def _copy(source, target, count, sizes, strides, FIRST: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
     """Copy this program's BLOCK of the `count` elements of a strided tensor, whose last of DIMS is at FIRST."""
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     rest = at
     offset = tl.zeros([BLOCK], tl.int64)
@@ -37,7 +37,7 @@ def write_pieces_program(
     All others are tuples: COUNT pointers with their numbers of elements, and DIMS sizes and strides of each, the last
     first; which of them each piece is, and the element of `buffer` where it begins.
     """
-    piece = tl.program_id(0)
+    piece = tl.program_id(1)
     number, start = numbers[0], starts[0]
     for index in tl.static_range(1, PIECES):
         number = tl.where(piece == index, numbers[index], number)

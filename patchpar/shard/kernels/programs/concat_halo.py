@@ -15,10 +15,10 @@ def concat_halo_program(
     last_rows,
     runs,
     runs_per_map,
-    inner,
-    rows_before,
-    rows,
-    rows_after,
+    length,
+    first,
+    size,
+    last,
     channels,
     maps,
     num_first,
@@ -28,18 +28,18 @@ def concat_halo_program(
     RUNS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Write POSITIONS of RUNS of `y`, [runs, rows_before + rows + rows_after, inner], and edge rows of `x` to be sent.
+    """Write POSITIONS of RUNS of `y`, [runs, length], and edge rows of `x` to be sent.
 
-    `runs_per_map`: of one channel, or of one sample where channels are last. `maps`: samples times channels.
+    `first`, `size`, `last`, which make up `length`: values of rows before, of those of `x`, and after. `num_first` and
+    `num_last`: values of a run that are sent. `runs_per_map`: of one channel, or of one sample where channels are last.
+    `maps`: samples times channels.
     """
-    first, size, last = rows_before * inner, rows * inner, rows_after * inner
-    length, blocks = first + size + last, tl.cdiv(first + size + last, POSITIONS)
+    blocks = tl.cdiv(length, POSITIONS)
     run = tl.program_id(0) // blocks * RUNS + tl.arange(0, RUNS)[:, None]
     position = tl.program_id(0) % blocks * POSITIONS + tl.arange(0, POSITIONS)[None, :]
     is_run, own = run < runs, position - first
     is_own = is_run & (own >= 0) & (own < size)
     value = tl.load(x + run.to(tl.int64) * size + own, mask=is_own, other=0.0)
-    num_first, num_last = num_first * inner, num_last * inner
     _copy_rows(first_rows, value, run, own, is_own, num_first, runs_per_map, channels, CHANNELS_LAST)
     _copy_rows(last_rows, value, run, own - (size - num_last), is_own, num_last, runs_per_map, channels, CHANNELS_LAST)
     if before is not None:

@@ -38,6 +38,7 @@ def correct_tokens_program(
     if EXTRAPOLATES:
         from_previous = previous + tl.load(entry + 4) * size + at
         before = tl.load(from_previous, mask=inside, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # Triton may let another thread write what this one reads (triton-lang/triton#10924)
         tl.store(from_previous, last, mask=inside)
         moved += reach * (value - before)
     if CORRECTS:

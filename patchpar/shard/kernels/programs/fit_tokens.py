@@ -37,6 +37,7 @@ def _mean_of_all(
                 last = now
                 if CONTINUES:
                     last = tl.load(tokens + token * pitch, mask=inside, other=0.0)
+                    tl.debug_barrier()  # or another thread writes what this one reads (triton-lang/triton#10924)
                 tl.store(tokens_before + token * pitch, last, mask=inside)
             tl.store(tokens + token * pitch, now, mask=inside)
     return tl.sum(total, 0) / num_tokens
@@ -117,10 +118,12 @@ def _products_of_samples(
             way_way += way * way
             way_moved += way * moved
             if not KEEPS_ALL:
+                tl.debug_barrier()  # as above
                 tl.store(tokens_before + sample * pitch, last, mask=inside)
         old_old += old * old
         old_moved += old * moved
         if not KEEPS_ALL:
+            tl.debug_barrier()
             tl.store(tokens + sample * pitch, now, mask=inside)
     return tl.sum(old_old, 0), tl.sum(old_moved, 0), tl.sum(old_way, 0), tl.sum(way_way), tl.sum(way_moved)
 

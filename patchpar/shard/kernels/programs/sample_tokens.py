@@ -39,6 +39,7 @@ def sample_tokens_program(
                 last = now
                 if CONTINUES:
                     last = tl.load(kept + sample * pitch, mask=found, other=0.0)
+                    tl.debug_barrier()  # or another thread writes what this one reads (triton-lang/triton#10924)
                 tl.store(before + sample * pitch, last, mask=found)
             tl.store(kept + sample * pitch, now, mask=found)
     now_mean = _mean_of_all(
