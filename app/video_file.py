@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError
+from patchpar.stream.media_file import open_media
 
 from .limits import check_size
 
@@ -35,7 +36,7 @@ class VideoFile:
         import av
 
         try:
-            with av.open(str(path)) as container:
+            with open_media(Path(path)) as container:
                 return cls._inspect(container, Path(path))
         except av.FFmpegError as error:
             raise PlanError(f"the file cannot be read as a video: use {', '.join(KINDS)}") from error
@@ -67,7 +68,7 @@ class VideoFile:
         check_size(self.path)
         taken = 0
         try:
-            with av.open(str(self.path)) as container:
+            with open_media(self.path) as container:
                 for seconds, frame in _timed(container):
                     if seconds >= MAX_SECONDS:
                         return
