@@ -87,6 +87,7 @@ class WanStream(CausalModel):
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
         self._low_noise = low_noise
         self._encoder: WanEncoder | None = None
+        self._encoded = 0  # the block that the encoder goes on with
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
         channels = transformer.config.out_channels
@@ -167,8 +168,9 @@ class WanStream(CausalModel):
     def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
         """See CausalModel. Latents of the frames at the noise level of the first step (StreamDiffusionV2)."""
         assert self._decoder is not None, "the first stage has the autoencoder"
-        if self._encoder is None:
+        if self._encoder is None or block != self._encoded:  # a block that is begun again follows its predecessor
             self._encoder = WanEncoder(self._decoder)
+        self._encoded = block + 1
         latents = self._own(self._encoder.encode(self._scaled(frames), self._latents.shape[2]))
         return self._schedule.noised(latents, payload[0]), *payload[1:]
 
