@@ -3,7 +3,7 @@
 import asyncio
 import io
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
     if kind_of(request) != FORM:
         return parse_stream(await read_body(request, limits.body_bytes)), {}
     form = await read_form(request, limits.form_bytes)
-    readers = {
+    readers: dict[str, Callable[[bytes], Any]] = {
         REFERENCE: lambda data: read_upload(data, REFERENCE),
         AUDIO: lambda data: _read_audio(data, limits.stream_seconds),
         POSE: _read_pose,
