@@ -73,7 +73,7 @@ class TalkingFaceJob:
         request = self._request
         found: dict[str, Any] = {"reference": request.reference, "seed": request.seed}
         if request.pose is not None:
-            found["pose"] = request.pose.path
+            found["pose"] = request.pose.in_memory()
         if request.is_live:
             delivery = StreamDelivery(pace="realtime", output="skip_to_live", keep_alive=True)
             return {**found, "audio": "live", "seconds": MAX_LIVE_SECONDS, "delivery": delivery}

@@ -1,5 +1,6 @@
 """An uploaded video, frame by frame: checked before decoding, never held in memory as a whole."""
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class VideoFile:
             raise PlanError(f"the video has {seconds:.0f} s: at most {MAX_SECONDS:.0f} s are taken, so cut it")
         fps = stream.average_rate
         return cls(path=path, seconds=seconds, fps=float(fps) if fps else None)
+
+    def in_memory(self) -> io.BytesIO:
+        """Its bytes as a file object. Raises PlanError if it was deleted meanwhile."""
+        check_size(self.path)
+        return io.BytesIO(self.path.read_bytes())
 
     def expected_frames(self, rate: float) -> int:
         """Number of frames at `rate` per second; 0 if unknown."""
