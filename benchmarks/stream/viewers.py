@@ -165,16 +165,18 @@ def live(pipe: StreamingPipeline, screen: VideoScreen, seconds: float, looks: in
     """A live stream of so many seconds: its record, and by how much a chunk has been late at most, in seconds."""
     record, late, pids = Record(), 0.0, (os.getpid(), *pipe._workers.pids)
     delivery = StreamDelivery(pace="realtime")
-    with pipe.stream("a person talks", audio="live", delivery=delivery) as session:
-        with microphone(session, time.monotonic()):
-            for chunk in session:
-                screen.show(enlarged(chunk.frames), chunk.pts, chunk.audio)
-                record.blocks, record.frames = record.blocks + 1, record.frames + len(chunk.frames)
-                record.seconds, late = record.frames / pipe.config.fps, max(late, session.behind)
-                if record.seconds >= seconds * (len(record.resident) + 1) / looks:
-                    record.resident.append(tuple(map(resident_bytes, pids)))
-                if record.seconds >= seconds:
-                    break
+    with (
+        pipe.stream("a person talks", audio="live", delivery=delivery) as session,
+        microphone(session, time.monotonic()),
+    ):
+        for chunk in session:
+            screen.show(enlarged(chunk.frames), chunk.pts, chunk.audio)
+            record.blocks, record.frames = record.blocks + 1, record.frames + len(chunk.frames)
+            record.seconds, late = record.frames / pipe.config.fps, max(late, session.behind)
+            if record.seconds >= seconds * (len(record.resident) + 1) / looks:
+                record.resident.append(tuple(map(resident_bytes, pids)))
+            if record.seconds >= seconds:
+                break
     return record, late
 
 
@@ -183,8 +185,8 @@ def report(record: Record, late: float, viewed: Sequence[Viewed], plan: object, 
     yield "# Half an hour live with three viewers"
     yield ""
     yield (
-        f"Made by `python -m benchmarks.stream.viewers`: {record.frames} frames, {record.seconds / 60:.1f} minutes live "
-        f"at {fps:g} frames/s, with audio as it comes; {plan}. Chunks were up to {late:.2f} s late."
+        f"Made by `python -m benchmarks.stream.viewers`: {record.frames} frames, {record.seconds / 60:.1f} minutes "
+        f"live at {fps:g} frames/s, with audio as it comes; {plan}. Chunks were up to {late:.2f} s late."
     )
     yield ""
     yield (

@@ -22,7 +22,7 @@ from patchpar.stream.causal.conditions import PromptBlend, StepConditions
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
+from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 
 
