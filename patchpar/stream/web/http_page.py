@@ -18,9 +18,15 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.pcm_pipe import PcmFormat
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
+from patchpar.stream.web.page_input import (
+    PageCamera,
+    PageInputs,
+    PageMicrophone,
+    checked_audio,
+    image_of,
+    samples_of,
+)
 
 if TYPE_CHECKING:
     from patchpar.stream.web.webrtc import RtcPeers
@@ -174,7 +180,7 @@ class PageReceiver:
 
     def __init__(self, socket: WebSocket, microphone: PageMicrophone | None) -> None:
         self._socket, self._microphone = socket, microphone
-        self._format = PcmFormat(rate=48_000)  # until the browser names its own
+        self._rate = self._channels = 0
         self._has_refused = False  # samples; the browser is told once
 
     async def run(self) -> None:
@@ -197,15 +203,15 @@ class PageReceiver:
         if data is not None:
             if not self._has_refused:
                 self._has_refused = True
-                microphone.put(self, (samples_of(data, self._format), self._format.rate))
+                microphone.put(self, (samples_of(data, max(1, self._channels)), self._rate))
                 self._has_refused = False
             return
         self._has_refused = False
         control = _control_of(message.get("text") or "")
         if control.get("type") == "audio_begin":
-            known = PcmFormat(rate=control.get("rate"), channels=control.get("channels", 1))
+            rate, channels = checked_audio(control.get("rate"), control.get("channels", 1))
             microphone.begin(self)
-            self._format = known
+            self._rate, self._channels = rate, channels
         elif control.get("type") == "audio_end":
             microphone.end(self)
         else:

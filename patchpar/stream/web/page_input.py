@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.pcm_pipe import PcmFormat
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20
 """Bytes of one message."""
 MAX_SIDE = 4096
 """Pixels of a side of an image."""
+RATES, MAX_CHANNELS = (1000, 384_000), 8
 WAITING_PIECES = 100
 """Pieces of audio that may wait to be taken: 2 s of 20 ms each. Older ones are dropped."""
 
@@ -115,12 +117,22 @@ class PageInputs:
                 each.close()
 
 
-def samples_of(data: bytes, form: PcmFormat) -> Tensor:
-    """Return samples [channels, N] of bytes in this format. Raises PlanError."""
+def checked_audio(rate: Any, channels: Any) -> tuple[int, int]:
+    """Return the sampling rate and the number of channels of audio. Raises PlanError if they cannot be used."""
+    if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
+        raise PlanError(f"audio at {rate} samples per second: {RATES[0]} to {RATES[1]} are understood")
+    if not isinstance(channels, int) or not 1 <= channels <= MAX_CHANNELS:
+        raise PlanError(f"audio of {channels} channels: 1 to {MAX_CHANNELS} are understood")
+    return rate, channels
+
+
+def samples_of(data: bytes, channels: int) -> Tensor:
+    """Return samples [channels, N] of 16-bit little-endian integers. Raises PlanError."""
     _check_size(data)
-    if len(data) % form.size:
-        raise PlanError(f"{len(data)} bytes of audio: samples of {form.channels} channels have {form.size} bytes")
-    return form.samples(data)
+    if len(data) % (2 * channels):
+        raise PlanError(f"{len(data)} bytes of audio: samples of {channels} channels have {2 * channels} bytes")
+    values = np.frombuffer(data, "<i2").reshape(-1, channels).T.astype(np.float32) / 32768
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 def image_of(data: bytes) -> Any:
