@@ -104,5 +104,5 @@ def test_a_playlist_is_no_file_of_audio(tmp_path: Path) -> None:
     playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n{named}\n#EXT-X-ENDLIST\n")
     with av.open(str(playlist)) as container:
         assert [stream.type for stream in container.streams] == ["audio"]
-    with pytest.raises(PlanError, match="upload.m3u8 cannot be read as audio"):
+    with pytest.raises(PlanError, match=r"upload\.m3u8 cannot be read as audio"):
         read_audio(playlist, 16000)
