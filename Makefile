@@ -151,6 +151,7 @@ figures-long: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.quality --model assets/scenes-dit --table docs/figures/quality-dit.md
 	$(BIN)/python -m benchmarks.highres --generate 2x16x20 --generate 4x4x20 --write docs/figures/highres.md
 	$(BIN)/python -m benchmarks.stream.long --devices cpu:2 --write docs/figures/stream-long.md
+	$(BIN)/python -m benchmarks.stream.viewers --write docs/figures/stream-viewers.md
 	$(BIN)/python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
 	  --write docs/figures/stream-face.md
 

@@ -10,6 +10,7 @@ from PIL.Image import Image
 from patchpar import PlanError
 from patchpar.models.image_file import read_image_file
 from patchpar.stream.audio.audio_file import read_audio
+from patchpar.stream.media_file import open_media
 
 MAX_BYTES = 20 * 2**20
 MAX_IMAGE_PIXELS = 40_000_000  # a decoded image takes three bytes for each
@@ -79,7 +80,7 @@ def _seconds_of(path: str | Path) -> float | None:
     import av
 
     try:
-        with av.open(str(path)) as container:
+        with open_media(Path(path)) as container:
             return None if container.duration is None else container.duration / 1e6
     except av.FFmpegError:
         return None

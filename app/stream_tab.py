@@ -62,7 +62,7 @@ class StreamTab(JobTab):
 
     @reports_errors(failed)
     async def talk(self, owner: str, *fields: Any) -> AsyncIterator[Any]:
-        """The button of the talking face. `fields`: audio, reference, prompt, seconds, whether a microphone is live."""
+        """The button of the talking face. `fields`: those of `face_request`."""
 
         def start() -> Job:
             request = face_request(*fields)
@@ -133,7 +133,9 @@ def stream_request(source: Any, image: Any, video: Any, rate: Any, *rest: Any) -
     )
 
 
-def face_request(audio: Any, reference: Any, prompt: Any, seconds: Any, is_live: Any) -> TalkingFaceRequest:
+def face_request(
+    audio: Any, reference: Any, prompt: Any, seconds: Any, is_live: Any, pose: Any = None
+) -> TalkingFaceRequest:
     """The request that the fields describe; a live one leaves the recording out. Raises PlanError."""
     return TalkingFaceRequest(
         prompt=prompt or "",
@@ -141,6 +143,7 @@ def face_request(audio: Any, reference: Any, prompt: Any, seconds: Any, is_live:
         audio=read_audio_file(audio) if audio is not None and not is_live else None,
         seconds=float(seconds or 0),
         is_live=bool(is_live),
+        pose=VideoFile.of(pose) if pose is not None else None,
     )
 
 
@@ -242,8 +245,16 @@ class _FaceFields:
                 gr.Examples(update, [prompt, audio], label="Examples for the embedded model")
             reference = uploaded("Reference face", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, MAX_SECONDS, 5, step=1, label="Seconds (without audio)")
+            takes_poses = has_face and face not in EMBEDDED
+            pose = gr.Video(
+                label="Video of poses (Wan-S2V, Live Avatar)",
+                sources=["upload"],
+                visible=takes_poses,
+                height=240,
+                elem_id="stream-pose",
+            )
             self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
-        self.components = [audio, reference, prompt, seconds, is_live]
+        self.components = [audio, reference, prompt, seconds, is_live, pose]
         is_live.change(_fields_unless, is_live, [audio, seconds], show_progress="hidden")
 
 

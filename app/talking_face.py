@@ -13,6 +13,7 @@ from .image_stream import MAX_SECONDS as MAX_LIVE_SECONDS
 from .image_stream import StreamControls, StreamSummary
 from .job_queue import Job
 from .saved_video import SavedVideo
+from .video_file import VideoFile
 from .workers import AppWorkers
 
 MAX_SECONDS = 120.0  # all of the video is held, for reloaded pages
@@ -23,6 +24,7 @@ class TalkingFaceRequest:
     """Inputs of a talking face. `audio`: (samples, rate), or None for `seconds` of silence.
 
     `is_live`: the audio is that of the page's microphone, while the face talks, and silence where there is none.
+    `pose`: a video of poses, for models that take one.
     """
 
     prompt: str = ""
@@ -31,6 +33,7 @@ class TalkingFaceRequest:
     seconds: float = 5.0
     seed: int = 0
     is_live: bool = False
+    pose: VideoFile | None = None
 
     def __post_init__(self) -> None:
         needs_length = self.audio is None and not self.is_live
@@ -69,6 +72,8 @@ class TalkingFaceJob:
     def _conditions(self) -> dict[str, Any]:
         request = self._request
         found: dict[str, Any] = {"reference": request.reference, "seed": request.seed}
+        if request.pose is not None:
+            found["pose"] = request.pose.in_memory()
         if request.is_live:
             delivery = StreamDelivery(pace="realtime", output="skip_to_live", keep_alive=True)
             return {**found, "audio": "live", "seconds": MAX_LIVE_SECONDS, "delivery": delivery}

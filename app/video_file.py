@@ -1,5 +1,6 @@
 """An uploaded video, frame by frame: checked before decoding, never held in memory as a whole."""
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError
+from patchpar.stream.media_file import open_media
 
 from .limits import check_size
 
@@ -35,7 +37,7 @@ class VideoFile:
         import av
 
         try:
-            with av.open(str(path)) as container:
+            with open_media(Path(path)) as container:
                 return cls._inspect(container, Path(path))
         except av.FFmpegError as error:
             raise PlanError(f"the file cannot be read as a video: use {', '.join(KINDS)}") from error
@@ -52,6 +54,11 @@ class VideoFile:
         fps = stream.average_rate
         return cls(path=path, seconds=seconds, fps=float(fps) if fps else None)
 
+    def in_memory(self) -> io.BytesIO:
+        """Its bytes as a file object. Raises PlanError if it was deleted meanwhile."""
+        check_size(self.path)
+        return io.BytesIO(self.path.read_bytes())
+
     def expected_frames(self, rate: float) -> int:
         """Number of frames at `rate` per second; 0 if unknown."""
         return 0 if self.seconds is None else math.ceil(self.seconds * rate)
@@ -67,7 +74,7 @@ class VideoFile:
         check_size(self.path)
         taken = 0
         try:
-            with av.open(str(self.path)) as container:
+            with open_media(self.path) as container:
                 for seconds, frame in _timed(container):
                     if seconds >= MAX_SECONDS:
                         return

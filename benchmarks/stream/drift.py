@@ -6,6 +6,7 @@ Without a sink the looks live in the window alone, from which they go on and on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def _frames(avatar: Avatar, talk: Talk, blocks: int, *, has_sink: bool) -> Itera
 def _take_sinks(states: Sequence[StepState]) -> None:
     """Not offered by the stream itself: nobody should want it."""
     for state in states:
-        state.sink, state.cache._has_sink = None, False
+        state.now, state.memory._has_sink = replace(state.now, sink=None), False
 
 
 def rows(kept: Sequence[Colours], without: Sequence[Colours]) -> list[str]:

@@ -99,7 +99,7 @@ def watch(pipe: StreamingPipeline, blocks: int, looks: int, conditions: dict[str
 
 def table(record: Record, plan: object, fps: float) -> list[str]:
     """As Markdown."""
-    lines = [
+    return [
         "# A long stream",
         "",
         f"{record.blocks} blocks, {record.frames} frames, {record.seconds / 60:.1f} minutes at {fps:g} frames/s; "
@@ -109,15 +109,17 @@ def table(record: Record, plan: object, fps: float) -> list[str]:
         f"{len(record.resident)} times, of which the first tenth is left out. It goes up and down; it is flat where "
         f"neither its floor nor its peak moves by as much as {FLAT:.0%} from the first half to the second.",
         "",
-        "| rank | resident at the end, MB | floor | peak | up and down | |",
-        "|---|---|---|---|---|---|",
+        *memory_rows(record, [str(rank) for rank in range(len(record.resident[-1]))], "rank"),
     ]
-    for rank, (state, last) in enumerate(zip(record.courses(), record.resident[-1], strict=True)):
+
+
+def memory_rows(record: Record, names: Sequence[str], of: str = "process") -> Iterator[str]:
+    """Yield a table of how the memory of each process went, in Markdown. `of`: heading of the names."""
+    yield f"| {of} | resident at the end, MB | floor | peak | up and down | |"
+    yield "|---|---|---|---|---|---|"
+    for name, state, last in zip(names, record.courses(), record.resident[-1], strict=True):
         outcome = "flat" if state.is_flat else "not flat"
-        lines.append(
-            f"| {rank} | {last / 1e6:.0f} | {state.floor:+.1%} | {state.peak:+.1%} | {state.wave:.1%} | {outcome} |"
-        )
-    return lines
+        yield f"| {name} | {last / 1e6:.0f} | {state.floor:+.1%} | {state.peak:+.1%} | {state.wave:.1%} | {outcome} |"
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model_of(options.model) as model,
         StreamingPipeline.from_pretrained(model, devices=options.devices, **loading) as pipe,
     ):
-        form = pipe._format(pipe.config.fps)
+        form = pipe._format_at(pipe.config.fps)
         blocks = options.blocks or form.blocks(60.0 * MINUTES)
         conditions = conditions_of(options.model is not None, form.seconds(blocks + 1))
         record = watch(pipe, blocks, options.looks, conditions)

@@ -130,7 +130,7 @@ def awake(model: str, devices: str, loading: dict[str, Any], slow: float) -> Fou
 
     talk = held_out_talk(0, 6.0)
     with StreamingPipeline.from_pretrained(model, devices=devices, **loading) as pipe:
-        form = pipe._format(pipe.config.fps)
+        form = pipe._format_at(pipe.config.fps)
         block = (form.first_frame(2) - form.first_frame(1)) / form.fps
         costs, spread = costs_of(pipe, talk.reference, slow * block)
         budget = onset(pipe.plan, costs, spread=spread)

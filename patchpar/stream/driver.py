@@ -103,12 +103,20 @@ def with_updates(known: Mapping[str, Update], updates: Iterable[Update]) -> dict
     """Return the conditions after `updates`, by kind and in the order of their effect; a prompt is there at once."""
     found = dict(known)
     for update in updates:
-        is_reference = isinstance(update, (ReferenceUpdate, Reference))
-        kind = "reference" if is_reference else getattr(update, "name", "prompt")
-        if is_reference:
+        if isinstance(update, (ReferenceUpdate, Reference)):
             found.pop(SINK, None)
-        found[kind] = replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
+            found["reference"] = _with_masks(update, found.get("reference"))
+        elif isinstance(update, PromptUpdate):
+            found["prompt"] = replace(update, transition="switch", over=0)
+        else:
+            found[getattr(update, "name", "prompt")] = update
     return found
+
+
+def _with_masks(update: ReferenceUpdate | Reference, before: Update | None) -> Update:
+    """A reference with the masks of the one before, where it has none of its own: speakers stay where they are."""
+    has_own = update.masks is not None or type(before) is not type(update)
+    return update if has_own else replace(update, masks=getattr(before, "masks", None))
 
 
 class StreamDriver(RankDriver):
@@ -140,6 +148,11 @@ class StreamDriver(RankDriver):
         self._source_error: Exception | None = None
         self._restarts = Restarts(limits.restarts)
         self.figures: tuple[StageStats, ...] = ()
+
+    def prepare(self, changes: Iterable[tuple[int, Update]]) -> None:
+        """Apply changes at their blocks, before `start`: any number of them, as a recording may have."""
+        for block, update in changes:
+            self._updates.setdefault(block, []).append(update)
 
     def update(self, update: Update, at: int | None) -> int:
         """Apply a change from block `at` on, by default the next; return that block.
@@ -211,11 +224,11 @@ class StreamDriver(RankDriver):
 
     def _say_again(self, block: int, again: tuple[Update, ...]) -> None:
         """Put updates before those of a block."""
-        if block in self._sent:
-            begin, samples = self._sent[block]
-            self._sent[block] = (replace(begin, updates=(*again, *begin.updates)), samples)
-        else:
+        if block not in self._sent:
             self._updates.setdefault(block, [])[:0] = again
+            return
+        begin, samples = self._sent[block]
+        self._sent[block] = (replace(begin, updates=(*again, *begin.updates)), samples)
 
     def _order(self) -> None:
         """Send the next order to the first rank, if it has requested one and an order is possible."""
@@ -242,10 +255,9 @@ class StreamDriver(RankDriver):
     def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
         tokens, samples = (None, None) if self._track is None else self._track.take(block)
         self._next = block + 1
-        updates = tuple(self._updates.pop(block, ()))
         frames, pose = self._frames.take(block)
         inputs = () if tokens is None else (tokens,)
-        return BeginBlock(inputs=inputs, updates=updates, frames=frames, pose=pose), samples
+        return BeginBlock(inputs=inputs, updates=tuple(self._updates.pop(block, ())), frames=frames, pose=pose), samples
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""
@@ -265,11 +277,10 @@ class StreamDriver(RankDriver):
             self.look()
 
     def _has_ended(self, block: int) -> bool:
-        if self._is_stopping or block == self._limits.blocks:
-            return True
-        if self._later and block == self._later[0].first_block:
-            return True
-        return any(source is not None and source.is_over(block) for source in (self._track, self._frames.video))
+        later = self._later[0].first_block if self._later else None
+        is_last = self._is_stopping or block in (self._limits.blocks, later)
+        sources = [source for source in (self._track, self._frames.video) if source is not None]
+        return is_last or any(source.is_over(block) for source in sources)
 
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""

@@ -59,8 +59,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
     ) -> "StreamSession":
         """Start with the conditions `updates`, and `changes` at their blocks. `journal` records the output."""
         self._journal = journal
-        for block, update in (*((0, update) for update in updates), *changes):
-            self._driver.update(update, block)
+        self._driver.prepare((*((0, update) for update in updates), *changes))
         self._driver.start()
         return self
 

@@ -1,20 +1,22 @@
 """Frames of a video that a stream starts from, block by block: cropped, scaled, and at the model's rate."""
 
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.image_file import check_pixels
+from patchpar.stream.media_file import open_media
 from patchpar.stream.reference_image import load_reference_image
 
-Video = str | Path | Iterable[Any]
+Video = str | Path | IO[bytes] | Iterable[Any]
 
 
 class VideoSource:
@@ -101,7 +103,7 @@ NO_FRAMES = FrameSources()
 def frames_from(video: Video, fps: float, height: int, width: int, name: str = "video") -> Iterator[Tensor]:
     """Yield frames [height, width, 3] in uint8 of a file at `fps` frames per second, or of images as they come.
 
-    `height`, `width`: pixels. `name`: of the argument, for errors.
+    `video`: a path, a binary file object, or images. `height`, `width`: pixels. `name`: of the argument, for errors.
 
     Raises PlanError for what is no video, and while it is read.
     """
@@ -109,10 +111,14 @@ def frames_from(video: Video, fps: float, height: int, width: int, name: str = "
         path = Path(video).expanduser()
         if not path.is_file():
             raise PlanError(f"{name}={str(video)!r}: there is no such file")
-        return (load_reference_image(image, height, width) for image in _at_rate(path, fps, name))
-    if not isinstance(video, Iterable):
+        images = _at_rate(path, fps, f"{name}={str(path)!r}")
+    elif isinstance(video, io.IOBase):
+        images = _at_rate(cast(IO[bytes], video), fps, name)
+    elif isinstance(video, Iterable):
+        images = iter(video)
+    else:
         raise PlanError(f"{name}={video!r:.80}: give a file, or images one after another")
-    return (load_reference_image(image, height, width) for image in video)
+    return (load_reference_image(image, height, width) for image in images)
 
 
 def pose_frames(pose: Video, fps: float, height: int, width: int) -> Iterator[Tensor]:
@@ -128,24 +134,24 @@ def pose_frames(pose: Video, fps: float, height: int, width: int) -> Iterator[Te
     return chain([first], frames, repeat(torch.zeros_like(first)))
 
 
-def _at_rate(path: Path, fps: float, name: str) -> Iterator[Any]:
-    """The images of a file that are shown at multiples of 1 / fps seconds. Raises PlanError."""
+def _at_rate(file: Path | IO[bytes], fps: float, name: str) -> Iterator[Any]:
+    """The images of a file that are shown at multiples of 1 / fps seconds. `name`: for errors. Raises PlanError."""
     import av
 
     due, before = 0, None
     try:
-        with av.open(str(path)) as container:
+        with open_media(file) as container:
             if not container.streams.video:
-                raise PlanError(f"{name}={str(path)!r}: {container.format.name} has no video track")
+                raise PlanError(f"{name}: {container.format.name} has no video track")
             first: float | None = None
             for frame in container.decode(video=0):
-                check_pixels(frame.width, frame.height, f"a frame of {path}")
+                check_pixels(frame.width, frame.height, f"a frame of {name}")
                 first = float(frame.time or 0) if first is None else first
                 while before is not None and due / fps < float(frame.time or 0) - first - 1e-6:
                     yield before
                     due += 1
                 before = frame.to_image()
     except av.FFmpegError as error:
-        raise PlanError(f"{name}={str(path)!r} cannot be read: {error}") from error
+        raise PlanError(f"{name} cannot be read: {error}") from error
     if before is not None:
         yield before

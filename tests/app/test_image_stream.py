@@ -246,7 +246,8 @@ class FakeFace:
 def test_a_face_talks_until_it_is_stopped(queue: JobQueue, saved: Path) -> None:
     face, controls, feed = FakeFace(), StreamControls(), VideoFeed()
     workers: Any = SimpleNamespace(face_stream=lambda: face, setup=FakeWorkers(FakePipeline()).setup)
-    options = TalkingFaceRequest(prompt="smile", audio=([0.0] * 16000, 16000), seed=3)
+    pose = VideoFile.of(grey_video(saved.parent / "poses.mp4", frames=2, fps=10))
+    options = TalkingFaceRequest(prompt="smile", audio=([0.0] * 16000, 16000), seed=3, pose=pose)
     seen = []
 
     def work(job: Job) -> Any:
@@ -259,6 +260,7 @@ def test_a_face_talks_until_it_is_stopped(queue: JobQueue, saved: Path) -> None:
     assert view.state == "done", view.error
     assert (view.result.images, face.prompts) == (8, ["frown"])
     assert (face.page_name["prompt"], face.page_name["seed"], face.page_name["audio"][1]) == ("smile", 3, 16000)
+    assert face.page_name["pose"].read() == pose.path.read_bytes()
     assert feed.head is not None
     assert feed.head.data[4:8] == b"ftyp"
     assert feed.held > 0

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from benchmarks.page import contents
+from benchmarks.stream import long, viewers
 from benchmarks.stream.budget import onset
 from benchmarks.stream.drift import rows
 from benchmarks.stream.flicker import NOISE, flicker, noisy
 from benchmarks.stream.image_ranks import WARM, Streamed
 from benchmarks.stream.long import Record, table
 from benchmarks.stream.onset import Found, half_open, lag_of
+from benchmarks.stream.viewers import BINARY, Viewed, read_frame
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts
+from patchpar.stream.web.mp4_boxes import Mp4Sample, fragment
 
 
 def record(sizes: list[tuple[int, int]]) -> Record:
@@ -32,6 +39,32 @@ def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
     lines = table(record(sizes), "a plan", 20)[-2:]
     assert lines[0].endswith("| +0.0% | +0.0% | 20.0% | flat |")
     assert lines[1].endswith("| +4.0% | +4.9% | 8.0% | not flat |")
+
+
+def test_a_viewer_counts_what_it_has_missed() -> None:
+    """Fragments have numbers, also after the viewer has come again; the header of the file is none."""
+    found, data = Viewed(name="a"), b""
+    samples = [Mp4Sample(track=1, time=0, duration=1, is_key=True, data=bytes(200)) for _ in range(3)]
+    for payload in (b"....ftyp", *map(fragment, (4, 5, 9), samples)):
+        data += bytes([0x80 | BINARY, 126]) + len(payload).to_bytes(2, "big") + payload
+    file = io.BytesIO(data)
+    for _ in range(4):
+        kind, payload = read_frame(file)
+        assert kind == BINARY
+        found.add(payload)
+    assert (found.fragments, found.missed, found.num_bytes) == (3, 3, len(data) - 4 * 4)
+    with pytest.raises(EOFError):
+        read_frame(file)
+
+
+@pytest.mark.breadth
+def test_long_streams_run(tmp_path: Path) -> None:
+    """Shortly: of a stream as fast as it can be, and of one that is watched live."""
+    long.main(["--blocks", "24", "--looks", "12", "--write", str(tmp_path / "long.md")])
+    assert "24 blocks, 95 frames" in (tmp_path / "long.md").read_text()
+    viewers.main(["--minutes", "0.3", "--looks", "20", "--write", str(tmp_path / "viewers.md")])
+    _, rows = contents((tmp_path / "viewers.md").read_text())[0]["tables"]
+    assert [row["viewer"] for row in rows if int(row["fragments"]) > 0] == ["first", "second", "slow"]
 
 
 def test_drift_is_told_by_its_beginning_and_its_end() -> None:

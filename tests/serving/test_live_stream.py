@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from patchpar.errors import PlanError
+from patchpar.serving.http.application import stream_application
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServedModel, ServerSettings
 from patchpar.serving.streams import live_stream
@@ -16,7 +20,8 @@ from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import LiveStreamRequest
 from patchpar.serving.streams.stream_service import StreamService
 from patchpar.stream.delivery import Effect
-from tests.serving.requests import until
+from tests.serving.requests import client_of, until
+from tests.stream.test_speech_pipeline import write_poses
 
 
 class Session:
@@ -105,6 +110,20 @@ def test_chunks_of_live_audio_are_not_dropped(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Pipe, "stream", lambda *args, **kwargs: (asked.append(kwargs), session)[1])
     service_of(session).create(LiveStreamRequest(audio="live"), "").cancel()
     assert (asked[0]["audio"], asked[0]["delivery"].output) == ("live", "block")
+
+
+def test_files_of_a_form_come_to_the_stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Poses as a file object, whose images are read while the stream runs; nothing is kept on disk."""
+    asked: list[Any] = []
+    monkeypatch.setattr(Pipe, "stream", lambda *args, **kwargs: (asked.append(kwargs), Session())[1])
+    poses, face = write_poses(tmp_path / "poses.mp4", 3).read_bytes(), io.BytesIO()
+    Image.new("RGB", (4, 4)).save(face, "PNG")
+    files = {"pose": ("a.mp4", poses), "reference": ("a.png", face.getvalue())}
+    service = service_of(Session())
+    response = client_of(stream_application(service)).post("/v1/streams", files=files)
+    assert response.status_code == 200, response.text
+    service.all_of("")[0].cancel()
+    assert (asked[0]["pose"].read(), asked[0]["reference"].size, asked[0]["audio"]) == (poses, (4, 4), None)
 
 
 def test_a_stream_that_begins_while_the_server_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,11 @@ def test_images_video_and_a_reference(client: Any) -> None:
     assert "event: stream.ended" in events
     bad = client.post(STREAMS, files={"reference": ("a.png", b"none")}, data={"seed": "1"})
     assert error_of(bad, 400)["code"] == "invalid_image"
-    bad = client.post(STREAMS, files={"audio_file": ("a.wav", b"none")}, data={"seed": "1"})
-    assert error_of(bad, 400)["code"] == "invalid_audio"
+    for name, code in (("audio_file", "invalid_audio"), ("pose", "invalid_video")):
+        error = error_of(client.post(STREAMS, files={name: ("a.mp4", b"none")}, data={"seed": "1"}), 400)
+        assert (error["param"], error["code"]) == (name, code)
+    error = error_of(client.post(STREAMS, files={"pose": ("a.mp4", data)}, data={"seed": "1"}), 400)
+    assert "this model takes no pose video" in error["message"]
 
 
 def test_a_socket_needs_the_key_of_its_stream(face: StreamingPipeline) -> None:

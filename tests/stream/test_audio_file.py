@@ -89,3 +89,20 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(PlanError, match=r"(ends|is broken) after [012]\.\d s"):
         read_audio(path, 16000)
+
+
+def test_a_playlist_is_no_file_of_audio(tmp_path: Path) -> None:
+    """FFmpeg would open the files that it names. The control: it does, where nobody forbids it."""
+    with av.open(str(tmp_path / "secret.ts"), "w") as container:
+        stream = container.add_stream("aac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(tone(16000, 1.0).astype(np.float32)[None], format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    playlist = tmp_path / "upload.m3u8"
+    named = f"#EXTINF:1,\n{tmp_path / 'secret.ts'}"
+    playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n{named}\n#EXT-X-ENDLIST\n")
+    with av.open(str(playlist)) as container:
+        assert [stream.type for stream in container.streams] == ["audio"]
+    with pytest.raises(PlanError, match=r"upload\.m3u8 cannot be read as audio"):
+        read_audio(playlist, 16000)

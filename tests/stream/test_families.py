@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.recomputed_history import RecomputedHistoryStream
 from patchpar.stream.causal.runner import HISTORIES
+from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
@@ -28,14 +30,16 @@ from patchpar.stream.convert import convert_checkpoint
 from patchpar.stream.events import Prompt
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.model_index import HIGH_NOISE
-from patchpar.stream.plan import StreamPlan
+from patchpar.stream.plan import Decode, StreamPlan
 from tests.breadth import first_of
 from tests.stream.reference_wan import KV, ReferenceWan, Seen
-from tests.stream.running import Script, differing, pipelined, serial
+from tests.stream.running import Outcome, Script, differing, pipelined, serial, stage
 from tests.stream.test_clean_history import furthest
 from tests.stream.test_convert import SAFETENSORS, Weights, original, prefixed
+from tests.stream.test_inner import GENERATING, latents_apart, part
 from tests.stream.tiny import COLUMNS, ROWS, write_folder
 from tests.tensors import noise
+from tests.unit.threads import on_threads
 
 SEED, BLOCKS, HEADS, TEXT = 7, 7, 2, 5
 EPSILON = 1e-6
@@ -115,11 +119,11 @@ def converted(base: Path, weights: Weights, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def model(folder: Path, config: StreamConfig) -> WanStream:
+def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None) -> WanStream:
     pipe = load_wan(folder, RequiredWeights(text=False, vae=True), {})
     text = noise(1, TEXT, pipe.transformer.config.text_dim, seed=100)
     options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text, adapt_sink=config.adapt_sink)
-    network = CausalWan(pipe.transformer, config.blocks)
+    network = CausalWan(pipe.transformer, config.blocks, inner=inner)
     return HISTORIES[config.blocks.history](network, config.schedule, WanDecoder(pipe.vae), options)
 
 
@@ -280,6 +284,30 @@ def test_changes_of_the_prompt_on_ranks(family: str, converted: Any) -> None:
     assert differing(outcome, wanted) == []
     plain = serial(model(folder, config), {}, BLOCKS, hears=False)
     assert differing(outcome, plain) == [3, 4, 5, 6]
+
+
+def on_rank(transport: Transport, folder: Path, config: StreamConfig, plan: StreamPlan, script: Script) -> Outcome:
+    with GENERATING:
+        made = model(folder, config, part(transport, plan.stages[plan.stage_of(transport.rank)].ranks))
+    return stage(transport, {transport.rank: made}, plan, script)[0]
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("family", ["longlive", "krea", "streamdiffusionv2"])
+def test_ranks_that_share_the_steps_of_a_family(family: str, converted: Any) -> None:
+    """Up to rounding the stream of one process, whichever rank decodes."""
+    folder = converted(family)
+    config = StreamConfig.load(folder)
+    text = noise(1, TEXT, model(folder, config)._network.transformer.config.text_dim, seed=5)
+    changes = {3: (Prompt(text=text, transition="recache"),)}
+    wanted = serial(model(folder, config), changes, BLOCKS, hears=False)
+    for decode in get_args(Decode):
+        plan = StreamPlan(sizes=(1,) * config.pipeline_steps, inner=2, decode=decode)
+        script = Script(changes, BLOCKS, hears=False)
+        found = on_threads(plan.ranks, on_rank, folder, config, plan, script, deadline=60.0)
+        errors = [error for error in found if isinstance(error, Exception)]
+        assert not errors, errors
+        assert latents_apart(found[plan.decoder], wanted) < 1e-5
 
 
 def test_sinks_outlive_a_recache_and_not_a_cut() -> None:

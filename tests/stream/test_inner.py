@@ -17,12 +17,13 @@ from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.stream.causal.causal_wan import BlockInputs
 from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
+from patchpar.stream.events import Reference
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, stream, text
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, speech, stream, text
 from tests.tensors import noise
 from tests.unit.threads import on_threads
 
@@ -110,6 +111,24 @@ def test_ranks_that_share_a_step_make_the_stream_of_one_process(plan: StreamPlan
 def test_every_kind_of_model(options: dict[str, Any]) -> None:
     outcome = shared(StreamPlan(sizes=(1, 1), inner=2), Script(EVERYTHING), **options)
     assert apart(outcome, serial(stream(2, **options), EVERYTHING)) < 1e-5
+
+
+def test_speakers_on_ranks_that_share_a_step() -> None:
+    """Each rank has the masks of its own tokens. Every token has another part of both voices, so that a shift is seen.
+
+    The control: the speakers change places in mid-stream.
+    """
+    left = torch.linspace(0, 1, TOKENS).view(ROWS // 2, COLUMNS // 2)
+    masks = torch.stack([left, 1 - left])
+    changes = {0: (Reference(latents=sink(1), masks=masks),), 3: (Reference(latents=sink(2), masks=masks.flip(0)),)}
+
+    def voices(block: int) -> tuple[Tensor, ...]:
+        return (speech(block, 2),)
+
+    outcome = shared(PLANS[0], Script(changes, hears=voices), speakers=2)
+    assert apart(outcome, serial(stream(2, speakers=2), changes, hears=voices)) < 1e-5
+    staying = {**changes, 3: (Reference(latents=sink(2)),)}
+    assert latents_apart(outcome, serial(stream(2, speakers=2), staying, hears=voices)) > 1e-3
 
 
 def test_without_the_others_tokens_it_is_another_stream() -> None:

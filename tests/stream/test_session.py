@@ -328,6 +328,19 @@ def test_a_reference_set_later_replaces_the_adaptive_sink() -> None:
     assert torch.equal(image.image, IMAGE + 1)
 
 
+def test_speakers_stay_where_they_are_under_another_reference() -> None:
+    """Also after a death: the ranks that are new get the masks with the reference, whichever came with it."""
+    masks, ranks = torch.ones(2, 8, 12, dtype=torch.uint8), Ranks((0, 4))
+    first = ReferenceUpdate(image=IMAGE, masks=masks)
+    with session(ranks, blocks=6, credit=1).begin(first) as stream:
+        next(stream)
+        stream.set_reference(IMAGE + 1, at=2)
+        list(stream)
+    (update,) = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
+    assert torch.equal(update.image, IMAGE + 1)
+    assert update.masks is masks
+
+
 def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:
     """Not before, and not without being asked for."""
     ranks, again = Ranks((0, 2)), threading.Event()
@@ -484,6 +497,14 @@ def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             stream.set_param("audio_scale", 0.5, at=at)
         with pytest.raises(PlanError, match="2 changes wait for blocks that have not begun"):
             stream.set_param("audio_scale", 0.5, at=3000)
+
+
+def test_a_recording_may_have_any_number_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_driver, "MAX_UPDATES", 2)
+    ranks, changes = Ranks(), [(block, PromptUpdate(text=str(block))) for block in range(6)]
+    with session(ranks).begin(changes=changes) as stream:
+        list(stream)
+    assert [begin.updates for _, begin in ranks.begun] == [(update,) for _, update in changes]
 
 
 # --- sound ---------------------------------------------------------------------------------------------------------

@@ -228,9 +228,9 @@ def test_a_pose(converted: ConvertedModel, weights: Weights) -> None:
     state, change = made.new_state(0), seen(converted.folder)
     made.apply(state, change)
     x, pose = noise(1, 16, 3, ROWS, COLUMNS), noise(1, 16, 3, ROWS, COLUMNS, seed=1)
-    found = made._network.velocity(state.memory, x, state.text, BlockInputs(0, 500.0, pose=pose))
+    found = made._network.velocity(state.memory, x, state.now.text, BlockInputs(0, 500.0, pose=pose))
     assert change.video is not None
-    sinks, text = net.sinks(change.latents[0], change.video[0], state.text[0]), state.text[0]
+    sinks, text = net.sinks(change.latents[0], change.video[0], state.now.text[0]), state.now.text[0]
     net.after = ()  # no sound
     silent = (torch.zeros(0), torch.zeros(0))
     wanted, _ = net.block(x[0], 500.0, text, range(3), (), sinks, 30, silent, pose[0])

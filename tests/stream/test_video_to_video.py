@@ -27,7 +27,7 @@ from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, VideoSource, frames_from
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_session import COURSE, FORMAT, Ranks
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, stream, vae, write_folder
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, speech, stream, vae, write_folder
 
 HEIGHT, WIDTH, PER_LATENT = 2 * ROWS, 2 * COLUMNS, 2
 BLOCKS = 4
@@ -78,6 +78,22 @@ def test_with_as_many_latent_frames_as_images_no_image_is_encoded_twice() -> Non
     encoder = WanEncoder(WanDecoder(net))
     found = torch.cat([encoder.encode(video[:3], 3), encoder.encode(video[3:], 2)], 2)
     assert float((found - wanted).abs().max()) < 1e-5
+
+
+@torch.no_grad()
+def test_a_block_that_is_begun_again_is_encoded_behind_no_later_one() -> None:
+    """As after a rank has died: its latents are those of a rank that begins there."""
+    model, blocks = made(), [images()[first_frame(b) : first_frame(b + 1)] for b in range(3)]
+    noise = model.begin(1, (speech(1),))
+
+    def begun(model: Any, *numbers: int) -> Tensor:
+        return [model.noised(number, noise, blocks[number])[0] for number in numbers][-1]
+
+    onward = begun(model, 0, 1)
+    again = begun(model, 2, 1)
+    assert torch.equal(again, begun(made(), 1))
+    assert torch.equal(begun(model, 2), begun(made(), 1, 2)), "and goes on from there"
+    assert not torch.equal(onward, again), "the control: what came before matters"
 
 
 class FromVideo(Script):

@@ -96,6 +96,7 @@ def stream(
     sampler: Any = "euler",
     adapt_sink: bool = True,
     has_sink: bool = True,
+    speakers: int = 1,
     **options: Any,
 ) -> WanStream:
     first = WanStreamOptions(
@@ -105,6 +106,7 @@ def stream(
         text=text(0),
         sink=sink(0) if has_sink else None,
         adapt_sink=adapt_sink,
+        speakers=speakers,
     )
     schedule = FlowSchedule.shifted(steps, sampler=sampler)
     return WanStream(causal(dtype=dtype, **options), schedule, WanDecoder(vae()), first)

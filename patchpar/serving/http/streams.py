@@ -1,8 +1,9 @@
 """Routes of streams: create, state, controls, end; video and images; and a WebSocket for all of it."""
 
 import asyncio
+import io
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from patchpar.serving.streams.stream_service import StreamService
 from patchpar.serving.uploaded_image import read_upload
 from patchpar.stream.web.http_page import is_own_origin
 
-REFERENCE, AUDIO = "reference", "audio_file"
+REFERENCE, AUDIO, POSE = "reference", "audio_file", "pose"
 FRESH = {"Cache-Control": "no-store"}
 LOOK_SECONDS = 0.1
 RATE = 48_000
@@ -38,8 +39,8 @@ def add_streams(app: FastAPI, service: StreamService) -> None:
     @app.post("/v1/streams")
     async def create(request: Request) -> JSONResponse:
         """Begin a stream."""
-        wanted, reference, audio = await _read(service, request)
-        stream = await asyncio.to_thread(service.create, wanted, owner_of(request), reference=reference, audio=audio)
+        wanted, files = await _read(service, request)
+        stream = await asyncio.to_thread(service.create, wanted, owner_of(request), **files)
         return JSONResponse(stream_view(service, stream))
 
 
@@ -155,21 +156,36 @@ async def _events(service: StreamService, stream: LiveStream) -> AsyncIterator[b
         quiet += LOOK_SECONDS
 
 
-async def _read(service: StreamService, request: Request) -> tuple[LiveStreamRequest, Any, Any]:
-    """Return a request, its reference image and its audio. Raises RequestError."""
+async def _read(service: StreamService, request: Request) -> tuple[LiveStreamRequest, dict[str, Any]]:
+    """Return a request and its files, as arguments of StreamService.create. Raises RequestError."""
     limits = service.settings.limits
     if kind_of(request) != FORM:
-        return parse_stream(await read_body(request, limits.body_bytes)), None, None
+        return parse_stream(await read_body(request, limits.body_bytes)), {}
     form = await read_form(request, limits.form_bytes)
-    form.check_files(REFERENCE, AUDIO)
-    for name, files in form.files.items():
-        if len(files) > 1:
-            raise RequestError(f"{len(files)} files: send one", param=name)
-    reference = [await asyncio.to_thread(read_upload, data, REFERENCE) for data in form.files.get(REFERENCE, ())]
-    most = limits.stream_seconds
-    audio = [await asyncio.to_thread(_read_audio, data, most) for data in form.files.get(AUDIO, ())]
-    wanted = parse_stream_form(dict(form.values))
-    return wanted, reference[0] if reference else None, audio[0] if audio else None
+    readers: dict[str, Callable[[bytes], Any]] = {
+        REFERENCE: lambda data: read_upload(data, REFERENCE),
+        AUDIO: lambda data: _read_audio(data, limits.stream_seconds),
+        POSE: _read_pose,
+    }
+    form.check_files(*readers)
+    found = {}
+    for name, (data, *others) in form.files.items():
+        if others:
+            raise RequestError(f"{1 + len(others)} files: send one", param=name)
+        found[name.removesuffix("_file")] = await asyncio.to_thread(readers[name], data)
+    return parse_stream_form(dict(form.values)), found
+
+
+def _read_pose(data: bytes) -> io.BytesIO:
+    """Return the bytes of a video, whose images are read while the stream runs. Raises RequestError."""
+    from patchpar.stream.config import MOST_FPS
+    from patchpar.stream.video_source import pose_frames
+
+    try:
+        next(pose_frames(io.BytesIO(data), MOST_FPS, 1, 1))
+    except PlanError as error:
+        raise RequestError(str(error), param=POSE, code="invalid_video") from None
+    return io.BytesIO(data)
 
 
 def _read_audio(data: bytes, most: float) -> Any:

@@ -12,7 +12,7 @@ from patchpar.serving.uploaded_image import read_upload
 
 
 class LiveStreamRequest(BaseModel):
-    """The fields of POST /v1/streams beside the file `reference`. `seconds`: length; None until it is stopped.
+    """The fields of POST /v1/streams beside its files. `seconds`: length; None until it is stopped.
 
     `audio`: "live" for audio that is sent while the stream runs, with `audio_rate` samples a second, by default as many
     as the model takes; None for silence. `fps`: frames per second. `keep_alive`: silence where audio comes late.

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -115,15 +115,16 @@ class StreamService:
                 code="model_not_found",
             )
 
-    def create(self, request: LiveStreamRequest, owner: str, *, reference: Any = None, audio: Any = None) -> LiveStream:
+    def create(self, request: LiveStreamRequest, owner: str, **files: Any) -> LiveStream:
         """Begin a stream. Raises RequestError: 400, 404, and 503 where all slots are taken.
 
-        `reference`: a PIL image. `audio`: samples [N] and their rate, for a stream of their length.
+        `files`: `reference`, a PIL image; `audio`, samples [N] and their rate, for a stream of their length; `pose`, a
+        file object of a pose video.
         """
         self.check_name(request.model or self.name)
         pipe = self._taken()
         try:
-            return self._begun(pipe, request, owner, reference, audio)
+            return self._begun(pipe, request, owner, files)
         except PlanError as error:
             self._give_back(pipe, is_free=True)
             raise RequestError(str(error)) from None
@@ -131,8 +132,8 @@ class StreamService:
             self._give_back(pipe, is_free=True)
             raise
 
-    def _begun(self, pipe: Any, request: LiveStreamRequest, owner: str, reference: Any, audio: Any) -> LiveStream:
-        most = self.settings.limits.stream_seconds
+    def _begun(self, pipe: Any, request: LiveStreamRequest, owner: str, files: Mapping[str, Any]) -> LiveStream:
+        most, audio = self.settings.limits.stream_seconds, files.get("audio")
         seconds = request.seconds
         if seconds is not None and seconds > most:
             raise RequestError(
@@ -143,8 +144,7 @@ class StreamService:
         is_live = request.audio == "live"
         session = pipe.stream(
             request.prompt,
-            reference=reference,
-            audio="live" if is_live else audio,
+            **{**files, "audio": "live" if is_live else audio},
             seed=request.seed,
             seconds=most if seconds is None and audio is None else seconds,
             delivery=StreamDelivery(

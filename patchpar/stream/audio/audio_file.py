@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.media_file import open_media
 
 GUESSED = ("mp3", "aac", "ac3", "mpeg", "mpegts")
 MISSING = 0.25
@@ -38,7 +39,7 @@ def read_audio(path: Path, rate: int, *, most: float = math.inf) -> AudioFile:
     import av
 
     try:
-        with av.open(str(path)) as container:
+        with open_media(path) as container:
             if not container.streams.audio:
                 raise PlanError(f"{path} has no audio: {container.format.name}, {len(container.streams)} other tracks")
             facts = _facts(container.streams.audio[0])

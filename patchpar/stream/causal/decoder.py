@@ -88,19 +88,12 @@ class WanDecoder:
         return (latents_BCFHW - self._mean.to(latents_BCFHW)) * self._inverse_std.to(latents_BCFHW)
 
 
-@dataclass(slots=True)
-class EncoderState:
-    """State of an encoder: the last features at each convolution, empty before the first frame."""
-
-    features: list[Any] = field(default_factory=list)
-
-
 class WanEncoder:
     """Encode with `AutoencoderKLWan` block by block, to the latents of the whole video encoded at once."""
 
     def __init__(self, decoder: WanDecoder) -> None:
         self._decoder, self._vae = decoder, decoder.vae
-        self._state = EncoderState()
+        self._features: list[Any] = []  # the last ones at each convolution, none before the first frame
 
     def encode(self, images_FCHW: Tensor, count: int) -> Tensor:
         """Encode the next images [F, 3, height, width] between -1 and 1 to `count` latent frames [1, C, count, H, W].
@@ -109,8 +102,8 @@ class WanEncoder:
         """
         per_latent, vae = self._decoder.per_latent, self._vae
         images = images_FCHW.transpose(0, 1)[None].to(vae.device, vae.dtype)
-        is_new, latents = not self._state.features, list[Tensor]()
-        self._state.features = self._state.features or [None] * vae._cached_conv_counts["encoder"]
+        is_new, latents = not self._features, list[Tensor]()
+        self._features = self._features or [None] * vae._cached_conv_counts["encoder"]
         if is_new:
             latents.append(self._encoded(images[:, :, :1]))
         if is_new and images.shape[2] == count * per_latent and per_latent > 1:
@@ -124,7 +117,7 @@ class WanEncoder:
         vae = self._vae
         if vae.config.patch_size is not None:
             images_BCFHW = patchify(images_BCFHW, patch_size=vae.config.patch_size)
-        moments: Tensor = vae.quant_conv(vae.encoder(images_BCFHW, feat_cache=self._state.features, feat_idx=[0]))
+        moments: Tensor = vae.quant_conv(vae.encoder(images_BCFHW, feat_cache=self._features, feat_idx=[0]))
         return moments.chunk(2, dim=1)[0]
 
 

@@ -126,8 +126,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         updates = self._updates(prompt, reference, masks)
         record = delivery.record
         journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
-        self._session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
-        return self._session.begin(*updates, journal=journal)
+        session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
+        self._session = session.begin(*updates, journal=journal)
+        return self._session
 
     def _check_pose(self, has_pose: bool) -> None:
         if has_pose and not self._facts.hears_speech:
@@ -164,8 +165,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
         limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
         runs = recording.runs(self.plan.ranks)
-        self._session = StreamSession(workers.run, runs, limits, form, delivery, source)
-        return self._session.begin(changes=recording.updates())
+        session = StreamSession(workers.run, runs, limits, form, delivery, source)
+        self._session = session.begin(changes=recording.updates())
+        return self._session
 
     def _format_at(self, fps: float) -> StreamFormat:
         """The format at this rate. Raises PlanError if audio and frames would drift apart."""

@@ -48,17 +48,13 @@ class RecomputeState(StepState):
 class RecomputedHistoryStream(CleanHistoryStream):
     """A WanStream whose only step is a whole block. Raises UnsupportedModel for a model that takes an image."""
 
+    _kind = RecomputeState
     _decoded: DecodedBlock | None = None
 
     def _refuse(self) -> None:
         super()._refuse()
         if self._is_conditioned:
             raise UnsupportedModel("history='recompute' is for text-to-video models: use 'noisy' or 'clean'")
-
-    def new_state(self, step: int) -> RecomputeState:
-        """Return the empty state of the only step."""
-        plain = super().new_state(step)
-        return RecomputeState(step=step, memory=plain.memory, text=plain.text, sink=plain.sink, recent=plain.recent)
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:

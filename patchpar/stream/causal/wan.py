@@ -8,7 +8,8 @@ Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from patchpar.stream.causal.conditions import PromptBlend, StepConditions
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
 from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
+from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 
 
@@ -46,20 +47,15 @@ class WanStreamOptions:
 
 @dataclass(slots=True, kw_only=True)
 class StepState:
-    """State of one denoising step. `recent`: number and payload of the last blocks, to recompute the window.
+    """State of one denoising step. `now`: what changes have made of it.
 
-    `text`: [1, T, D]. `sink`: [1, C, 1, H, W]. `video`, `masks`: see Reference.
+    `recent`: number and payload of the last blocks, to recompute the window.
     """
 
     step: int
     memory: KVWindow
-    text: Tensor
-    sink: Tensor | None
-    blending: PromptBlend | None = None
-    video: Tensor | None = None
-    masks: Tensor | None = None
-    audio_scale: float = 1.0
-    recent: deque[tuple[int, Payload]] = field(default_factory=deque)
+    now: StepConditions
+    recent: deque[tuple[int, Payload]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +72,8 @@ class WanStream(CausalModel):
     No tokens without audio, and no pose where a stream has none.
     """
 
+    _kind: type[StepState] = StepState
+
     def __init__(
         self,
         network: CausalWan,
@@ -87,6 +85,7 @@ class WanStream(CausalModel):
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
         self._low_noise = low_noise
         self._encoder: WanEncoder | None = None
+        self._encoded = 0  # the block that the encoder goes on with
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
         channels = transformer.config.out_channels
@@ -114,40 +113,22 @@ class WanStream(CausalModel):
         tokens = TensorSpec((self._options.speakers, *sizes), dtype)
         return self._latents, tokens, *((self._latents,) if self._options.has_pose else ())
 
-    @torch.no_grad()
     def new_state(self, step: int) -> StepState:
-        options = self._options
-        state = StepState(
-            step=step,
-            memory=self._of(step).memory(options.height, options.width),
-            text=self._own(options.text),
-            sink=None if options.sink is None else self._own(options.sink),
-            recent=deque(maxlen=self._network.options.window - 1),
-        )
-        self._fill_sink(state)
-        return state
+        return self.restored(step, StepConditions(text=self._options.text, sink=self._options.sink))
 
     def conditions(self, state: StepState) -> StepConditions:
-        """See CausalModel. A state gets new tensors with each change, so that these stay as they are."""
-        return StepConditions(
-            text=state.text,
-            sink=state.sink,
-            blending=None if state.blending is None else replace(state.blending),
-            video=state.video,
-            audio_scale=state.audio_scale,
-            masks=state.masks,
-        )
+        """See CausalModel. A state gets new ones with each change, so that these stay as they are."""
+        return state.now
 
     @torch.no_grad()
     def restored(self, step: int, conditions: StepConditions) -> StepState:
         """See CausalModel."""
-        state, blend = self.new_state(step), conditions.blending
-        state.text, state.audio_scale = self._own(conditions.text), conditions.audio_scale
-        state.sink = None if conditions.sink is None else self._own(conditions.sink)
-        state.video = None if conditions.video is None else self._own(conditions.video)
-        state.masks = None if conditions.masks is None else self._own(conditions.masks)
-        if blend is not None:
-            state.blending = replace(blend, start=self._own(blend.start), end=self._own(blend.end))
+        state = self._kind(
+            step=step,
+            memory=self._of(step).memory(self._options.height, self._options.width),
+            now=conditions.each(self._own),
+            recent=deque(maxlen=self._network.options.window - 1),
+        )
         self._fill_sink(state)
         return state
 
@@ -167,8 +148,9 @@ class WanStream(CausalModel):
     def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
         """See CausalModel. Latents of the frames at the noise level of the first step (StreamDiffusionV2)."""
         assert self._decoder is not None, "the first stage has the autoencoder"
-        if self._encoder is None:
+        if self._encoder is None or block != self._encoded:  # a block that is begun again follows its predecessor
             self._encoder = WanEncoder(self._decoder)
+        self._encoded = block + 1
         latents = self._own(self._encoder.encode(self._scaled(frames), self._latents.shape[2]))
         return self._schedule.noised(latents, payload[0]), *payload[1:]
 
@@ -193,19 +175,21 @@ class WanStream(CausalModel):
         if isinstance(change, Prompt):
             self._change_text(state, change)
         elif isinstance(change, Reference):
-            state.sink = self._own(change.latents)
-            state.video = state.video if change.video is None else self._own(change.video)
-            state.masks = state.masks if change.masks is None else self._own(change.masks)
+            given = {"sink": change.latents, "video": change.video, "masks": change.masks}
+            known: dict[str, Any] = {name: self._own(x) for name, x in given.items() if x is not None}
+            state.now = replace(state.now, **known)
             self._fill_sink(state)
         else:
-            self._set(state, change)
+            assert change.name in PARAMETERS
+            state.now = replace(state.now, audio_scale=change.value)
 
     def _change_text(self, state: StepState, change: Prompt) -> None:
         text = self._own(change.text)
         if change.transition == "blend":
-            state.blending = PromptBlend(start=state.text, end=text, over=change.over)
+            blend = PromptBlend(start=state.now.text, end=text, over=change.over)
+            state.now = replace(state.now, blending=blend)
             return
-        state.text, state.blending = text, None
+        state.now = replace(state.now, text=text, blending=None)
         if change.transition == "switch":
             return
         dropped = state.memory.forget(keep_sinks=change.transition == "recache")
@@ -214,10 +198,6 @@ class WanStream(CausalModel):
             state.recent.clear()
         for block, payload in list(state.recent)[max(0, len(state.recent) - dropped) :]:
             self._recompute(state, block, payload)
-
-    def _set(self, state: StepState, change: Parameter) -> None:
-        assert change.name in PARAMETERS
-        state.audio_scale = change.value
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
@@ -228,9 +208,9 @@ class WanStream(CausalModel):
 
     def _blend(self, state: StepState) -> None:
         """Advance from one prompt to the next, where the text is being blended."""
-        if state.blending is not None:
-            state.text = state.blending.advance()
-            state.blending = None if state.blending.is_done else state.blending
+        if state.now.blending is not None:
+            blend = state.now.blending.advanced()
+            state.now = replace(state.now, text=blend.text, blending=None if blend.is_done else blend)
 
     def _noise(self, block: int, step: int) -> Tensor | None:
         """The noise that is added at the end of a denoising step, if any."""
@@ -246,29 +226,30 @@ class WanStream(CausalModel):
         self, state: StepState, block: int, payload: Payload, timestep: float, *, advances: bool = True
     ) -> Tensor:
         """The velocity at a timestep. `advances`: see CausalWan.velocity."""
-        audio = BlockAudio(payload[1], state.audio_scale, state.masks) if len(payload) > 1 else None
-        network = self._of(state.step)
-        x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
+        network, known = self._of(state.step), state.now
+        audio = BlockAudio(payload[1], known.audio_scale, known.masks) if len(payload) > 1 else None
+        x_BCFHW = self._with_condition(known, payload[0], block * network.options.frames)
         pose = payload[2] if len(payload) > 2 else None
         now = BlockInputs(block=block, timestep=timestep, audio=audio, advances=advances, pose=pose)
-        return network.velocity(state.memory, x_BCFHW, state.text, now)
+        return network.velocity(state.memory, x_BCFHW, known.text, now)
 
     def _fill_sink(self, state: StepState) -> None:
-        if state.sink is not None:
-            sink = self._with_condition(state, state.sink, 0)
-            self._of(state.step).remember_sink(state.memory, sink, state.text, state.video)
+        known = state.now
+        if known.sink is not None:
+            sink = self._with_condition(known, known.sink, 0)
+            self._of(state.step).remember_sink(state.memory, sink, known.text, known.video)
 
-    def _with_condition(self, state: StepState, x_BCFHW: Tensor, first: int) -> Tensor:
+    def _with_condition(self, known: StepConditions, x_BCFHW: Tensor, first: int) -> Tensor:
         """Append the image condition to the channels of latent frames from number `first` on.
 
         As in WanImageToVideoPipeline: a mask of the given frame, and the latents of the image followed by grey images.
         """
         if not self._is_conditioned:
             return x_BCFHW
-        if state.video is None:
+        if known.video is None:
             raise PlanError("this model generates from an image: begin the stream with reference=")
         numbers = torch.arange(first, first + x_BCFHW.shape[2], device=x_BCFHW.device)
-        latents = state.video[:, :, numbers.clamp(max=state.video.shape[2] - 1)]
+        latents = known.video[:, :, numbers.clamp(max=known.video.shape[2] - 1)]
         masks = self._network.transformer.config.in_channels - x_BCFHW.shape[1] - latents.shape[1]
         given = (numbers == 0).to(x_BCFHW.dtype)[None, None, :, None, None]
         return torch.cat([x_BCFHW, given.expand(1, masks, -1, *x_BCFHW.shape[3:]), latents], 1)

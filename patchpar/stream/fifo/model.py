@@ -85,7 +85,8 @@ class FifoModel:
     def advance(self, queue: FrameQueue) -> None:
         """Denoise a queue by one tick, after its `shift`."""
         if self._blending and self._prompt is not None:
-            text, *negative = (blend.advance() for blend in self._blending)
+            self._blending = tuple(blend.advanced() for blend in self._blending)
+            text, *negative = (blend.text for blend in self._blending)
             self._prompt = replace(self._prompt, text=text, negative=negative[0] if negative else None)
             self._blending = () if self._blending[0].is_done else self._blending
         queue.advance(self._velocity)
