@@ -49,8 +49,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
     than whenever it does something new (docs/accuracy.md).
     `vae`: how several devices encode and decode, see `shard.vae.modes`. `graphs`: replay steady denoiser calls as CUDA
     graphs, see `pipeline.graph_option`. `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
-    `secret_file`: a file with a secret, the same on all hosts, by which ranks of torchrun on several hosts know one
-    another; they need it unless `trusted_network` says that nobody else can reach their network.
+    `secret_file`: a file with a secret, the same on all hosts, by which ranks on several hosts (of torchrun or a Ray
+    cluster) know one another; they need it unless `trusted_network` says that nobody else can reach their network.
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
