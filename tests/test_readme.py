@@ -21,6 +21,7 @@ PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "pipelines").glob("*.md")),
+    REPOSITORY / "integrations/comfyui/README.md",
 ]
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<note>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 VERBS = "|".join(get_command(app).commands)  # type: ignore[attr-defined]
