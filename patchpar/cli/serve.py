@@ -94,6 +94,8 @@ def serve_images(request: ServeFlags) -> None:
     """Serve images, videos or streams over HTTP."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
+        if request.app_auth is not None and not request.app:
+            raise PlanError("--app-auth is the log-in of the page of --app: add --app, or leave it out")
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise PlanError(f"serve needs {', '.join(missing)}: pip install 'patchpar[serve]'")
@@ -122,7 +124,7 @@ def _page(request: ServeFlags, service: "ImageService | StreamService") -> Any:
         )
     demo = demo_package()
     server, workers, shared = (import_module(f"{demo.__name__}.{name}") for name in PAGE_MODULES)
-    users = server.read_users(request.app_auth)
+    users = server.read_users(request.app_auth, "--app-auth")
     if service.settings.keys and not users:
         raise PlanError("--app with --api-key-file: browsers send no API keys; add --app-auth NAME:PASSWORD")
     address = server.Address(host=request.host, port=request.port, users=users)
