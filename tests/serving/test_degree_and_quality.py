@@ -97,5 +97,5 @@ def test_ranks_of_several_nodes_know_one_another_by_a_secret_file() -> None:
     service = _service(ServeFlags(model="embedded", devices="ray:2", secret_file=Path("my.secret")))
     assert service.served.options["secret_file"] == Path("my.secret")
     assert "trusted_network" not in service.served.options
-    with pytest.raises(PlanError, match="--secret-file my.secret: embedded-face is a streaming model"):
+    with pytest.raises(PlanError, match=r"--secret-file my\.secret: embedded-face is a streaming model"):
         _service(ServeFlags(model="embedded-face", secret_file=Path("my.secret")))
