@@ -119,8 +119,8 @@ def _page(request: ServeFlags, service: "ImageService | StreamService") -> Any:
         raise PlanError("--app: the page is for models of images: leave it out")
     if request.trust:
         raise PlanError(
-            "--app with --secret-file or --trusted-network: tabs of the page start workers of their own, on this machine: "
-            "leave --app out"
+            "--app with --secret-file or --trusted-network: tabs of the page start workers of their own, on this "
+            "machine: leave --app out"
         )
     demo = demo_package()
     server, workers, shared = (import_module(f"{demo.__name__}.{name}") for name in PAGE_MODULES)
