@@ -161,6 +161,15 @@ def test_no_permission_stops_it_before_the_run(
     assert not fake.opened
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder in which nobody can make a file is Linux's")
+def test_a_file_system_that_takes_no_file_stops_it_before_the_run(fake: Any, run: Any) -> None:
+    """Root has the permission, and the file system makes none all the same."""
+    result = run("generate", "a fox", "-o", "/proc/x.png")
+    assert result.exit_code == 2
+    assert "cannot write /proc/x.png" in result.stderr
+    assert not fake.opened
+
+
 def test_no_half_written_file(fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(self: Image.Image, path: Path) -> None:
         Path(path).write_bytes(b"half")
