@@ -170,7 +170,7 @@ $(VENV)/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "patchpar needs Python 3.10 or newer")'
 	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and diffusers into $(VENV): a minute or a few, the first time only."
-	@$(PIP) install uv
+	@$(PIP) install uv || echo "This index has no uv: pip installs alone, which takes longer."
 	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	  $(PIP) install --no-compile "torch==$(TORCH)+cpu" 2>/dev/null \
 	  || $(PIP) install --no-compile --retries 0 --timeout 10 --index-url $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null \
