@@ -60,18 +60,22 @@ class Address:
         return names_of(self.host)
 
 
-def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
-    """`--auth`: a name and a password, or a file with a line of these for each user. Raises PlanError."""
+def read_users(text: str | None, flag: str = "--auth") -> tuple[tuple[str, str], ...]:
+    """The value of `flag`: a name and a password, or a file with a line of these for each user. Raises PlanError."""
     if text is None:
         return ()
     lines = [text]
     if ":" not in text:
-        if not Path(text).is_file():
-            raise PlanError("--auth: give NAME:PASSWORD, or a file with such a line for each user")
-        lines = [line for line in Path(text).read_text().splitlines() if line.strip()]
+        try:
+            lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text file"
+            raise PlanError(
+                f"{flag} {text}: {reason}; give NAME:PASSWORD, or a file with such a line for each user"
+            ) from error
     pairs = [line.partition(":")[::2] for line in lines]
     if not pairs or not all(name.strip() and password for name, password in pairs):
-        raise PlanError("--auth: each user has a name and a password, as NAME:PASSWORD")
+        raise PlanError(f"{flag}: each user has a name and a password, as NAME:PASSWORD")
     return tuple((name.strip(), password) for name, password in pairs)
 
 

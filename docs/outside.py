@@ -25,6 +25,7 @@ AS_THEY_ARE = (
     "LICENSE",
     "pipelines/README.md",
     "integrations/comfyui/README.md",
+    "notebooks/*.ipynb",
     "assets/figures/*.*",
     "assets/figures/error-maps/*.*",
     "assets/figures/error-maps/*/*.*",

@@ -204,6 +204,16 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         WORST,
     ),
     (
+        "parallel-vae",
+        f"at least {NUMBER} dB on 2, 3 and 4 ranks with uneven bands, ten classes; every band alone at most {NUMBER} ",
+        [Figures("vae", name, {name: ".+"}, 1, 0, pick) for name, pick in (("3 ranks", min), ("alone", max))],
+    ),
+    (
+        "troubleshooting",
+        f"{NUMBER} to {NUMBER} GB for SDXL at 1024 x 1024 on eight ranks",
+        [Figures("volumes", "held", {"image": "1024²", "strategy": "displaced|fresh-edges"}, 1e-3)],
+    ),
+    (
         "tokens",
         rf"\| no exchange at all \| {NUMBER} dB",
         [Figures("quality-dit", "PSNR, dB", {"heading": "256 x 256 pixels, 20 steps, flow", "method": "naive.*"})],

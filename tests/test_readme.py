@@ -14,6 +14,7 @@ import pytest
 from typer.main import get_command
 
 from patchpar.cli import app
+from patchpar.plan.plan import Plan
 from tests.breadth import first_of
 
 REPOSITORY = Path(__file__).parent.parent
@@ -21,6 +22,7 @@ PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "pipelines").glob("*.md")),
+    REPOSITORY / "integrations/comfyui/README.md",
 ]
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<note>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 VERBS = "|".join(get_command(app).commands)  # type: ignore[attr-defined]
@@ -90,6 +92,13 @@ def test_a_broken_block_would_be_seen(tmp_path: Path) -> None:
 def test_command_lines_parse(page: Path, line: str) -> None:
     verb, *words = shlex.split(line, comments=True)[1:]
     get_command(app).commands[verb].make_context(verb, words)  # type: ignore[attr-defined]
+
+
+def test_plans_beside_the_flags_of_others_parse() -> None:
+    page = (REPOSITORY / "docs" / "comparison.md").read_text()
+    table = page.partition("## From flags of")[2].partition("\n## ")[0]
+    plans = re.findall(r"`((?:data|cfg|stage|patch|tensor)=[^`]+)`", table)
+    assert sorted(Plan.parse(plan).world_size for plan in plans) == [2, 2, 2, 4, 4, 4, 4, 4]
 
 
 def test_there_are_command_lines_to_parse() -> None:

@@ -27,6 +27,7 @@ PAGES = sorted(
         ),
         *DOCS.rglob("*.md"),
         *(REPOSITORY / "pipelines").glob("*.md"),
+        REPOSITORY / "integrations/comfyui/README.md",
     }
 )
 SOURCES = sorted(path for folder in ("patchpar", "app") for path in (REPOSITORY / folder).rglob("*.py"))

@@ -5,5 +5,5 @@
     counted     bytes of real ranks, with a tiny denoiser, beside the formula
     __main__    the tables
 
-The formula shares no code with the seams that it checks: it has a strategy's options, and its own arithmetic.
+The formula shares no code with the exchanges that it checks: it has a strategy's options, and its own arithmetic.
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
-from patchpar.cli.flags import ImageFlags, plan_of
+from patchpar.cli.flags import HostFlags, ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.output_files import check_writable, names_for, save
 from patchpar.cli.pipeline_changes import change_pipeline
@@ -29,7 +29,7 @@ WARM_UP_STEPS = 2  # memory is allocated and kernels are chosen in the first ste
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareFlags(ImageFlags):
+class CompareFlags(HostFlags, ImageFlags):
     """The flags of `compare`."""
 
     # the flag of other verbs, but several times

@@ -40,6 +40,8 @@ Format = Annotated[
 Variant = Annotated[str | None, more("Variant of the weight files, such as fp16.")]
 Deadline = Annotated[float, more("Seconds that a rank may stall.")]
 DEADLINE = 60.0
+SecretFile = Annotated[Path | None, more("Ranks on several hosts: a file with their secret.")]
+TrustedNetwork = Annotated[bool, more("No secret between these hosts.", "--trusted-network")]
 FACE = "embedded-face"
 """The default model of streams."""
 
@@ -100,15 +102,14 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, so that it can stand beside another class of flags
 class HostFlags(ModelFlags):
-    """Flags of commands that run under torchrun, on several hosts too."""
+    """Flags of commands whose ranks may be on several hosts, which torchrun starts or a Ray cluster has."""
 
-    secret_file: Annotated[Path | None, more("torchrun, several hosts: a file of their secret.")] = None
-    trusted_network: Annotated[bool, more("No secret between these hosts.", "--trusted-network")] = False
+    secret_file: SecretFile = None
+    trusted_network: TrustedNetwork = False
 
     def for_loading(self) -> dict[str, Any]:
         """Return what the hosts know one another by too."""
-        trust = given(secret_file=self.secret_file, trusted_network=self.trusted_network or None)
-        return {**super().for_loading(), **trust}
+        return {**super().for_loading(), **trust_between_hosts(self.secret_file, is_trusted=self.trusted_network)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +246,11 @@ def check_seed(seed: int, *, least: int = -(2**63), most: int = 2**64 - 1) -> No
     """Raise PlanError unless `--seed` is one that generators take, by default those of torch."""
     if not least <= seed <= most:
         raise PlanError(f"--seed {seed}: it must be from {least} to {most}")
+
+
+def trust_between_hosts(secret_file: Path | None, *, is_trusted: bool) -> dict[str, Any]:
+    """Return what hosts know one another by, as keyword arguments of `ParallelPipeline.from_pretrained`."""
+    return given(secret_file=secret_file, trusted_network=is_trusted or None)
 
 
 def given(**values: Any) -> dict[str, Any]:

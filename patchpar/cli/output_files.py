@@ -26,6 +26,10 @@ def check_can_write(path: Path, flag: str, example: str) -> None:
         raise PlanError(f"cannot write {path}: there is no folder {folder}; make it first, or choose another")
     if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise PlanError(f"cannot write {path}: no permission; choose another path with {flag}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # where permissions say yes, and the file system does not
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
 
 
 @contextmanager

@@ -51,7 +51,8 @@ def scheduler_name(text: str) -> str:
     name = text if text.endswith("Scheduler") else f"{text}Scheduler"
     if name not in known:
         near = get_close_matches(name, known, n=2, cutoff=0.5)
-        raise PlanError(f"--scheduler {text}: diffusers has none of that name; {' and '.join(near) or 'see its docs'}")
+        way_out = f"use {' or '.join(near)}" if near else "its docs list them"
+        raise PlanError(f"--scheduler {text}: diffusers has none of that name; {way_out}")
     return name
 
 

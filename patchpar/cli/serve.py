@@ -11,7 +11,19 @@ import typer
 
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.demo import demo_package
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, check_deadline, given, plan_of
+from patchpar.cli.flags import (
+    DEADLINE,
+    Deadline,
+    Debug,
+    Devices,
+    Format,
+    SecretFile,
+    TrustedNetwork,
+    check_deadline,
+    given,
+    plan_of,
+    trust_between_hosts,
+)
 from patchpar.cli.folded_help import more
 from patchpar.cli.pipeline_changes import LoraFlag
 from patchpar.cli.stream.flags import is_block_causal
@@ -68,13 +80,22 @@ class ServeFlags:
     journal: Annotated[Path | None, more("Folder for requests that do not finish before the end.")] = None
     grace: Annotated[float, more("Seconds to finish requests after a signal; a second ends it.")] = 30.0
     deadline: Deadline = DEADLINE
+    secret_file: SecretFile = None
+    trusted_network: TrustedNetwork = False
     debug: Debug = False
+
+    @property
+    def trust(self) -> dict[str, Any]:
+        """What hosts of a Ray cluster know one another by."""
+        return trust_between_hosts(self.secret_file, is_trusted=self.trusted_network)
 
 
 def serve_images(request: ServeFlags) -> None:
     """Serve images, videos or streams over HTTP."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
+        if request.app_auth is not None and not request.app:
+            raise PlanError("--app-auth is the log-in of the page of --app: add --app, or leave it out")
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise PlanError(f"serve needs {', '.join(missing)}: pip install 'patchpar[serve]'")
@@ -96,9 +117,14 @@ def _page(request: ServeFlags, service: "ImageService | StreamService") -> Any:
 
     if not isinstance(service, ImageService):
         raise PlanError("--app: the page is for models of images: leave it out")
+    if request.trust:
+        raise PlanError(
+            "--app with --secret-file or --trusted-network: tabs of the page start workers of their own, on this "
+            "machine: leave --app out"
+        )
     demo = demo_package()
     server, workers, shared = (import_module(f"{demo.__name__}.{name}") for name in PAGE_MODULES)
-    users = server.read_users(request.app_auth)
+    users = server.read_users(request.app_auth, "--app-auth")
     if service.settings.keys and not users:
         raise PlanError("--app with --api-key-file: browsers send no API keys; add --app-auth NAME:PASSWORD")
     address = server.Address(host=request.host, port=request.port, users=users)
@@ -125,7 +151,7 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         devices=_names(request, plan),
         plan=plan,
         per_request=request.per_request,
-        options={**loading, **given(deadline=request.deadline)},
+        options={**loading, **given(deadline=request.deadline), **request.trust},
         measured=_measured(request, plan),
         loras=_loras(request.lora),
         batch=request.batch,
@@ -155,7 +181,8 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
             )
         return
     of_images = {"--lora": request.lora, "--per-request": request.per_request, "--task": request.task}
-    of_images["--quality"] = request.quality
+    of_images |= {"--quality": request.quality, "--secret-file": request.secret_file}
+    of_images["--trusted-network"] = request.trusted_network or None
     for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
         if value is not None:
             raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")

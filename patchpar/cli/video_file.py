@@ -43,9 +43,9 @@ def check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--frames {folder}: the folder cannot be created: {error}") from error
+        raise PlanError(f"--frames {folder}: the folder cannot be made ({error.strerror}); name another") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PlanError(f"--frames {folder}: no permission to write there")
+        raise PlanError(f"--frames {folder}: no permission to write there; name another folder")
 
 
 def save_video(frames: NDArray[np.uint8], path: Path, fps: int) -> None:

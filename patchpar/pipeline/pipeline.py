@@ -41,16 +41,16 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
-    see `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`:
-    seconds that a rank may make no progress. `start_method`: how CPU workers start, "forkserver" (from a process that
-    has imported torch and diffusers), "spawn" (each anew), or "auto". `verify`: compare each split denoiser with its
-    plain forward when it is first used, and each VAE; a folder stores the results there instead of in the user's cache.
-    `trusted_code`: names of modules or packages whose code in a denoiser is compared at its first call only, rather
-    than whenever it does something new (docs/accuracy.md).
-    `vae`: how several devices encode and decode, see `shard.vae.modes`. `graphs`: replay steady denoiser calls as CUDA
-    graphs, see `pipeline.graph_option`. `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
-    `secret_file`: a file with a secret, the same on all hosts, by which ranks of torchrun on several hosts know one
-    another; they need it unless `trusted_network` says that nobody else can reach their network.
+    "auto", 4, "cpu:4", "cuda" and others (docs/launching.md). `plan`: "auto", a `Plan`, or a text: "cfg=2,patch=2".
+    `deadline`: seconds that a rank may make no progress. `start_method`: how CPU workers start, "forkserver" (from a
+    process that has imported torch and diffusers), "spawn" (each anew), or "auto". `verify`: compare each split
+    denoiser, and each VAE, with its plain forward when it is first used; a folder stores the results there instead of
+    in the user's cache. `trusted_code`: names of modules or packages whose code in a denoiser is compared at its first
+    call only, rather than whenever it does something new (docs/accuracy.md).
+    `vae`: how several devices encode and decode (docs/parallel-vae.md). `graphs`: replay steady denoiser calls as CUDA
+    graphs (docs/graphs.md). `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
+    `secret_file`: a file with a secret, the same on all hosts, by which ranks on several hosts (of torchrun or a Ray
+    cluster) know one another; they need it unless `trusted_network` says that nobody else can reach their network.
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """

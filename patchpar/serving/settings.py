@@ -57,7 +57,8 @@ class ServedModel:
         if isinstance(self.plan, Plan) and (self.plan.world_size > most or self.plan.divides_weights):
             self.plan.check_devices(most)
         if self.per_request is not None and not is_whole(self.per_request, most=most):
-            raise PlanError(f"--per-request {self.per_request}: there are {most} devices: use 1 to {most}")
+            there_are = "there is 1 device: use 1" if most == 1 else f"there are {most} devices: use 1 to {most}"
+            raise PlanError(f"--per-request {self.per_request}: {there_are}")
 
     @property
     def opened_with(self) -> Plan | str:

@@ -166,6 +166,9 @@ def test_users_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     for bad in ("ann", ":x", "ann:"):
         with pytest.raises(PlanError, match="--auth"):
             read_users(bad)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=f"--auth {file}: it is no text file"):
+        read_users(str(file))
 
 
 def test_a_busy_port_is_a_sentence() -> None:
@@ -190,7 +193,7 @@ def test_without_a_gpu_there_are_two_cpu_workers() -> None:
         (["--model", "nowhere"], "'nowhere' is no model"),
         (["--devices", "gpu"], "is not a device"),
         (["--face", "nowhere"], "--face nowhere: there is no such folder; give one, or a hub name such as org/model"),
-        (["--auth", "ann"], "--auth: give NAME:PASSWORD"),
+        (["--auth", "ann"], "--auth ann: No such file or directory; give NAME:PASSWORD"),
     ],
 )
 def test_what_cannot_work_is_reported_before_anything_is_started(arguments: list[str], message: str) -> None:

@@ -87,7 +87,12 @@ def test_the_page_is_served_beside_the_routes(served: Any) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["embedded-face", "--app"], "models of images"), (["embedded", "--app", "--app-auth", "me"], "--auth")],
+    [
+        (["embedded-face", "--app"], "models of images"),
+        (["embedded", "--app", "--app-auth", "me"], "--app-auth me: No such file"),
+        (["embedded", "--app-auth", "me:mine"], "--app-auth is the log-in of the page of --app: add --app"),
+        (["embedded", "--app", "--trusted-network"], "--app with --secret-file or --trusted-network"),
+    ],
 )
 def test_flags(arguments: list[str], message: str) -> None:
     response = CliRunner().invoke(command, ["serve", *arguments])

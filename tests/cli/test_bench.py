@@ -95,6 +95,13 @@ def test_a_table_of_strategies_ranks_and_steps(bench: Any, tmp_path: Path) -> No
     assert ElementTree.parse(tmp_path / "out/plot.svg").getroot().tag.endswith("svg")
 
 
+def test_what_hosts_know_one_another_by_is_passed_on(bench: Any) -> None:
+    bench("a fox", "--strategy", "exact", "--secret-file", "my.secret")
+    bench("a house", "--strategy", "exact", "--trusted-network")
+    assert [pipe.options.get("secret_file") for pipe in FakePipeline.opened] == [Path("my.secret"), None]
+    assert [pipe.options.get("trusted_network") for pipe in FakePipeline.opened] == [None, True]
+
+
 def test_what_is_known_is_not_measured_again(bench: Any, tmp_path: Path) -> None:
     bench("a fox", "--strategy", "exact")
     bench("a fox", "a house", "--strategy", "exact", "--strategy", "displaced")

@@ -19,13 +19,14 @@ SHARED = {
     "prompt", "model", "devices", "plan", "strategy", "height", "width", "steps", "guidance_scale",
     "negative_prompt", "seed", "num_images", "dtype", "variant", "json", "debug", "output",
     "trace", "vae", "deadline", "graphs", "lora", "scheduler", "image", "mask", "strength",
+    "secret_file", "trusted_network",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (GenerateFlags, SHARED | {"secret_file", "trusted_network"}),
+        (GenerateFlags, SHARED),
         (CompareFlags, SHARED),
         (DoctorFlags, {"deadline", "devices", "dtype", "model", "json", "debug", "variant"}),
     ],

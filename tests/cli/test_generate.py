@@ -75,11 +75,15 @@ def test_steps_as_graphs_where_they_can_be(fake: Any, run: Any, tmp_path: Path) 
     assert fake.opened[0].options["graphs"] == "auto"
 
 
-def test_what_hosts_know_one_another_by_is_passed_on(fake: Any, run: Any, tmp_path: Path) -> None:
-    run("generate", "a fox", "-o", tmp_path / "x.png", "--secret-file", "my.secret")
-    run("generate", "a fox", "-o", tmp_path / "x.png", "--trusted-network")
-    assert [pipe.options.get("secret_file") for pipe in fake.opened] == [Path("my.secret"), None]
-    assert [pipe.options.get("trusted_network") for pipe in fake.opened] == [None, True]
+@pytest.mark.parametrize(("verb", "times"), [("generate", 1), ("compare", 2)])
+def test_what_hosts_know_one_another_by_is_passed_on(
+    fake: Any, run: Any, tmp_path: Path, verb: str, times: int
+) -> None:
+    run(verb, "a fox", "-o", tmp_path / "x.png", "--secret-file", "my.secret")
+    run(verb, "a fox", "-o", tmp_path / "x.png", "--trusted-network")
+    secret, trusted = [Path("my.secret")], [True]
+    assert [pipe.options.get("secret_file") for pipe in fake.opened] == secret * times + [None] * times
+    assert [pipe.options.get("trusted_network") for pipe in fake.opened] == [None] * times + trusted * times
 
 
 def test_several_images_are_numbered(fake: Any, run: Any, tmp_path: Path) -> None:
@@ -154,6 +158,15 @@ def test_no_permission_stops_it_before_the_run(
     result = run("generate", "a fox", "-o", tmp_path / "x.png")
     assert result.exit_code == 2
     assert "no permission" in result.stderr
+    assert not fake.opened
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder in which nobody can make a file is Linux's")
+def test_a_file_system_that_takes_no_file_stops_it_before_the_run(fake: Any, run: Any) -> None:
+    """Root has the permission, and the file system makes none all the same."""
+    result = run("generate", "a fox", "-o", "/proc/x.png")
+    assert result.exit_code == 2
+    assert "cannot write /proc/x.png" in result.stderr
     assert not fake.opened
 
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from patchpar.cli import app
 LINES, COLUMNS = 24, 80
 GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXCEPT = re.compile(r"flags of `(?P<verb>\w+)` except (?P<flags>[^.\n]*?)(?:\.|, and these)")
 
 
 def displayed(run: Any, *words: str) -> str:
@@ -79,3 +84,38 @@ def test_flags_that_few_need_are_in_the_longer_help_only(run: Any) -> None:
     assert "--help-all" in short
     assert all(line in long for line in ("--trusted-network", "--mask", *example(short).split()))
     assert displayed(run, "generate") == short, "what was shown once is folded again"
+
+
+def section(verb: str) -> str:
+    """What the pages say of the flags of a verb."""
+    page, heading = ("app.md", "Flags") if verb == "app" else ("cli.md", verb)
+    heading = "generate and compare" if verb in ("generate", "compare") else heading
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no section {heading!r}"
+    return found[1]
+
+
+def documented(verb: str) -> set[str]:
+    """The flags of a verb by its section, with those of the verb that it refers to."""
+    text = section(verb)
+    other = EXCEPT.search(text)
+    inherited = set() if other is None else documented(other["verb"]) - set(re.findall(r"--[a-z-]+", other["flags"]))
+    return inherited | set(re.findall(r"--[a-z-]+", EXCEPT.sub("", text)))
+
+
+def flags_of(verb: str) -> set[str]:
+    names = {name for each in GROUP.commands[verb].params for name in each.opts if name.startswith("--")}
+    return names - {"--help", "--help-all"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_flag_is_on_the_page(verb: str) -> None:
+    assert flags_of(verb) - documented(verb) == set()
+    other = EXCEPT.search(section(verb))
+    if other is not None:
+        assert set(re.findall(r"--[a-z-]+", other["flags"])).isdisjoint(flags_of(verb))
+
+
+def test_every_verb_is_in_the_synopsis_of_the_page() -> None:
+    synopsis = (DOCS / "cli.md").read_text().split("```")[1]
+    assert set(re.findall(r"^patchpar ([a-z]+)\b", synopsis, re.MULTILINE)) == set(VERBS)

@@ -73,7 +73,7 @@ def test_a_call_without_a_size_has_that_of_its_image() -> None:
         (("--lora", "a.png:much"), "--lora a.png:much: the scale after the colon is a number, such as a.png:0.8"),
         (("--lora", "a.png:nan"), "the scale must be finite"),
         (("--lora", "no such/file/here:1"), "there is no such file or folder"),
-        (("--scheduler", "EulerDiscret"), "diffusers has none of that name; EulerDiscreteScheduler"),
+        (("--scheduler", "EulerDiscret"), "diffusers has none of that name; use EulerDiscreteScheduler"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )

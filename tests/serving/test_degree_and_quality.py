@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from patchpar.cli.serve import ServeFlags, _quality
+from patchpar.cli.serve import ServeFlags, _quality, _service
 from patchpar.errors import PlanError
 from patchpar.plan.plan import Plan
 from patchpar.serving.http.application import application
@@ -90,3 +91,11 @@ def test_bad_flags() -> None:
     for wrong in ({"best": 8}, {"auto": 8}, {"low": 0}):
         with pytest.raises(PlanError, match="--quality"):
             ServedModel(model="m", devices=("cpu",), quality_steps=wrong)
+
+
+def test_ranks_of_several_nodes_know_one_another_by_a_secret_file() -> None:
+    service = _service(ServeFlags(model="embedded", devices="ray:2", secret_file=Path("my.secret")))
+    assert service.served.options["secret_file"] == Path("my.secret")
+    assert "trusted_network" not in service.served.options
+    with pytest.raises(PlanError, match=r"--secret-file my\.secret: embedded-face is a streaming model"):
+        _service(ServeFlags(model="embedded-face", secret_file=Path("my.secret")))

@@ -377,3 +377,12 @@ def test_beyond_this_machine_there_is_a_key(tmp_path: Path) -> None:
     assert ServerSettings(host="0.0.0.0", keys=keys).keys.accept(f"Bearer {KEY}".encode())
     assert not keys.accept(b"Bearer")
     assert KEY not in repr(keys)
+
+
+def test_every_code_of_an_error_is_on_the_page() -> None:
+    repository = Path(__file__).parents[2]
+    sources = "".join(path.read_text() for path in (repository / "patchpar/serving").rglob("*.py"))
+    codes = set(re.findall(r'code="(\w+)"', sources))
+    table = (repository / "docs/howto/serve.md").read_text().partition("## Errors")[2].partition("\n## ")[0]
+    assert codes - set(re.findall(r"`(\w+)`", table)) == set()
+    assert "rank_needed" in codes

@@ -48,7 +48,7 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    options = given(torch_dtype=request.dtype, variant=request.variant, deadline=request.deadline)
+    options = request.for_loading()
     task = RequestedTask(verb="bench")
     task.check_model(request.model, options)
     devices = resolve_devices(request.devices).names

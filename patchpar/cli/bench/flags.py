@@ -5,11 +5,25 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, Json, Model, Variant, check_deadline
+from patchpar.cli.flags import (
+    DEADLINE,
+    Deadline,
+    Debug,
+    Devices,
+    Format,
+    Json,
+    Model,
+    SecretFile,
+    TrustedNetwork,
+    Variant,
+    check_deadline,
+    given,
+    trust_between_hosts,
+)
 from patchpar.cli.folded_help import more
 from patchpar.cli.pipeline_changes import loras_of, scheduler_name
 from patchpar.errors import PlanError
@@ -49,8 +63,15 @@ class BenchFlags:
     dtype: Format = None
     variant: Variant = None
     deadline: Deadline = DEADLINE
+    secret_file: SecretFile = None
+    trusted_network: TrustedNetwork = False
     json: Json = False
     debug: Debug = False
+
+    def for_loading(self) -> dict[str, Any]:
+        """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices."""
+        loading = given(torch_dtype=self.dtype, variant=self.variant, deadline=self.deadline)
+        return {**loading, **trust_between_hosts(self.secret_file, is_trusted=self.trusted_network)}
 
     def check(self) -> None:
         """Raise PlanError for counts and sizes below 1, a bad LoRA or scheduler, and a folder that cannot be written.

@@ -151,4 +151,6 @@ def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]
 def _refuse_others(folder: Path) -> None:
     vae = read_index(folder).get("vae")
     if isinstance(vae, list) and vae[-1] not in (None, "AutoencoderKLWan"):
-        raise UnsupportedModel(f"a {vae[-1]} cannot decode block by block: use a model with AutoencoderKLWan")
+        raise UnsupportedModel(
+            f"this model's {vae[-1]} cannot decode block by block: use one with AutoencoderKLWan, such as Wan 2.1"
+        )

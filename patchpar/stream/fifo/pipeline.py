@@ -65,7 +65,9 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         deadline: float = 600.0,
         **options: Any,
     ) -> "FifoStreamingPipeline":
-        """Load the folder of a text-to-video pipeline: Wan 2.1, Wan 2.2 of 5 billion weights, or LTX-Video.
+        """Load a text-to-video pipeline, a folder or a name of the hub.
+
+        Wan 2.1, Wan 2.2 of 5 billion weights, or LTX-Video.
 
         `devices`: see ParallelPipeline. `plan`: zones by rank, as steps of a StreamPlan; even by default.
         `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained.
