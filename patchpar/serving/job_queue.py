@@ -73,8 +73,13 @@ class WorkQueue:
     @property
     def waiting(self) -> int:
         """Number of jobs that wait."""
+        return len(self.jobs[0])
+
+    @property
+    def jobs(self) -> tuple[tuple[Job, ...], tuple[Job, ...]]:
+        """The jobs that wait, in order, and those that run."""
         with self._changed:
-            return sum(not job.view.is_over for job in self._waiting)
+            return tuple(job for job in self._waiting if not job.view.is_over), tuple(self._running)
 
     def append(
         self,

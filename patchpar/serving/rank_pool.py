@@ -1,7 +1,7 @@
 """Which ranks of a server work, are free, have lost their process, or are out of service."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -32,10 +32,13 @@ class NoQuestions:
 class RankPool:
     """The ranks of one server. The queue starts no more calls than there are ranks for.
 
-    `slow` returns ranks that are taken after all others. `answers`: which free ones do not answer.
+    `slow` returns ranks that are taken after all others, and how many times as long as these they take. `answers`:
+    which free ones do not answer.
     """
 
-    def __init__(self, count: int, slow: Callable[[], Collection[int]] = tuple, answers: Answers | None = None) -> None:
+    def __init__(
+        self, count: int, slow: Callable[[], Mapping[int, float]] = dict, answers: Answers | None = None
+    ) -> None:
         self._slow, self._answers = slow, answers or NoQuestions()
         self._is_busy = [False] * count
         self._lost: set[int] = set()
@@ -57,6 +60,10 @@ class RankPool:
         if self._is_busy[rank]:
             return "busy"
         return "silent" if self._answers.is_silent(rank) else "free"
+
+    def slowness(self, rank: int) -> float:
+        """How many times as long as the others a rank takes; 1 for one that is not slow."""
+        return self._slow().get(rank, 1.0)
 
     @property
     def in_service(self) -> int:
