@@ -90,6 +90,7 @@ class WorkerContext:
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()  # of the reader thread
+        self.store_listener: socket.socket | None = None  # of the store of a default group, if this rank has opened it
         self._channel = channel
 
     @property
@@ -266,7 +267,7 @@ class Worker:
         """Create the engine, after the default group if every rank has its own GPU. Returns its `random_width`."""
         select_device(self._config.device)
         if self._config.group_store is not None:
-            _join_group(self._config, self._config.group_store)
+            _join_group(self._config, self._config.group_store, self._context.store_listener)
         self._engine = load_engine(self._config.engine)(self._context)
         return random_width(self._config.device)
 
@@ -277,6 +278,7 @@ class Worker:
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_group(config: WorkerConfig, where: str) -> None:
+def _join_group(config: WorkerConfig, where: str, listener: socket.socket | None) -> None:
     own = GroupRank(rank=config.rank, world_size=config.world_size, device=config.device, timeout=config.group_timeout)
-    form_group(default_backend(kind_of(config.device)), store_at(where, own), own)
+    store = store_at(where, own, listener if own.rank == 0 else None)
+    form_group(default_backend(kind_of(config.device)), store, own)
