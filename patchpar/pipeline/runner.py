@@ -11,6 +11,7 @@ Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compi
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
-from patchpar.pipeline.adapter_selection import AdapterSelection
+from patchpar.pipeline.adapter_selection import AdapterSelection, done_or_undone
 from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.description import described, set_by_attributes
 from patchpar.pipeline.device_arguments import of_method_on
@@ -85,8 +86,7 @@ class PipelineRunner:
 
         Raises PlanError before loading if memory is short.
         """
-        wanted = Plan(patch=self.context.world_size) if plan is None else plan
-        refuse_without_memory(self.device, weight_bytes, model, options, wanted)
+        refuse_without_memory(self.device, weight_bytes, model, options, plan or Plan(patch=self.context.world_size))
         if self.context.rank == 0 and plan is not None:
             warn_without_room(self.device, weight_bytes, model, options, plan)
         self.restore()
@@ -121,7 +121,7 @@ class PipelineRunner:
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        result = method(*args, **kwargs)
+        result = done_or_undone(self.pipe, name, partial(method, *args, **kwargs))
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
