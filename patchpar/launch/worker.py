@@ -85,7 +85,7 @@ class WorkerContext:
         self.heartbeat = heartbeat
         self.beat: Callable[[str], None] = self.heartbeat.beat
         self.waiting = self.heartbeat.waiting
-        self.request = 0
+        self.request = self.aborted = 0  # aborted: the latest request that the caller has ended
         self.pause_points = PausePoints(self.waiting)
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
@@ -149,6 +149,7 @@ class WorkerContext:
 
     def abort(self, frame: ChannelFrame) -> None:
         """End all waits of a request for the ranks in `frame`, and for the caller."""
+        self.aborted = frame.request
         for rank in decode(frame.message):
             if rank in self.links:
                 self.links[rank].shut()
@@ -243,7 +244,9 @@ class Worker:
         try:
             kind, message = FrameKind.RESULT, _encode("what it returned", work())
         except BaseException as error:  # noqa: BLE001  also SystemExit: the caller must get any of them
-            kind, message = FrameKind.FAILED, encode(take_down(error))
+            # A caller that has ended the request does not read why; a trace reads many files, and others wait for it.
+            is_read = self._context.aborted != request
+            kind, message = FrameKind.FAILED, encode(take_down(error) if is_read else None)
         self._channel.send(ChannelFrame(kind, request, message))
         message.close()
 

@@ -147,7 +147,10 @@ def test_a_consequence_is_recognised_behind_other_exceptions():
 
     with pytest.raises(ValueError, match="the step failed") as caught:
         wrapped()
-    assert take_down(caught.value).transport
+    found = take_down(caught.value)
+    assert found.transport
+    assert found.trace.startswith("Traceback (most recent call last):")
+    assert "in wrapped\nValueError: the step failed\nwhich was caused by\nRuntimeError: " in found.trace
     assert not take_down(ValueError("the step failed")).transport
 
 
