@@ -42,17 +42,34 @@ class RankPings:
         """Whether a rank that has nothing to do has not answered for too long."""
         return bool(self._threads) and self._clock() - self._answered[rank] > SILENT_SECONDS
 
-    def start(self, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> None:
-        """Begin to ask. `is_idle`: whether a rank has nothing to do; `lose` is called with one that has failed."""
+    def start(
+        self,
+        is_idle: Callable[[int], bool],
+        lose: Callable[[int], object],
+        is_overdue: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        """Begin to ask. `is_idle`: whether a rank has nothing to do.
+
+        `lose` is called with one that has failed, and with one that `is_overdue`: it has not been replaced since then.
+        """
         for rank in range(len(self._answered)):
             self.note(rank)
             name = f"patchpar-ping-{rank}"
-            thread = threading.Thread(target=self._watch, args=(rank, is_idle, lose), name=name, daemon=True)
+            watched = (rank, is_idle, lose, is_overdue)
+            thread = threading.Thread(target=self._watch, args=watched, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _watch(self, rank: int, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> None:
+    def _watch(
+        self,
+        rank: int,
+        is_idle: Callable[[int], bool],
+        lose: Callable[[int], object],
+        is_overdue: Callable[[int], bool],
+    ) -> None:
         while not self._closing.wait(PERIOD_SECONDS):
+            if is_overdue(rank):
+                lose(rank)
             if not is_idle(rank):
                 continue
             try:

@@ -1,11 +1,14 @@
 """Which ranks of a server work, are free, have lost their process, or are out of service."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 RankState = Literal["free", "busy", "silent", "lost", "removed"]
+AGAIN_SECONDS = 30.0
+"""After which a rank that is still lost is to be replaced again: the first attempt may have failed."""
 
 
 class Answers(Protocol):
@@ -33,15 +36,19 @@ class RankPool:
     """The ranks of one server. The queue starts no more calls than there are ranks for.
 
     `slow` returns ranks that are taken after all others, and how many times as long as these they take. `answers`:
-    which free ones do not answer.
+    which free ones do not answer. `clock` in seconds.
     """
 
     def __init__(
-        self, count: int, slow: Callable[[], Mapping[int, float]] = dict, answers: Answers | None = None
+        self,
+        count: int,
+        slow: Callable[[], Mapping[int, float]] = dict,
+        answers: Answers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slow, self._answers = slow, answers or NoQuestions()
+        self._slow, self._answers, self._clock = slow, answers or NoQuestions(), clock
         self._is_busy = [False] * count
-        self._lost: set[int] = set()
+        self._lost: dict[int, float] = {}  # when
         self._removed: set[int] = set()
         self._lock = threading.Lock()
 
@@ -79,7 +86,13 @@ class RankPool:
     def lost(self) -> tuple[int, ...]:
         """The lost ranks."""
         with self._lock:
-            return tuple(sorted(self._lost - self._removed))
+            return tuple(sorted(self._lost.keys() - self._removed))
+
+    def is_overdue(self, rank: int) -> bool:
+        """Whether a rank has been lost for so long that it is to be replaced again, and nobody is replacing it."""
+        with self._lock:
+            since = self._lost.get(rank)
+            return since is not None and not self._is_busy[rank] and self._clock() - since > AGAIN_SECONDS
 
     def is_idle(self, rank: int) -> bool:
         """Whether a rank has nothing to do, and has not been lost or removed."""
@@ -111,18 +124,19 @@ class RankPool:
     def lose(self, ranks: tuple[int, ...]) -> None:
         """Note that a call on these ranks has failed with its workers."""
         with self._lock:
-            self._lost |= set(ranks)
+            self._lost.update(dict.fromkeys(ranks, self._clock()))
 
     def restore(self, ranks: tuple[int, ...]) -> None:
         """Note that a call on these ranks has ended well."""
         with self._lock:
-            self._lost -= set(ranks)
+            for rank in ranks:
+                self._lost.pop(rank, None)
 
     def remove(self, rank: int) -> None:
         """Take a rank out of service, which has nothing to do."""
         with self._lock:
             self._removed.add(rank)
-            self._lost.discard(rank)
+            self._lost.pop(rank, None)
 
     def put_back(self, rank: int) -> None:
         """Put a rank into service again."""

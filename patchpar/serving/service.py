@@ -122,7 +122,8 @@ class ImageService:
             loras=self.generator.loras,
             ranks=self.generator.ranks,
         )
-        self.generator.pings.start(self.generator.ranks.is_idle, self._lose)
+        ranks = self.generator.ranks
+        self.generator.pings.start(ranks.is_idle, self._lose, ranks.is_overdue)
 
     def submit(
         self,
