@@ -92,7 +92,8 @@ class RankPool:
         """Whether a rank has been lost for so long that it is to be replaced again, and nobody is replacing it."""
         with self._lock:
             since = self._lost.get(rank)
-            return since is not None and not self._is_busy[rank] and self._clock() - since > AGAIN_SECONDS
+            is_left = since is not None and rank not in self._removed and not self._is_busy[rank]
+            return is_left and self._clock() - (since or 0.0) > AGAIN_SECONDS
 
     def is_idle(self, rank: int) -> bool:
         """Whether a rank has nothing to do, and has not been lost or removed."""
