@@ -248,8 +248,9 @@ class ImageService:
     def _change_ranks(self, change: Callable[[], None]) -> None:
         change()
         count = self.generator.ranks.in_service
-        self.scheduler.devices = count
+        self.scheduler.devices = min(count, self.scheduler.devices)  # never more than there is room for in the queue
         self._queue.resize(count)
+        self.scheduler.devices = count
 
     def _alone(self, work: Callable[[Job], Any]) -> Job:
         if self._rules is None:
