@@ -113,7 +113,7 @@ class CallController:
         self.stragglers.reset()
         recorded = () if self.journal is None else self.journal.begin(plan.data)
         if not recorded:  # the callback gets the latents of other calls
-            self._forget_answers()
+            self.answers, self.changes, self._changed = [], [], []
         return CallOptions(
             plan=plan,
             ranks=ranks,
@@ -171,9 +171,6 @@ class CallController:
         """How many changes the answers of this attempt have."""
         return max(self._changed[: self._asked], default=0)
 
-    def _forget_answers(self) -> None:
-        self.answers, self.changes, self._changed = [], [], []
-
     def _report(self, step: int, total: int) -> None:
         self._num_made = self._num_answered
         if self.journal is not None and (step, total) <= self.progress:
@@ -192,8 +189,8 @@ class CallController:
             return
         assert self.journal is not None
         self.journal.add(event)
-        if not self.journal.length:  # the callback is asked again from the first step on
-            self._forget_answers()
+        if isinstance(event, RecordingStopped) and event.loses:  # another attempt asks the callback from the first step
+            self.answers = []
 
     def _show(self, total: int) -> None:
         if self._bar is None:
