@@ -3,6 +3,7 @@
 import json
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStor
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})  # the latter is torch's, for all accelerators
 ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError for host memory
+LEFT_CHANGES = "_patchpar_left_changes"
 TOO_GENERAL = (Exception, RuntimeError)  # WorkerError is a RuntimeError already
 
 
@@ -27,6 +29,7 @@ class RemoteError:
     trace: str
     transport: bool
     exception: Exception | None  # for the caller: a builtin or one of patchpar.errors
+    left_changes: bool = False  # see `say_changes_left`
 
     @classmethod
     def of_json(cls, data: bytes) -> "RemoteError":
@@ -75,7 +78,14 @@ def take_down(error: BaseException) -> RemoteError:
         trace="".join(lines).rstrip(),
         transport=is_transport,
         exception=_portable(error),
+        left_changes=getattr(error, LEFT_CHANGES, False) is True,
     )
+
+
+def say_changes_left(error: Exception) -> None:
+    """Let the caller know that what raises this has changed a part of the rank's state, which no other call undoes."""
+    with suppress(AttributeError, TypeError):  # of a class without attributes
+        setattr(error, LEFT_CHANGES, True)
 
 
 def _without_source(error: BaseException, trace: TracebackType | None) -> list[str]:

@@ -5,9 +5,9 @@ Nothing is loaded or verified anew: a denoiser that comes back to adapters it ha
 have none of the adapters.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -15,9 +15,7 @@ from patchpar.errors import PlanError
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.job_options import Adapters
-from patchpar.pipeline.state_changes import LORA
 
-T = TypeVar("T")
 SETS = "set_adapters"
 """The method of pipelines that this stands for."""
 
@@ -68,46 +66,30 @@ class AdapterSelection:
     def leave(self) -> None:
         """Let those adapters act that did before `choose`. Idempotent."""
         before, self._before, self.chosen = self._before, [], None
-        _restore(before)
+        restore_layers(before)
 
 
-def done_or_undone(pipe: Any, name: str, method: Callable[[], T]) -> T:
-    """Return what a method returns. If one that concerns adapters raises, they are as they were before.
-
-    Of a file some networks of a pipeline may have got their part, and those of others may not fit.
-    """
-    if name.rpartition(".")[2] not in LORA:
-        return method()
-    before, known = [_state_of(layer) for layer in _layers(pipe)], _names(pipe)
-    try:
-        return method()
-    except Exception:
-        added = _names(pipe) - known
-        if added:
-            pipe.delete_adapters(sorted(added))
-        _restore(before)
-        raise
+def layer_states(pipe: Any) -> list[LayerState]:
+    """Return how the layers with adapters are, of all networks."""
+    return [_state_of(layer) for layer in _layers(pipe)]
 
 
-def _names(pipe: Any) -> frozenset[str]:
-    """Return the names of all adapters that networks of the pipeline have."""
-    return frozenset(name for each in _networks(pipe) for name in getattr(each, "peft_config", None) or ())
-
-
-def _restore(states: Iterable[LayerState]) -> None:
+def restore_layers(states: Iterable[LayerState]) -> None:
+    """Let layers be as they were at `layer_states`."""
     for state in states:
         state.layer.set_adapter(list(state.active))
         state.layer._disable_adapters = state.is_disabled
         state.layer.scaling.update(state.scaling)
 
 
-def _networks(pipe: Any) -> list[nn.Module]:
+def networks_of(pipe: Any) -> list[nn.Module]:
+    """Return the networks of a pipeline."""
     return [each for each in pipe.components.values() if isinstance(each, nn.Module)]
 
 
 def _layers(pipe: Any) -> Iterator[Any]:
     """Yield the layers of all networks that have adapters, without importing PEFT where none can be loaded."""
-    networks = _networks(pipe)
+    networks = networks_of(pipe)
     if any(getattr(each, "peft_config", None) for each in networks):
         from peft.tuners.lora import LoraLayer
 

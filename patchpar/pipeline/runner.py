@@ -11,7 +11,6 @@ Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +25,12 @@ from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compi
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
-from patchpar.pipeline.adapter_selection import AdapterSelection, done_or_undone
+from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.description import described, set_by_attributes
 from patchpar.pipeline.device_arguments import of_method_on
 from patchpar.pipeline.encoder_placement import EncoderPlacement
+from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
@@ -121,7 +121,7 @@ class PipelineRunner:
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        result = done_or_undone(self.pipe, name, partial(method, *args, **kwargs))
+        result = done_or_undone(self.pipe, name, lambda: method(*args, **kwargs))
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from patchpar import ParallelPipeline, PlanError
-from patchpar.pipeline.adapter_selection import done_or_undone
+from patchpar.pipeline.failed_methods import done_or_undone
 from tests.breadth import first_of
 from tests.tiny import build
 
