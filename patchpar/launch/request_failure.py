@@ -38,10 +38,10 @@ def error_of(outcome: RequestOutcome, workers: Mapping[int, RankProcess], limits
 
 
 def is_in_step(outcome: RequestOutcome, ranks: Sequence[int]) -> bool:
-    """Return whether the ranks can take another call as they are: all have answered, none has done half of what it was
-    asked for, and no message is pending.
+    """Return whether the ranks can take another call as they are: all have answered, and no message is pending.
 
     The latter is known from heartbeats: ranks that failed at the same point have passed equally many exchange points.
+    Nor may one that has failed have done half of what it was asked for.
     """
     answered = all(rank in outcome.results or rank in outcome.failures for rank in ranks)
     if outcome.died or outcome.not_reading or not answered:

@@ -37,9 +37,7 @@ def needs_hooks(pipe: Any, options: CallOptions, device: torch.device) -> bool:
     return wanted is True or not why_no_graphs(plan)
 
 
-def captured(
-    found: SharedDenoiser | None, recorder: StepRecorder | None, *, required: bool
-) -> SharedDenoiser | None:
+def captured(found: SharedDenoiser | None, recorder: StepRecorder | None, *, required: bool) -> SharedDenoiser | None:
     """Return a denoiser whose steady calls are replayed as graphs, if there is a recorder for them."""
     if found is not None and recorder is not None:
         found.use_graphs(StepGraphs(found.denoiser, recorder, found.mesh, required=required))

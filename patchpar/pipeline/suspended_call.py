@@ -235,9 +235,7 @@ def _answer_of_json(found: Any, table: TensorTable) -> CallbackAnswer:
     changes = tuple(CallbackChange(str(path), tuple(args), kwargs) for path, args, kwargs in listed)
     if not all(map(_is_of_files, changes)):
         raise ValueError(f"a callback is said to have called one of {', '.join(each.path for each in changes)}")
-    return CallbackAnswer(
-        tensors={str(name): table.get(number) for name, number in tensors.items()}, changes=changes
-    )
+    return CallbackAnswer(tensors={str(name): table.get(number) for name, number in tensors.items()}, changes=changes)
 
 
 def _is_of_files(change: CallbackChange) -> bool:

@@ -31,9 +31,7 @@ def by_priority(waiting: Iterable[Job]) -> Counter[int]:
     return Counter(getattr(job.facts, "priority", 0) for job in waiting)
 
 
-def check_part(
-    source: JobSource, settings: ServerSettings, seconds: Callable[[], int], waiting: Sequence[Job]
-) -> None:
+def check_part(source: JobSource, settings: ServerSettings, seconds: Callable[[], int], waiting: Sequence[Job]) -> None:
     """Raise RequestError, 429, for a request of a key or a user of whom as many wait as may.
 
     `seconds` returns those after which clients may try again.

@@ -70,20 +70,24 @@ class RankPings:
         while not self._closing.wait(PERIOD_SECONDS):
             if is_overdue(rank):
                 lose(rank)
-            if not is_idle(rank):
-                continue
-            try:
-                self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
-            except CallCancelled:
-                continue  # it has something to do
-            except (WorkerError, LaunchError) as error:
-                if not self._closing.is_set():
-                    log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
-                    lose(rank)
-            except PatchparError:
-                return  # the pipeline has been closed
-            else:
-                self.note(rank)
+            if is_idle(rank) and not self._asks(rank, is_idle, lose):
+                return
+
+    def _asks(self, rank: int, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> bool:
+        """Ask a rank once. Return whether to ask it again, later: not once the pipeline has been closed."""
+        try:
+            self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
+        except CallCancelled:
+            return True  # it has something to do
+        except (WorkerError, LaunchError) as error:
+            if not self._closing.is_set():
+                log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
+                lose(rank)
+        except PatchparError:
+            return False
+        else:
+            self.note(rank)
+        return True
 
     def close(self) -> None:
         """Ask no more; a question that has been put is not waited for. Idempotent."""

@@ -227,11 +227,11 @@ def test_what_is_found_out_about_a_network_holds_for_another_plan(
         return len(found)
 
     assert [searched("exact"), searched("displaced:warmup_steps=1"), searched("exact")] == [2, 0, 0]
-    for network in (plain, *replicas):
-        network.norms[0].eps = 0.1
+    for each in (plain, *replicas):
+        each.norms[0].eps = 0.1
     assert [searched("exact"), searched("displaced:warmup_steps=1")] == [2, 0]
-    for each in known:
-        each.forget()
+    for denoisers in known:
+        denoisers.forget()
     assert searched("exact") == 2
 
 
