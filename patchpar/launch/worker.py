@@ -85,7 +85,8 @@ class WorkerContext:
         self.heartbeat = heartbeat
         self.beat: Callable[[str], None] = self.heartbeat.beat
         self.waiting = self.heartbeat.waiting
-        self.request = self.aborted = 0  # aborted: the latest request that the caller has ended
+        self.request = 0
+        self.aborted: int | None = None  # the latest request that the caller has ended
         self.pause_points = PausePoints(self.waiting)
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
