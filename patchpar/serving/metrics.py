@@ -70,6 +70,9 @@ class ServerMetrics:
         self._waits = Counter(
             "patchpar_wait_seconds_total", "Seconds that a rank waited for others.", ["rank", "kind"], registry=registry
         )
+        self._add_gauges(registry)
+
+    def _add_gauges(self, registry: CollectorRegistry) -> None:
         self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", ["priority"], registry=registry)
         self._ranks = Gauge("patchpar_ranks", "Ranks by what they do.", ["state"], registry=registry)
         self._slowness = Gauge(
