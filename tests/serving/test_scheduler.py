@@ -54,6 +54,12 @@ def test_a_broken_file_of_costs_is_ignored(tmp_path: Path) -> None:
         assert LearntCosts(cache, facts).costs(SMALL, (1,)).steps[1] == 1.0
 
 
+def test_a_file_of_costs_without_plans_is_read(tmp_path: Path) -> None:
+    cache, facts = VerificationCache(tmp_path), {"model": "a"}
+    (tmp_path / f"{cache.key(facts)}.json").write_text('{"step_seconds": [[262144, 1, 1, 2.5, 3]]}')
+    assert LearntCosts(cache, facts).costs(SMALL, (1,)).steps[1] == 2.5
+
+
 def test_what_was_not_measured_is_guessed_from_what_is_near() -> None:
     costs = LearntCosts()
     costs.observe(SMALL, 1, 1, 1.0)

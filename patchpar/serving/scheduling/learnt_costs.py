@@ -99,8 +99,9 @@ def _written(means: Mapping[tuple[CallShape, int], tuple[float, int]]) -> list[l
 
 def _read(rows: Any) -> dict[tuple[CallShape, int], tuple[float, int]]:
     found = {}
-    for pixels, branches, plan, degree, mean, count in rows:
+    for pixels, branches, *plan, degree, mean, count in rows:  # without a plan in files of earlier servers
         if min(int(pixels), int(branches), int(degree), int(count)) < 1 or not 0 < float(mean) < float("inf"):
             raise ValueError(f"{pixels}, {branches}, {degree}, {mean}, {count}")
-        found[CallShape(int(pixels), int(branches), str(plan)), int(degree)] = float(mean), int(count)
+        shape = CallShape(int(pixels), int(branches), "".join(map(str, plan)))
+        found[shape, int(degree)] = float(mean), int(count)
     return found
