@@ -24,24 +24,34 @@ from patchpar.models.loading import load_pipeline
 from patchpar.pipeline import recovery
 
 RANKS, PLAN = 3, "patch=3"
-CALL = {"prompt": "a red house", "height": 128, "width": 128, "num_inference_steps": 12, "output_type": "latent"}
+CALL: dict[str, Any] = {
+    "prompt": "a red house",
+    "height": 128,
+    "width": 128,
+    "num_inference_steps": 12,
+    "output_type": "latent",
+}
 STEP = 3
 """After which a worker is killed."""
 SECONDS = 300.0
 
 
 class TimedLayer(torch.nn.Module):
-    """Around a layer of a denoiser: appends the time of each call to a file of its process."""
+    """Around a layer of a denoiser: appends the time of each call to a file of its process.
 
-    def __init__(self, layer: torch.nn.Module, folder: Path) -> None:
+    Only of calls on maps as wide as the image: others find out about the network.
+    """
+
+    def __init__(self, layer: torch.nn.Module, folder: Path, width: int) -> None:
         super().__init__()
-        self.layer, self.folder = layer, folder
+        self.layer, self.folder, self.width = layer, folder, width
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer."""
-        with (self.folder / str(os.getpid())).open("a") as file:
-            file.write(f"{time.monotonic()}\n")
-        return self.layer(*args, **kwargs)
+    def forward(self, x: torch.Tensor) -> Any:
+        """Call the layer with a map [B, C, H, W]."""
+        if x.shape[-1] == self.width:
+            with (self.folder / str(os.getpid())).open("a") as file:
+                file.write(f"{time.monotonic()}\n")
+        return self.layer(x)
 
 
 class Decisions(logging.Handler):
@@ -79,7 +89,7 @@ def measure_regroups(runs: int) -> list[Regroup]:
 def _measured(runs: int, folder: Path, decisions: Decisions) -> list[Regroup]:
     model, options, _ = resolve_model("embedded", {})
     plain = load_pipeline(model, options)
-    plain.unet.conv_in = TimedLayer(plain.unet.conv_in, folder)
+    plain.unet.conv_in = TimedLayer(plain.unet.conv_in, folder, CALL["width"] // plain.vae_scale_factor)
     found = []
     with ParallelPipeline(plain, devices=f"cpu:{RANKS}", verify=False) as pipe:
         pipe.set_progress_bar_config(disable=True)

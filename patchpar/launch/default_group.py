@@ -6,6 +6,7 @@ import atexit
 import importlib
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,10 +64,11 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
         ) from error
 
 
-def store_at(where: str, own: GroupRank) -> Store:
+def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) -> Store:
     """Return the store in which ranks of one caller meet: the file `where`, or "tcp://host:port", which rank 0 opens.
 
-    Raises LaunchError if rank 0 does not open it.
+    `listener`: of rank 0, which listens at that port already and is the store's from now on. Raises LaunchError if rank
+    0 does not open it.
     """
     import torch.distributed as dist
 
@@ -76,7 +78,13 @@ def store_at(where: str, own: GroupRank) -> Store:
     timeout = timedelta(seconds=own.timeout)
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # it is documented
-            host, int(port), own.world_size, own.rank == 0, timeout, wait_for_workers=False
+            host,
+            int(port),
+            own.world_size,
+            own.rank == 0,
+            timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except RuntimeError as error:
         raise LaunchError(f"rank {own.rank} cannot reach rank 0 at {where}: {error}") from error

@@ -17,7 +17,7 @@ from patchpar.launch.started_process import ProcessRequest, StartedProcess, Star
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
 LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
-POLL_SECONDS = 0.005  # between checks whether a worker has ended
+POLL_SECONDS = 0.005  # between checks whether a worker has its process
 HAS_WORK = ("R", "D")
 """States of a process in /proc: on a core or in the queue for one; waiting for a disk."""
 
@@ -147,9 +147,9 @@ class WorkerProcess:
     def wait(self, give_up: float) -> bool:
         """Wait until it has ended or it is `give_up`; return whether it has. Processes it has started are killed."""
         while self.is_alive():
-            if time.monotonic() >= give_up:
+            if (left := give_up - time.monotonic()) <= 0:
                 return False
-            time.sleep(POLL_SECONDS)
+            self._process.wait(left)
         self.kill()
         self._process.reap()
         return True

@@ -3,6 +3,7 @@
 import json
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStor
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})  # the latter is torch's, for all accelerators
 ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError for host memory
+LEFT_CHANGES = "_patchpar_left_changes"
 TOO_GENERAL = (Exception, RuntimeError)  # WorkerError is a RuntimeError already
 
 
@@ -27,6 +29,7 @@ class RemoteError:
     trace: str
     transport: bool
     exception: Exception | None  # for the caller: a builtin or one of patchpar.errors
+    left_changes: bool = False  # see `say_changes_left`
 
     @classmethod
     def of_json(cls, data: bytes) -> "RemoteError":
@@ -67,14 +70,38 @@ def _is_out_of_memory(type_name: str, text: str) -> bool:
 
 def take_down(error: BaseException) -> RemoteError:
     """Return a RemoteError for a caught exception."""
-    kind = type(error)
+    kind, part, is_transport = type(error), _engine_part(error.__traceback__), is_transport_error(error)
+    lines = _without_source(error, part) if is_transport else traceback.format_exception(kind, error, part)
     return RemoteError(
         type_name=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         text=str(error),
-        trace="".join(traceback.format_exception(kind, error, _engine_part(error.__traceback__))).rstrip(),
-        transport=is_transport_error(error),
+        trace="".join(lines).rstrip(),
+        transport=is_transport,
         exception=_portable(error),
+        left_changes=getattr(error, LEFT_CHANGES, False) is True,
     )
+
+
+def say_changes_left(error: Exception) -> None:
+    """Let the caller know that what raises this has changed a part of the rank's state, which no other call undoes."""
+    with suppress(AttributeError, TypeError):  # of a class without attributes
+        setattr(error, LEFT_CHANGES, True)
+
+
+def _without_source(error: BaseException, trace: TracebackType | None) -> list[str]:
+    """Return the lines of a traceback without those of source files, which take long to read.
+
+    A failed exchange is a consequence, and the ranks that are left go on when all have said that they have one.
+    """
+    frames = [
+        f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}\n'
+        for frame, line in traceback.walk_tb(trace)
+    ]
+    lines, cause = traceback.format_exception_only(type(error), error), error.__cause__
+    while cause is not None:
+        lines += ["which was caused by\n", *traceback.format_exception_only(type(cause), cause)]
+        cause = cause.__cause__
+    return ["Traceback (most recent call last):\n", *frames, *lines]
 
 
 def _engine_part(trace: TracebackType | None) -> TracebackType | None:

@@ -41,6 +41,7 @@ def is_in_step(outcome: RequestOutcome, ranks: Sequence[int]) -> bool:
     """Return whether the ranks can take another call as they are: all have answered, and no message is pending.
 
     The latter is known from heartbeats: ranks that failed at the same point have passed equally many exchange points.
+    Nor may one that has failed have done half of what it was asked for.
     """
     answered = all(rank in outcome.results or rank in outcome.failures for rank in ranks)
     if outcome.died or outcome.not_reading or not answered:
@@ -48,12 +49,13 @@ def is_in_step(outcome: RequestOutcome, ranks: Sequence[int]) -> bool:
     if not outcome.failures:
         return True
     in_step = len({count for rank, count in outcome.beats.items() if rank not in outcome.bystanders}) == 1
-    return in_step and not any(failure.transport for failure in outcome.failures.values())
+    return in_step and not any(failure.transport or failure.left_changes for failure in outcome.failures.values())
 
 
 def lost_ranks(outcome: RequestOutcome, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have died or do not end the request. The others can be used again, with new links."""
-    gone = {*outcome.died, *outcome.stuck, *outcome.not_reading}
+    """Return the ranks that have died, do not end the request, or have done half of it; others go on with new links."""
+    half_done = [rank for rank, failure in outcome.failures.items() if failure.left_changes]
+    gone = {*outcome.died, *outcome.stuck, *outcome.not_reading, *half_done}
     ended = {*outcome.results, *outcome.failures, *outcome.unwound}
     return [rank for rank in ranks if rank in gone or rank not in ended]
 

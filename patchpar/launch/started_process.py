@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from patchpar.errors import LaunchError
 from patchpar.launch.handshake import python_command
 
 WORKER = "patchpar.launch.worker"
+POLL_SECONDS = 0.005  # between checks whether a process has ended that cannot be waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,9 @@ class StartedProcess(Protocol):
 
     def is_alive(self) -> bool:
         """Return whether it is running, or is still to be started."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it may have ended, so many seconds at most."""
 
     def dump_stack(self) -> None:
         """Make the process print its stack: the worker's own, or of what it has to wait for."""
@@ -97,6 +102,9 @@ class FreshProcess:
 
     def is_alive(self) -> bool:
         return self._popen.returncode is None and not _has_ended(self._popen)
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(min(seconds, POLL_SECONDS))
 
     def dump_stack(self) -> None:
         self._send(signal.SIGUSR1)

@@ -23,12 +23,13 @@ from patchpar.launch.fork_request import (
     send_request,
 )
 from patchpar.launch.handshake import python_command
-from patchpar.launch.started_process import ProcessRequest, cannot_start, ending
+from patchpar.launch.started_process import POLL_SECONDS, ProcessRequest, cannot_start, ending
 from patchpar.launch.template_process import VARY
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
 MODULE = "patchpar.launch.template_process"
 REPORT_SECONDS = 2.0  # for a template to say how a worker has ended: at once, unless it is stopped
+LONGEST_POLL = 0.1
 TO_PROCESS_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, from Linux 6.9
 log = logging.getLogger(__name__)
 
@@ -187,6 +188,16 @@ class ForkedProcess:
             if self._process is None:
                 return not self._is_lost
             return not _is_readable(self._process, 0.0)
+
+    def wait(self, seconds: float) -> None:
+        with self._lock:
+            self._read()
+            process = self._process
+        if process is None:
+            time.sleep(min(seconds, POLL_SECONDS))
+            return
+        with contextlib.suppress(OSError, ValueError):  # another thread has reaped it, and closed this
+            _is_readable(process, min(seconds, LONGEST_POLL))  # which a poll that has begun does not notice
 
     def dump_stack(self) -> None:
         if self.pid is None:

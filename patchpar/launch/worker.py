@@ -86,10 +86,12 @@ class WorkerContext:
         self.beat: Callable[[str], None] = self.heartbeat.beat
         self.waiting = self.heartbeat.waiting
         self.request = 0
+        self.aborted: int | None = None  # the latest request that the caller has ended
         self.pause_points = PausePoints(self.waiting)
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()  # of the reader thread
+        self.store_listener: socket.socket | None = None  # of the store of a default group, if this rank has opened it
         self._channel = channel
 
     @property
@@ -148,6 +150,7 @@ class WorkerContext:
 
     def abort(self, frame: ChannelFrame) -> None:
         """End all waits of a request for the ranks in `frame`, and for the caller."""
+        self.aborted = frame.request
         for rank in decode(frame.message):
             if rank in self.links:
                 self.links[rank].shut()
@@ -242,7 +245,9 @@ class Worker:
         try:
             kind, message = FrameKind.RESULT, _encode("what it returned", work())
         except BaseException as error:  # noqa: BLE001  also SystemExit: the caller must get any of them
-            kind, message = FrameKind.FAILED, encode(take_down(error))
+            # A caller that has ended the request does not read why; a trace reads many files, and others wait for it.
+            is_read = self._context.aborted != request
+            kind, message = FrameKind.FAILED, encode(take_down(error) if is_read else None)
         self._channel.send(ChannelFrame(kind, request, message))
         message.close()
 
@@ -266,7 +271,7 @@ class Worker:
         """Create the engine, after the default group if every rank has its own GPU. Returns its `random_width`."""
         select_device(self._config.device)
         if self._config.group_store is not None:
-            _join_group(self._config, self._config.group_store)
+            _join_group(self._config, self._config.group_store, self._context.store_listener)
         self._engine = load_engine(self._config.engine)(self._context)
         return random_width(self._config.device)
 
@@ -277,6 +282,7 @@ class Worker:
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_group(config: WorkerConfig, where: str) -> None:
+def _join_group(config: WorkerConfig, where: str, listener: socket.socket | None) -> None:
     own = GroupRank(rank=config.rank, world_size=config.world_size, device=config.device, timeout=config.group_timeout)
-    form_group(default_backend(kind_of(config.device)), store_at(where, own), own)
+    store = store_at(where, own, listener if own.rank == 0 else None)
+    form_group(default_backend(kind_of(config.device)), store, own)

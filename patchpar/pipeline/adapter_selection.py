@@ -5,7 +5,7 @@ Nothing is loaded or verified anew: a denoiser that comes back to adapters it ha
 have none of the adapters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +66,30 @@ class AdapterSelection:
     def leave(self) -> None:
         """Let those adapters act that did before `choose`. Idempotent."""
         before, self._before, self.chosen = self._before, [], None
-        for state in before:
-            state.layer.set_adapter(list(state.active))
-            state.layer._disable_adapters = state.is_disabled
-            state.layer.scaling.update(state.scaling)
+        restore_layers(before)
+
+
+def layer_states(pipe: Any) -> list[LayerState]:
+    """Return how the layers with adapters are, of all networks."""
+    return [_state_of(layer) for layer in _layers(pipe)]
+
+
+def restore_layers(states: Iterable[LayerState]) -> None:
+    """Let layers be as they were at `layer_states`."""
+    for state in states:
+        state.layer.set_adapter(list(state.active))
+        state.layer._disable_adapters = state.is_disabled
+        state.layer.scaling.update(state.scaling)
+
+
+def networks_of(pipe: Any) -> list[nn.Module]:
+    """Return the networks of a pipeline."""
+    return [each for each in pipe.components.values() if isinstance(each, nn.Module)]
 
 
 def _layers(pipe: Any) -> Iterator[Any]:
     """Yield the layers of all networks that have adapters, without importing PEFT where none can be loaded."""
-    networks = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+    networks = networks_of(pipe)
     if any(getattr(each, "peft_config", None) for each in networks):
         from peft.tuners.lora import LoraLayer
 

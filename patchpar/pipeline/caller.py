@@ -4,6 +4,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from patchpar.errors import PlanError, UnsupportedModel
@@ -60,6 +61,8 @@ class CallController:
         self.vae: str | None = None  # the way to decode; None for that of the pipeline
         self.answers: list[CallbackResult] = []  # of the callback so far
         self._asked = 0  # times in this attempt
+        self._changed: list[int] = []  # how many changes there were after each answer
+        self._num_made = 0  # changes that the ranks have made, as a later step of this attempt has shown
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -100,16 +103,17 @@ class CallController:
         """Go on where another job was: with its journal, its seed, and what its callback has answered."""
         self.journal, self._random = journal, RandomState(seed=seed)
         self.answers, self.changes = list(answers), [change for answer in answers for change in answer.changes]
+        self._changed = list(accumulate(len(answer.changes) for answer in answers))
 
     def options(
         self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
     ) -> CallOptions:
         """Return the settings of the call beside its arguments, for another attempt to make it."""
-        self._asked = 0
+        self._asked = self._num_made = 0
         self.stragglers.reset()
         recorded = () if self.journal is None else self.journal.begin(plan.data)
         if not recorded:  # the callback gets the latents of other calls
-            self.answers, self.changes = [], []
+            self.answers, self.changes, self._changed = [], [], []
         return CallOptions(
             plan=plan,
             ranks=ranks,
@@ -155,7 +159,20 @@ class CallController:
         else:
             self._keep(rank, event)
 
+    def made_changes(self, *, ended: bool) -> Sequence[CallbackChange]:
+        """Return the changes of the callback that the ranks have made in this attempt, before it has failed.
+
+        `ended`: they have ended it together, at a pause point, which comes after all that they were told.
+        """
+        return self.changes[: self._num_answered if ended else self._num_made]
+
+    @property
+    def _num_answered(self) -> int:
+        """How many changes the answers of this attempt have."""
+        return max(self._changed[: self._asked], default=0)
+
     def _report(self, step: int, total: int) -> None:
+        self._num_made = self._num_answered
         if self.journal is not None and (step, total) <= self.progress:
             return  # of a call that is made again
         self.progress = step, total
@@ -172,8 +189,8 @@ class CallController:
             return
         assert self.journal is not None
         self.journal.add(event)
-        if not self.journal.length:  # the callback is asked again from the first step on
-            self.answers, self.changes = [], []
+        if isinstance(event, RecordingStopped) and event.loses:  # another attempt asks the callback from the first step
+            self.answers = []
 
     def _show(self, total: int) -> None:
         if self._bar is None:
@@ -209,6 +226,7 @@ class CallController:
             for name, value in answer.items()
             if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
         }
+        self._changed.append(len(self.changes))
         result = CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
         if self.journal is not None:
             self.answers.append(result)

@@ -12,7 +12,9 @@ from patchpar.models.info import refuse_compiled_denoisers
 from patchpar.pipeline.graph_option import WAY_OUT, why_no_graphs
 from patchpar.pipeline.messages import CallOptions
 from patchpar.plan.plan import Plan
+from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.graphs.recorder import StepRecorder, recorder_for
+from patchpar.shard.graphs.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,13 @@ def needs_hooks(pipe: Any, options: CallOptions, device: torch.device) -> bool:
         log.info("steps run without graphs: %s", error)
         return False
     return wanted is True or not why_no_graphs(plan)
+
+
+def captured(found: SharedDenoiser | None, recorder: StepRecorder | None, *, required: bool) -> SharedDenoiser | None:
+    """Return a denoiser whose steady calls are replayed as graphs, if there is a recorder for them."""
+    if found is not None and recorder is not None:
+        found.use_graphs(StepGraphs(found.denoiser, recorder, found.mesh, required=required))
+    return found
 
 
 def recorder_of(plan: Plan, wanted: bool | str, transport: Transport) -> StepRecorder | None:

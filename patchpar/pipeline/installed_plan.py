@@ -15,8 +15,9 @@ from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
 from patchpar.pipeline.held_weights import Held
-from patchpar.pipeline.installed_graphs import recorder_of
+from patchpar.pipeline.installed_graphs import captured, recorder_of
 from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values
+from patchpar.pipeline.known_denoisers import KnownDenoisers
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
 from patchpar.plan.exchange_policy import ExchangePolicy
@@ -57,6 +58,7 @@ class InstalledPlan:
     def __init__(self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False) -> None:
         self.pipe, self._held, self._wanted = pipe, held, graphs
         self._recorder: StepRecorder | None = None
+        self.known = KnownDenoisers()
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
         self.patched: list[SharedDenoiser | HighResDenoiser | StagedDenoiser | StagedPatches] = []
@@ -117,14 +119,15 @@ class InstalledPlan:
         if isinstance(plan.strategy, StructureGuidance):
             return plan.strategy.install(module, *mesh, pipe=self.pipe, **options)
         if plan.patch > 1:
-            return self._captured(plan.strategy.install(module, *mesh, split=plan.split, **options))
-        return self._captured(WholeDenoiser(module, mesh, ExchangePolicy(), **options)) if self._recorder else None
+            found = self.known.passed_on(plan.strategy.install(module, *mesh, split=plan.split, **options))
+        else:
+            found = WholeDenoiser(module, mesh, ExchangePolicy(), **options) if self._recorder else None
+        return captured(found, self._recorder, required=self._wanted is True)
 
-    def _captured(self, found: SharedDenoiser) -> SharedDenoiser:
-        """Return a denoiser whose steady calls are replayed as graphs, if they can be."""
-        if self._recorder is not None:
-            required = self._wanted is True
-            found.use_graphs(StepGraphs(found.denoiser, self._recorder, found.mesh, required=required))
+    def followed_by(self, pipe: Any, held: Held, *, graphs: bool | str) -> "InstalledPlan":
+        """Return the next plan's, which knows what this one has found out about the denoisers."""
+        found = InstalledPlan(pipe, held, graphs=graphs)
+        found.known = self.known
         return found
 
     def _divide_blocks(
@@ -187,6 +190,7 @@ class InstalledPlan:
 
     def restore(self) -> None:
         """Remove all hooks: the pipeline is as before `install_denoisers`."""
+        self.known.keep(self.patched)
         for patched in self.patched:
             patched.restore()
         self._hooks.close()
@@ -201,13 +205,12 @@ class InstalledPlan:
         for tensor in tensors:
             tensor.restore()
 
-    # --- while installed ----------------------------------------------------------------------------------------
-
     def forget(self, method: str = "") -> None:
         """Discard what is known of the pipeline's modules, which `method` may change now; make their weights whole.
 
         Not for a method that needs no values of weights.
         """
+        self.known.forget()
         for patched in self.patched:
             patched.forget()
         self._gather_weights(method)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.errors import CallCancelled, CallSuspended, PlanError, UnsupportedModel
+from patchpar.errors import CallCancelled, CallSuspended, PatchparError, PlanError, UnsupportedModel
 from patchpar.pipeline.auto_plan import without
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
@@ -31,6 +32,8 @@ from patchpar.pipeline.state import PipelineState, set_event
 from patchpar.pipeline.suspended_call import SuspendedCall, restore_states, states_of
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.plan import MEASURED, Plan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ class PipelineJob:
         self._recovery = Recovery(state, caller, placement)
         self._generators: tuple[TensorBytes, ...] = ()
         self._best: tuple[int, ...] | None = None  # ranks that an automatic plan takes; None: the first ones
+        self._ranks: tuple[int, ...] = ()  # of the latest attempt
         self._suspended: SuspendedCall | None = None
         self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
@@ -180,7 +184,11 @@ class PipelineJob:
         state, caller = self._state, self._caller
         executor, start = state.ranks, time.perf_counter()
         with state.calling(caller):
-            plan, ranks, results = self._call_ranks()
+            try:
+                plan, ranks, results = self._call_ranks()
+            except BaseException as error:
+                self._keep_changes(ended=isinstance(error, CallCancelled))
+                raise
             state.keep(caller.changes, ranks)
             state.slow_ranks.learn(caller.stragglers)
             if executor.kind == "local":
@@ -190,6 +198,18 @@ class PipelineJob:
             run = Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
             self.run = state.ended(run, caller.bound)
         return output
+
+    def _keep_changes(self, *, ended: bool) -> None:
+        """Bring changes that the callback has made on the ranks of a call that fails to all others, as in one process.
+
+        `ended`: see `made_changes`.
+        """
+        changes = self._caller.made_changes(ended=ended)
+        if changes:
+            try:
+                self._state.keep(changes, self._ranks)
+            except PatchparError as error:  # the call's own error is raised
+                log.warning("what a callback has changed is not on all ranks: %s", error)
 
     def _call_ranks(self) -> tuple[Plan, tuple[int, ...], list[CallResult]]:
         """Return the plan, its ranks and their results. If an automatic plan is not supported, try another one."""
@@ -213,6 +233,7 @@ class PipelineJob:
 
     def _generate(self, plan: Plan, ranks: tuple[int, ...]) -> list[CallResult]:
         state, caller = self._state, self._caller
+        self._ranks = ranks
         state.form_groups(plan, ranks)
         results = state.ranks.call(
             "generate",

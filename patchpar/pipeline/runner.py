@@ -30,6 +30,7 @@ from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.description import described, set_by_attributes
 from patchpar.pipeline.device_arguments import of_method_on
 from patchpar.pipeline.encoder_placement import EncoderPlacement
+from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
@@ -85,8 +86,7 @@ class PipelineRunner:
 
         Raises PlanError before loading if memory is short.
         """
-        wanted = Plan(patch=self.context.world_size) if plan is None else plan
-        refuse_without_memory(self.device, weight_bytes, model, options, wanted)
+        refuse_without_memory(self.device, weight_bytes, model, options, plan or Plan(patch=self.context.world_size))
         if self.context.rank == 0 and plan is not None:
             warn_without_room(self.device, weight_bytes, model, options, plan)
         self.restore()
@@ -121,7 +121,7 @@ class PipelineRunner:
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        result = method(*args, **kwargs)
+        result = done_or_undone(self.pipe, name, lambda: method(*args, **kwargs))
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
@@ -162,7 +162,7 @@ class PipelineRunner:
         if mesh is not None and works:
             verifications = VerificationCache.of(wanted.verify, wanted.trusted_code)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
-            self._installed = InstalledPlan(self.pipe, held, graphs=wanted.graphs)
+            self._installed = self._installed.followed_by(self.pipe, held, graphs=wanted.graphs)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(wanted.vae, communicators[1], verifications)
         self._installed_for = wanted.to_install

@@ -73,10 +73,10 @@ class SlowRanks:
     def learn(self, monitor: StragglerMonitor) -> None:
         """Take over what a job has shown: which of its ranks were slow, and which are no longer."""
         slow = monitor.slow
-        for rank in monitor.judged:
+        self._slowness.update(slow)  # first: other threads read it of those that are left out
+        for rank in monitor.judged - slow.keys():
             self._until.pop(rank, None)
         self._until.update(dict.fromkeys(slow, self._clock() + LEFT_OUT_SECONDS))
-        self._slowness.update(slow)
 
     @property
     def now(self) -> dict[int, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from patchpar.launch.argument_mismatch import described
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.messages import CallbackChange, CallbackResult, RecordedPrediction, TensorBytes
+from patchpar.pipeline.state_changes import SETS
 from patchpar.pipeline.tensor_file import TensorTable, read_tensors, write_tensors
 from patchpar.shard.generators import generators_of
 
@@ -99,7 +100,16 @@ class SuspendedCall:
         restore_states(caller.bound, self.generators)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a safetensors file, with all else as JSON in the file's metadata. Raises OSError."""
+        """Write it to a safetensors file, with all else as JSON in the file's metadata. Raises OSError.
+
+        A call whose callback has called methods other than those that set, enable or disable starts from its beginning
+        there: no file brings the name of any other method that is then called.
+        """
+        changes = [change for answer in self.answers for change in answer.changes]
+        if not all(map(_is_of_files, changes)):
+            reason = "its callback has called methods whose names no file may bring"
+            replace(self, calls=(), answers=(), why_from_start=reason).save(path)
+            return
         table = TensorTable()
         facts = {
             "format": FORMAT,
@@ -221,8 +231,19 @@ def _answer_as_json(answer: CallbackAnswer, table: TensorTable) -> list[Any]:
 
 
 def _answer_of_json(found: Any, table: TensorTable) -> CallbackAnswer:
-    tensors, changes = found
-    return CallbackAnswer(
-        tensors={str(name): table.get(number) for name, number in tensors.items()},
-        changes=tuple(CallbackChange(str(path), tuple(args), kwargs) for path, args, kwargs in changes),
-    )
+    tensors, listed = found
+    changes = tuple(CallbackChange(str(path), tuple(args), kwargs) for path, args, kwargs in listed)
+    if not all(map(_is_of_files, changes)):
+        raise ValueError(f"a callback is said to have called one of {', '.join(each.path for each in changes)}")
+    return CallbackAnswer(tensors={str(name): table.get(number) for name, number in tensors.items()}, changes=changes)
+
+
+def _is_of_files(change: CallbackChange) -> bool:
+    """Whether a file may bring a change: of an attribute, or by a method that sets, enables or disables something.
+
+    Others save, load and download what their arguments say. Offloading may write to a folder.
+    """
+    *owners, name = change.path.split(".")
+    if any(part.startswith("_") for part in owners) or name.startswith("__"):
+        return False
+    return change.kwargs is None or (name.partition("_")[0] in SETS and "offload" not in name)

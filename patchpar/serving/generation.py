@@ -4,7 +4,7 @@ Knows nothing of HTTP. Calls come from the threads of the queue, which has no mo
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -60,8 +60,8 @@ class ImageGenerator:
         self._pipe: ParallelPipeline | None = None
         self._tokenizer: Any = None
 
-    def _slow_ranks(self) -> Collection[int]:
-        return () if self._pipe is None else self._pipe.slow_ranks
+    def _slow_ranks(self) -> Mapping[int, float]:
+        return {} if self._pipe is None else self._pipe.slow_ranks
 
     def _ping(self, rank: int, is_cancelled: Callable[[], bool]) -> None:
         pipe = self._pipe
@@ -135,7 +135,7 @@ class ImageGenerator:
             return False
 
         def made(arguments: Mapping[str, Any]) -> Any:
-            begun = self._submit(job, arguments, self.served.plan, ranks, adapters=self.loras.adapters({}))
+            begun = self._submit(arguments, self.served.plan, ranks, adapters=self.loras.adapters({}))
             return self._finished(job, begun, ranks).output.images
 
         worst = error_of_batch(made, arguments, size)
@@ -158,9 +158,7 @@ class ImageGenerator:
         arguments, size = warm_up_arguments(self.description, plan)
         for group in groups:
             previews = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
-            begun = self._submit(
-                job, arguments, plan, group, previews=previews.previews, adapters=self.loras.adapters({})
-            )
+            begun = self._submit(arguments, plan, group, previews=previews.previews, adapters=self.loras.adapters({}))
             made = self._finished(job, begun, group)
             images = getattr(made.output, "images", None)
             if images is not None and hasattr(images[0], "convert"):
@@ -205,7 +203,7 @@ class ImageGenerator:
         plan = calls[0].plan_of(self.served)
         adapters = self.loras.adapters(calls[0].loras)
         with self.ranks.taken(self._count(job, plan)) as ranks:
-            made = self._finished(job, self._submit(job, batch_arguments(calls), plan, ranks, adapters=adapters), ranks)
+            made = self._finished(job, self._submit(batch_arguments(calls), plan, ranks, adapters=adapters), ranks)
         return batch_results(made, made.output.images, [self._tokens(call.arguments["prompt"]) for call in calls])
 
     def generate_video(self, job: Job, call: ImageCall) -> GeneratedVideo:
@@ -226,12 +224,12 @@ class ImageGenerator:
         suspended = kept.suspended
         arguments = seeded(call, seed)
         try:
-            begun = self._submit(job, arguments, plan, ranks, resume=suspended, **options)
+            begun = self._submit(arguments, plan, ranks, resume=suspended, **options)
         except PlanError as error:
             if suspended is None:
                 raise
             log.warning("a request starts from its beginning: %s", error)
-            begun = self._submit(job, seeded(call, seed), plan, ranks, **options)
+            begun = self._submit(seeded(call, seed), plan, ranks, **options)
         kept.begin(begun)
         try:
             return self._finished(job, begun, ranks)
@@ -247,26 +245,19 @@ class ImageGenerator:
         return plan.world_size
 
     def _submit(
-        self,
-        job: Job,
-        arguments: Mapping[str, Any],
-        plan: Plan | str,
-        ranks: tuple[int, ...],
-        **options: Any,
+        self, arguments: Mapping[str, Any], plan: Plan | str, ranks: tuple[int, ...], **options: Any
     ) -> PipelineJob:
-        """Begin a call of the pipeline, which ends when the job is cancelled. `options`: of `submit`."""
+        """Begin a call of the pipeline. `options`: of `submit`."""
         everywhere = len(ranks) == len(self.served.devices)
-        call = self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, **options)
-        job.when_cancelled(call.cancel)
-        job.when_suspended(partial(_ask_to_suspend, call))
-        return call
+        return self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, **options)
 
     def _finished(self, job: Job, call: PipelineJob, ranks: tuple[int, ...]) -> FinishedCall:
-        """Wait for a call. Its steps are reported to the job. Raises Cancelled, Suspended, and what the call raises."""
+        """Wait for a call, which ends with its job, and report steps. Raises Cancelled, Suspended, and its error."""
         before = 0 if job.kept is None else job.kept.done_steps
-        while not call.wait(STEP_SECONDS):
-            job.show(step=call.progress.step, steps=call.progress.steps)
-            job.done_steps = before + call.progress.step
+        with job.during(cancel=call.cancel, suspend=partial(_ask_to_suspend, call)):
+            while not call.wait(STEP_SECONDS):
+                job.show(step=call.progress.step, steps=call.progress.steps)
+                job.done_steps = before + call.progress.step
         try:
             output = call.result()
         except CallSuspended:

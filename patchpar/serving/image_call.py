@@ -204,6 +204,11 @@ class CallRules:
         if request.plan is None and request.strategy is None:
             return None
         name = "strategy" if request.plan is None else "plan"
+        if isinstance(self.served.plan, Plan) and self.served.plan.divides_weights:
+            raise RequestError(
+                f"{name}: the server's plan, {self.served.plan}, divides weights, so that requests cannot have another",
+                param=name,
+            )
         try:
             if request.strategy is None and request.plan == "auto":
                 return "auto"
@@ -215,11 +220,6 @@ class CallRules:
         if plan.data > 1 or plan.divides_weights:
             raise RequestError(
                 f"plan {plan}: a request may choose cfg, patch and a strategy only: leave the rest out", param=name
-            )
-        if isinstance(self.served.plan, Plan) and self.served.plan.divides_weights:
-            raise RequestError(
-                f"{name}: the server's plan, {self.served.plan}, divides weights, so that requests cannot have another",
-                param=name,
             )
         return plan
 

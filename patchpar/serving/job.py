@@ -124,9 +124,8 @@ class Job:
 
     @contextmanager
     def listening(self, function: Callable[[], object]) -> Iterator[None]:
-        """Call `function` in the job's thread after each event and change of the view, and at the end."""
+        """Call `function` in the job's thread after each event and change of the view, and once it has its outcome."""
         self._listeners.append(function)
-        self.outcome.add_done_callback(lambda _: self._notify())
         try:
             yield
         finally:
@@ -148,7 +147,7 @@ class Job:
         if not self._is_unwanted:
             self._is_unwanted, self._reason = True, reason or self._reason
         if self._change(only="waiting", state="cancelled"):
-            self.outcome.set_exception(self._reason)
+            self._raise_in_outcome(self._reason)
         (self._leader or self)._end_unwanted()
 
     def _end_unwanted(self) -> None:
@@ -167,17 +166,27 @@ class Job:
         for function in tuple(self._on_suspend):
             function()
 
-    def when_suspended(self, function: Callable[[], object]) -> None:
-        """Call `function` in the thread that suspends the job, or now if that was before; until it is suspended."""
-        self._on_suspend.append(function)
-        if self.is_suspending:
-            function()
-
     def when_cancelled(self, function: Callable[[], object]) -> None:
         """Call `function` in the thread that cancels the job, or now if it was cancelled before."""
         self._on_cancel.append(function)
         if self._is_wanted_by_none:
             function()
+
+    @contextmanager
+    def during(self, *, cancel: Callable[[], object], suspend: Callable[[], object]) -> Iterator[None]:
+        """Until the block ends, call these in the thread that cancels or suspends the job, or now if that was before.
+
+        What they belong to, such as a call of the pipeline with its output, is not kept afterwards.
+        """
+        self._on_suspend.append(suspend)
+        try:
+            self.when_cancelled(cancel)
+            if self.is_suspending:
+                suspend()
+            yield
+        finally:
+            self._on_cancel.remove(cancel)
+            self._on_suspend.remove(suspend)
 
     def run(self) -> None:
         """Do the work. The outcome is in the view, and in `outcome`."""
@@ -211,6 +220,7 @@ class Job:
         """Take the result that another job has made."""
         if self._change(state="done", result=result, preview=None):
             self.outcome.set_result(result)
+            self._notify()
 
     def _begin(self) -> bool:
         if not self._change(only="waiting", state="running", ahead=0):
@@ -230,7 +240,6 @@ class Job:
 
     def _wait_again(self) -> None:
         self.is_suspending, self.suspensions = False, self.suspensions + 1
-        self._on_suspend.clear()
         self._change(state="waiting", note="suspended")
         if self._is_unwanted:  # also if it was cancelled just before it waited, which ended nothing
             self._end_with(self._reason, state="cancelled")
@@ -250,7 +259,11 @@ class Job:
 
     def _end_with(self, raised: Exception, **changes: Any) -> None:
         if self._change(**changes, preview=None):
-            self.outcome.set_exception(raised.with_traceback(None))  # which would keep the tensors of its frames
+            self._raise_in_outcome(raised.with_traceback(None))  # which would keep the tensors of its frames
+
+    def _raise_in_outcome(self, error: Exception) -> None:
+        self.outcome.set_exception(error)
+        self._notify()
 
     def _change(self, *, only: JobState | None = None, **changes: Any) -> bool:
         """Update the view of a job that is not over, `only` if it is in this state. Return whether it was updated."""

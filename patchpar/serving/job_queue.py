@@ -7,6 +7,7 @@ Python's ThreadPoolExecutor would be a queue too, but the interpreter waits for 
 minutes from its next step; it has no limit, and a running job cannot be cancelled.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from patchpar.errors import PlanError
 from patchpar.serving.job import Job, ServerEnding
 
 CLOSE_SECONDS = 1.0  # a first call may be minutes from its next step
+log = logging.getLogger(__name__)
 
 
 class QueueFull(PlanError):
@@ -73,8 +75,13 @@ class WorkQueue:
     @property
     def waiting(self) -> int:
         """Number of jobs that wait."""
+        return len(self.jobs[0])
+
+    @property
+    def jobs(self) -> tuple[tuple[Job, ...], tuple[Job, ...]]:
+        """The jobs that wait, in order, and those that run."""
         with self._changed:
-            return sum(not job.view.is_over for job in self._waiting)
+            return tuple(job for job in self._waiting if not job.view.is_over), tuple(self._running)
 
     def append(
         self,
@@ -117,9 +124,24 @@ class WorkQueue:
     def _make_room(self) -> None:
         """Suspend a job for one that has come while all threads work. Needs the lock."""
         if self._waiting and not self._waiting[0].is_urgent and not self._is_paused:
-            found = self._choose(self._free, tuple(self._waiting), tuple(self._running))
+            found = self._choice()
             if isinstance(found, JobSuspend):
                 found.job.suspend()
+
+    def _choice(self) -> JobStart | JobSuspend | None:
+        """Return what `choose` says; the first job if that fails, or starts one without room. Needs the lock.
+
+        Else the thread that asks would end, and with the last one the queue.
+        """
+        waiting, running = tuple(self._waiting), tuple(self._running)
+        try:
+            found = self._choose(self._free, waiting, running)
+            if not isinstance(found, JobStart) or 0 < found.takes <= self._free:
+                return found
+            log.error("a job was to start on %d devices, and %d are free: jobs go in order", found.takes, self._free)
+        except Exception:  # whatever it is, jobs that wait are not lost
+            log.exception("the next job cannot be chosen: jobs go in order")
+        return in_order(self._free, waiting, running)
 
     def resize(self, capacity: int) -> None:
         """Let jobs that run take so much together from now on, at most what it was at first; those that wait fit in."""
@@ -217,12 +239,11 @@ class WorkQueue:
         self._drop_ended()
         if not self._waiting or self._is_paused:
             return None
-        urgent = self._waiting[0].is_urgent
-        found = (in_order if urgent else self._choose)(self._free, tuple(self._waiting), tuple(self._running))
+        is_urgent = self._waiting[0].is_urgent
+        found = in_order(self._free, self._waiting, self._running) if is_urgent else self._choice()
         if isinstance(found, JobSuspend):
             found.job.suspend()
             return None  # until its devices are free
-        assert found is None or 0 < found.takes <= self._free, "a job starts where there is room for it"
         return found
 
     def _drop_ended(self) -> None:

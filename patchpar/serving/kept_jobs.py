@@ -4,9 +4,10 @@ import logging
 import secrets
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -150,24 +151,30 @@ class KeptJobs:
         `key`: a name by which the owner may send the same request again, and get the same job. `digest`: of the
         request; another one under the same key is refused with RequestError, 409.
         """
-        with self._lock:
-            self._sweep()
-            known = self._keys.get((work.owner, key)) if key else None
-            if known is not None and known[0] in self._jobs:
-                if known[1] != digest:
-                    reason = "Idempotency-Key: another request has used it: use a new one"
-                    raise RequestError(reason, status=409, code="idempotency_conflict")
-                return self._jobs[known[0]]
+        with self._lock if key else nullcontext():  # `submit` may take a while: only the same key has to wait for it
+            known = self._of_key(work.owner, key, digest)
+            if known is not None:
+                return known
             kept = KeptJob(work, submit(), name=name, created_at=created_at)
             kept.key, kept.digest = key, digest
-            self._jobs[kept.id] = kept
-            if key:
-                self._keys[work.owner, key] = kept.id, digest
+            self.restore(kept)
         kept.job.outcome.add_done_callback(lambda outcome: self._finish(kept, outcome))
         return kept
 
+    def _of_key(self, owner: str, key: str, digest: bytes) -> KeptJob | None:
+        """Return the job that was sent with a key. Raises RequestError, 409, for one of another request."""
+        with self._lock:
+            self._sweep()
+            found = self._keys.get((owner, key)) if key else None
+            if found is None or found[0] not in self._jobs:
+                return None
+            if found[1] != digest:
+                reason = "Idempotency-Key: another request has used it: use a new one"
+                raise RequestError(reason, status=409, code="idempotency_conflict")
+            return self._jobs[found[0]]
+
     def restore(self, kept: KeptJob) -> None:
-        """Keep a job that an earlier server has finished."""
+        """Keep a job, which an earlier server may have finished."""
         with self._lock:
             self._jobs[kept.id] = kept
             if kept.key:
@@ -238,11 +245,17 @@ class KeptJobs:
             kept.work.drop(result)
 
     def _sweep(self) -> None:
-        """Drop jobs that have expired, and the oldest ones beyond the limit. Needs the lock."""
+        """Drop jobs that have expired, and beyond the limit the oldest ones of who has most. Needs the lock."""
         now = time.time()
-        ended = [each for each in self._jobs.values() if each.ended.is_set()]
-        late = [each for each in ended if (self.expires_at(each) or now) < now]
-        for kept in {each.id: each for each in (*late, *ended[: max(0, len(ended) - self._limits.count)])}.values():
+        late, ended = list[KeptJob](), defaultdict[str, deque[KeptJob]](deque)
+        for each in (each for each in self._jobs.values() if each.ended.is_set()):
+            if (self.expires_at(each) or now) < now:
+                late.append(each)
+            else:
+                ended[each.work.owner].append(each)
+        for _ in range(sum(map(len, ended.values())) - self._limits.count):
+            late.append(max(ended.values(), key=len).popleft())
+        for kept in late:
             del self._jobs[kept.id]
             self._drop(kept)
         self._keys = {key: found for key, found in self._keys.items() if found[0] in self._jobs}

@@ -1,6 +1,6 @@
 """Counts of a server for Prometheus. Values of labels come from closed sets: routes, statuses, ranks, kinds, states."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import get_args
 
@@ -8,12 +8,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from patchpar.pipeline.report import Run
+from patchpar.plan.plan import Plan
+from patchpar.serving.pipeline_fields import MAX_PRIORITY
 from patchpar.serving.rank_pool import RankState
 
 STATES = ("loading", "ready", "lost", "draining")
 RANK_STATES = get_args(RankState)
 SIZES = (1, 2, 4, 8, 16, 32)
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+SIDES = (256, 512, 1024, 2048)
+"""Of square images with as many pixels as the images, or videos, of a class have at most."""
+PRIORITIES = range(-MAX_PRIORITY, MAX_PRIORITY + 1)
 
 
 class ServerMetrics:
@@ -36,6 +42,16 @@ class ServerMetrics:
             "patchpar_image_seconds", "Time of the call of an image.", buckets=SECONDS, registry=registry
         )
         self._steps = Counter("patchpar_steps_total", "Denoising steps.", registry=registry)
+        self._step_seconds = Histogram(
+            "patchpar_step_seconds",
+            "Time of a call of an image or video, divided by its denoising steps, by plan and size.",
+            ["plan", "size"],
+            buckets=STEP_SECONDS,
+            registry=registry,
+        )
+        self._devices = Histogram(
+            "patchpar_request_devices", "Devices that worked on an image or video.", buckets=SIZES, registry=registry
+        )
         self._batches = Histogram(
             "patchpar_batch_size", "Requests that were made in one call.", buckets=SIZES, registry=registry
         )
@@ -54,32 +70,48 @@ class ServerMetrics:
         self._waits = Counter(
             "patchpar_wait_seconds_total", "Seconds that a rank waited for others.", ["rank", "kind"], registry=registry
         )
-        self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", registry=registry)
+        self._add_gauges(registry)
+
+    def _add_gauges(self, registry: CollectorRegistry) -> None:
+        self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", ["priority"], registry=registry)
         self._ranks = Gauge("patchpar_ranks", "Ranks by what they do.", ["state"], registry=registry)
+        self._slowness = Gauge(
+            "patchpar_rank_slowness",
+            "How many times as long as the others a rank took in its latest calls; 1 for one that is not slow.",
+            ["rank"],
+            registry=registry,
+        )
         self._state = Gauge("patchpar_state", "1 of the state that the server is in.", ["state"], registry=registry)
 
-    def watch(self, *, queue_length: Callable[[], int], state: Callable[[], str]) -> None:
-        """Read these whenever metrics are read."""
-        self._queue_length.set_function(queue_length)
+    def watch(self, *, queue_lengths: Callable[[], Mapping[int, int]], state: Callable[[], str]) -> None:
+        """Read these whenever metrics are read. `queue_lengths`: how many requests wait, by priority."""
+        for priority in PRIORITIES:
+            self._queue_length.labels(priority).set_function(partial(_length_of, queue_lengths, priority))
         for each in STATES:
             self._state.labels(each).set_function(partial(_is_in, state, each))
 
-    def watch_ranks(self, states: Callable[[], Sequence[str]]) -> None:
-        """Read what each rank does whenever metrics are read."""
+    def watch_ranks(self, states: Callable[[], Sequence[str]], slowness: Callable[[int], float]) -> None:
+        """Read what each rank does, and how slow it is, whenever metrics are read."""
         for each in RANK_STATES:
             self._ranks.labels(each).set_function(partial(_count_of, states, each))
+        for rank in range(len(states())):
+            self._slowness.labels(rank).set_function(partial(slowness, rank))
 
-    def observe(self, queued_seconds: float, runs: Iterable[Run]) -> None:
-        """Count a finished request of images."""
+    def observe(self, queued_seconds: float, pixels: int, runs: Iterable[Run]) -> None:
+        """Count a finished request of images of so many pixels, those of all frames of a video."""
         self._queue_seconds.observe(queued_seconds)
         for run in runs:
             self._image_seconds.observe(run.seconds)
+            self._devices.observe(run.plan.world_size)
             self._steps.inc(run.steps)
-            for rank, figures in enumerate(run.ranks):
+            if run.steps:
+                labels = plan_label(run.plan), size_label(pixels)
+                self._step_seconds.labels(*labels).observe(run.seconds / run.steps)
+            for figures in run.ranks:
                 for kind, count in figures.bytes_sent.items():
-                    self._bytes.labels(rank, kind).inc(count)
+                    self._bytes.labels(figures.rank, kind).inc(count)
                 for kind, seconds in figures.seconds_waited.items():
-                    self._waits.labels(rank, kind).inc(seconds)
+                    self._waits.labels(figures.rank, kind).inc(seconds)
 
     def observe_batch(self, size: int) -> None:
         """Count a call that made the images of several requests."""
@@ -105,6 +137,22 @@ class ServerMetrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def plan_label(plan: Plan) -> str:
+    """Return degrees and strategy of a plan, without its options: clients may choose these, of any number of values."""
+    degrees = [f"{axis}={degree}" for axis, degree in plan.degrees().items() if degree > 1]
+    return " ".join([*degrees, plan.strategy.name]) if degrees else "one device"
+
+
+def size_label(pixels: int) -> str:
+    """Return the class of an image's size."""
+    side = next((side for side in SIDES if pixels <= side * side), None)
+    return "larger" if side is None else f"{side}x{side}"
+
+
+def _length_of(lengths: Callable[[], Mapping[int, int]], priority: int) -> float:
+    return float(lengths().get(priority, 0))
 
 
 def _count_of(states: Callable[[], Sequence[str]], name: str) -> float:

@@ -11,6 +11,7 @@ from patchpar.serving.request_error import RequestError, nearest
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE = 24 * 3600 * 1000
 MAX_SCALE, MAX_LORAS = 10.0, 8
+MAX_PRIORITY = 10
 Text = Annotated[str, Field(max_length=32_000)]
 
 _UPLOADS = "send it as a file of a form (multipart/form-data), to /v1/images/edits or /v1/videos; never a path or URL"
@@ -62,7 +63,7 @@ class PipelineFields(BaseModel):
     plan: Text | None = None
     strategy: Text | None = None
     degree: Annotated[int, Field(ge=1)] | None = None
-    priority: Annotated[int, Field(ge=-10, le=10)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=MAX_DEADLINE)] | None = None
     lora: Loras | None = None
     exactness: Literal["any", "exact"] | None = None

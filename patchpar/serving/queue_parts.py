@@ -1,6 +1,7 @@
 """How many of the requests that wait one API key, and one user of it, may have, so that others find room."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,15 @@ class QueuePart:
         return cls(source.owner, source.request.user or source.request.safety_identifier or "")
 
 
-def check_part(source: JobSource, settings: ServerSettings, seconds: int, waiting: Sequence[Job]) -> None:
+def by_priority(waiting: Iterable[Job]) -> Counter[int]:
+    """Return how many of these jobs have each priority; those that have none count as 0."""
+    return Counter(getattr(job.facts, "priority", 0) for job in waiting)
+
+
+def check_part(source: JobSource, settings: ServerSettings, seconds: Callable[[], int], waiting: Sequence[Job]) -> None:
     """Raise RequestError, 429, for a request of a key or a user of whom as many wait as may.
 
-    `seconds`: after which clients may try again.
+    `seconds` returns those after which clients may try again.
     """
     own = QueuePart.of(source)
     assert own is not None, "it is of a request"
@@ -38,11 +44,11 @@ def check_part(source: JobSource, settings: ServerSettings, seconds: int, waitin
         _check(sum(part == own for part in others), settings.max_per_user, "of this user", seconds)
 
 
-def _check(count: int, most: int | None, whose: str, seconds: int) -> None:
+def _check(count: int, most: int | None, whose: str, seconds: Callable[[], int]) -> None:
     if most is not None and count >= most:
         raise RequestError(
             f"{count} requests {whose} are waiting, which is the limit: try later",
             status=429,
             code="rate_limit_exceeded",
-            retry_after=seconds,
+            retry_after=seconds(),
         )

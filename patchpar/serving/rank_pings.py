@@ -42,31 +42,52 @@ class RankPings:
         """Whether a rank that has nothing to do has not answered for too long."""
         return bool(self._threads) and self._clock() - self._answered[rank] > SILENT_SECONDS
 
-    def start(self, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> None:
-        """Begin to ask. `is_idle`: whether a rank has nothing to do; `lose` is called with one that has failed."""
+    def start(
+        self,
+        is_idle: Callable[[int], bool],
+        lose: Callable[[int], object],
+        is_overdue: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        """Begin to ask. `is_idle`: whether a rank has nothing to do.
+
+        `lose` is called with one that has failed, and with one that `is_overdue`: it has not been replaced since then.
+        """
         for rank in range(len(self._answered)):
             self.note(rank)
             name = f"patchpar-ping-{rank}"
-            thread = threading.Thread(target=self._watch, args=(rank, is_idle, lose), name=name, daemon=True)
+            watched = (rank, is_idle, lose, is_overdue)
+            thread = threading.Thread(target=self._watch, args=watched, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _watch(self, rank: int, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> None:
+    def _watch(
+        self,
+        rank: int,
+        is_idle: Callable[[int], bool],
+        lose: Callable[[int], object],
+        is_overdue: Callable[[int], bool],
+    ) -> None:
         while not self._closing.wait(PERIOD_SECONDS):
-            if not is_idle(rank):
-                continue
-            try:
-                self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
-            except CallCancelled:
-                continue  # it has something to do
-            except (WorkerError, LaunchError) as error:
-                if not self._closing.is_set():
-                    log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
-                    lose(rank)
-            except PatchparError:
-                return  # the pipeline has been closed
-            else:
-                self.note(rank)
+            if is_overdue(rank):
+                lose(rank)
+            if is_idle(rank) and not self._asks(rank, is_idle, lose):
+                return
+
+    def _asks(self, rank: int, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> bool:
+        """Ask a rank once. Return whether to ask it again, later: not once the pipeline has been closed."""
+        try:
+            self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
+        except CallCancelled:
+            return True  # it has something to do
+        except (WorkerError, LaunchError) as error:
+            if not self._closing.is_set():
+                log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
+                lose(rank)
+        except PatchparError:
+            return False
+        else:
+            self.note(rank)
+        return True
 
     def close(self) -> None:
         """Ask no more; a question that has been put is not waited for. Idempotent."""

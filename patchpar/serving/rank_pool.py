@@ -1,11 +1,14 @@
 """Which ranks of a server work, are free, have lost their process, or are out of service."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 RankState = Literal["free", "busy", "silent", "lost", "removed"]
+AGAIN_SECONDS = 30.0
+"""After which a rank that is still lost is to be replaced again: the first attempt may have failed."""
 
 
 class Answers(Protocol):
@@ -32,13 +35,20 @@ class NoQuestions:
 class RankPool:
     """The ranks of one server. The queue starts no more calls than there are ranks for.
 
-    `slow` returns ranks that are taken after all others. `answers`: which free ones do not answer.
+    `slow` returns ranks that are taken after all others, and how many times as long as these they take. `answers`:
+    which free ones do not answer. `clock` in seconds.
     """
 
-    def __init__(self, count: int, slow: Callable[[], Collection[int]] = tuple, answers: Answers | None = None) -> None:
-        self._slow, self._answers = slow, answers or NoQuestions()
+    def __init__(
+        self,
+        count: int,
+        slow: Callable[[], Mapping[int, float]] = dict,
+        answers: Answers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slow, self._answers, self._clock = slow, answers or NoQuestions(), clock
         self._is_busy = [False] * count
-        self._lost: set[int] = set()
+        self._lost: dict[int, float] = {}  # when
         self._removed: set[int] = set()
         self._lock = threading.Lock()
 
@@ -58,6 +68,10 @@ class RankPool:
             return "busy"
         return "silent" if self._answers.is_silent(rank) else "free"
 
+    def slowness(self, rank: int) -> float:
+        """How many times as long as the others a rank takes; 1 for one that is not slow."""
+        return self._slow().get(rank, 1.0)
+
     @property
     def in_service(self) -> int:
         """Number of ranks that are not removed."""
@@ -72,7 +86,14 @@ class RankPool:
     def lost(self) -> tuple[int, ...]:
         """The lost ranks."""
         with self._lock:
-            return tuple(sorted(self._lost - self._removed))
+            return tuple(sorted(self._lost.keys() - self._removed))
+
+    def is_overdue(self, rank: int) -> bool:
+        """Whether a rank has been lost for so long that it is to be replaced again, and nobody is replacing it."""
+        with self._lock:
+            since = self._lost.get(rank)
+            is_left = since is not None and rank not in self._removed and not self._is_busy[rank]
+            return is_left and self._clock() - (since or 0.0) > AGAIN_SECONDS
 
     def is_idle(self, rank: int) -> bool:
         """Whether a rank has nothing to do, and has not been lost or removed."""
@@ -104,18 +125,19 @@ class RankPool:
     def lose(self, ranks: tuple[int, ...]) -> None:
         """Note that a call on these ranks has failed with its workers."""
         with self._lock:
-            self._lost |= set(ranks)
+            self._lost.update(dict.fromkeys(ranks, self._clock()))
 
     def restore(self, ranks: tuple[int, ...]) -> None:
         """Note that a call on these ranks has ended well."""
         with self._lock:
-            self._lost -= set(ranks)
+            for rank in ranks:
+                self._lost.pop(rank, None)
 
     def remove(self, rank: int) -> None:
         """Take a rank out of service, which has nothing to do."""
         with self._lock:
             self._removed.add(rank)
-            self._lost.discard(rank)
+            self._lost.pop(rank, None)
 
     def put_back(self, rank: int) -> None:
         """Put a rank into service again."""

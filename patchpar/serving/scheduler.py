@@ -9,7 +9,7 @@ from patchpar.serving.job import Job
 from patchpar.serving.job_queue import JobStart, JobSuspend, in_order
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
-from patchpar.serving.scheduling.policies import MAX_SUSPENSIONS, Policy
+from patchpar.serving.scheduling.policies import MAX_SUSPENSIONS, Policy, latency, predicted_end
 from patchpar.serving.scheduling.state import NEVER, RunningRequest, ScheduleState, StartRequest, WaitingRequest
 
 
@@ -30,6 +30,8 @@ class JobFacts:
     batch_key: Hashable | None = None
 
 
+PREDICTION_SECONDS = 0.25
+"""So long a prediction of the queue's end is used: who is refused often does not have it made each time."""
 RESUME_SECONDS = 1.0
 """What it takes to go on with a suspended request: its prompt is encoded, and its steps are replayed."""
 
@@ -39,6 +41,7 @@ class JobScheduler:
 
     def __init__(self, policy: Policy, devices: int, costs: LearntCosts) -> None:
         self._policy, self.devices, self.costs = policy, devices, costs
+        self._predicted = 0.0, 0.0  # when a prediction was made, and the end that it says
         self.batch = 1
         """Most requests of one call."""
 
@@ -51,9 +54,17 @@ class JobScheduler:
             return None
         if not all(isinstance(job.facts, JobFacts) for job in waiting):
             return in_order(free, waiting, running)  # the first call of the server is among them
+        first = next(iter(self._policy(self._state(waiting, running))), None)
+        if isinstance(first, StartRequest):
+            job = first.request.name
+            return JobStart(job, first.degree, self._peers(job, waiting))
+        return None if first is None else JobSuspend(first.request.request.name)
+
+    def _state(self, waiting: Sequence[Job], running: Sequence[Job]) -> ScheduleState:
+        """Return what the policy has to know. `waiting`: jobs with facts."""
         now = time.monotonic()
         known = [job for job in running if isinstance(job.facts, JobFacts) and job.takes]
-        state = ScheduleState(
+        return ScheduleState(
             now=now,
             devices=self.devices,
             waiting=tuple(self._request(job) for job in waiting),
@@ -62,11 +73,16 @@ class JobScheduler:
             can_suspend=True,
             resume_seconds=RESUME_SECONDS,
         )
-        first = next(iter(self._policy(state)), None)
-        if isinstance(first, StartRequest):
-            job = first.request.name
-            return JobStart(job, first.degree, self._peers(job, waiting))
-        return None if first is None else JobSuspend(first.request.request.name)
+
+    def seconds_left(self, waiting: Sequence[Job], running: Sequence[Job]) -> float:
+        """Return how long it takes, as predicted, until all these jobs have ended, and one that comes now can begin."""
+        now = time.monotonic()
+        made, end = self._predicted
+        if now > made + PREDICTION_SECONDS:
+            state = self._state([job for job in waiting if isinstance(job.facts, JobFacts)], running)
+            end = predicted_end(state, widest=self._policy is latency)
+            self._predicted = now, end
+        return max(0.0, end - now)
 
     def _peers(self, job: Job, waiting: Sequence[Job]) -> tuple[Job, ...]:
         """Return the jobs that wait and can be made in one call with this one, in order."""

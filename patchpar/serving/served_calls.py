@@ -22,10 +22,7 @@ T = TypeVar("T")
 
 
 class ServedCalls:
-    """Calls of one generator. `repair` is called with a number of ranks of which some have been lost.
-
-    `seconds`: of the last request.
-    """
+    """Calls of one generator. `repair` is called with a number of ranks of which some have been lost."""
 
     def __init__(
         self,
@@ -33,10 +30,8 @@ class ServedCalls:
         costs: LearntCosts,
         metrics: ServerMetrics,
         repair: Callable[[int], object],
-        seconds: float,
     ) -> None:
         self._generator, self._costs, self._metrics, self._repair = generator, costs, metrics, repair
-        self.seconds = seconds
 
     def images(self, job: Job, call: ImageCall) -> GeneratedImages:
         """Make the images of a request, and of those that have joined it. Raises what the generator raises."""
@@ -84,11 +79,12 @@ class ServedCalls:
 
     def _ended(self, job: Job, runs: Sequence[Run], figures: Sequence[ImageFigures], *, is_alone: bool = True) -> None:
         """Count and learn. Costs are those of a request that is made alone and at one go: others tell nothing of it."""
-        self.seconds = sum(run.seconds for run in runs)
-        self._metrics.observe(job.queued_seconds, runs)
-        self._metrics.observe_recoveries(sum(each.recovered for each in figures[len(figures) - len(runs) :]))
-        for run in runs if is_alone and not job.suspensions else ():
-            self._costs.observe(job.facts.shape, job.takes, run.steps, run.seconds)
+        shape, own = job.facts.shape, figures[len(figures) - len(runs) :]
+        self._metrics.observe(job.queued_seconds, shape.pixels, runs)
+        self._metrics.observe_recoveries(sum(each.recovered for each in own))
+        for run, each in zip(runs, own, strict=True) if is_alone and not job.suspensions else ():
+            if not each.recovered:  # on fewer devices, and twice in part
+                self._costs.observe(shape, job.takes, run.steps, run.seconds)
 
     def _run(self, job: Job, generate: Callable[[], T]) -> T:
         try:

@@ -19,9 +19,9 @@ from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.model_facts import model_facts
 from patchpar.serving.pipeline_fields import PipelineFields
-from patchpar.serving.queue_parts import check_part
+from patchpar.serving.queue_parts import by_priority, check_part
 from patchpar.serving.ranks_in_service import check_removable, check_removed, put_back_rank, remove_rank
-from patchpar.serving.refusals import RETRY_SECONDS, draining, loading
+from patchpar.serving.refusals import draining, loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import RequestJournal
 from patchpar.serving.scheduler import JobFacts, JobScheduler
@@ -55,11 +55,11 @@ class ImageService:
         self._devices = len(generator.served.devices)
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
         self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
-        self._calls = ServedCalls(generator, self.scheduler.costs, self.metrics, self._repair, float(RETRY_SECONDS))
+        self._calls = ServedCalls(generator, self.scheduler.costs, self.metrics, self._repair)
         self._rules: CallRules | None = None
         self._is_draining = False
-        self.metrics.watch(queue_length=lambda: self.waiting, state=lambda: self.state)
-        self.metrics.watch_ranks(lambda: self.generator.ranks.states)
+        self.metrics.watch(queue_lengths=lambda: by_priority(self._queue.jobs[0]), state=lambda: self.state)
+        self.metrics.watch_ranks(lambda: self.generator.ranks.states, generator.ranks.slowness)
 
     @property
     def name(self) -> str:
@@ -122,7 +122,8 @@ class ImageService:
             loras=self.generator.loras,
             ranks=self.generator.ranks,
         )
-        self.generator.pings.start(self.generator.ranks.is_idle, self._lose)
+        ranks = self.generator.ranks
+        self.generator.pings.start(ranks.is_idle, self._lose, ranks.is_overdue)
 
     def submit(
         self,
@@ -180,7 +181,6 @@ class ImageService:
         """Append a job to the queue. Raises RequestError: 504 for a deadline that cannot be met, 503 if it is full."""
         served = self.generator.served
         facts = facts_of(source.request, call, served, self.generator.description, self.settings.policy)
-        seconds = max(1, min(MAX_RETRY_SECONDS, round(self._calls.seconds)))  # the queue is likely to be shorter then
         if kept is None:
             self.scheduler.check_deadline(facts)
         try:
@@ -190,12 +190,16 @@ class ImageService:
                 facts=facts,
                 source=source,
                 kept=kept,
-                admit=(lambda _: None) if kept is not None else partial(check_part, source, self.settings, seconds),
+                admit=(lambda _: None) if kept is not None else partial(check_part, source, self.settings, self._retry),
             )
         except QueueFull as error:
-            raise RequestError(str(error), status=503, code="queue_full", retry_after=seconds) from None
+            raise RequestError(str(error), status=503, code="queue_full", retry_after=self._retry()) from None
         except QueueClosed:
             raise draining() from None
+
+    def _retry(self) -> int:
+        """Return seconds after which clients may try again: when what waits now has ended, as predicted."""
+        return max(1, min(MAX_RETRY_SECONDS, round(self.scheduler.seconds_left(*self._queue.jobs))))
 
     def check_name(self, name: str) -> None:
         """Raise RequestError, 404, for a model that is not served."""
@@ -244,8 +248,9 @@ class ImageService:
     def _change_ranks(self, change: Callable[[], None]) -> None:
         change()
         count = self.generator.ranks.in_service
-        self.scheduler.devices = count
+        self.scheduler.devices = min(count, self.scheduler.devices)  # never more than there is room for in the queue
         self._queue.resize(count)
+        self.scheduler.devices = count
 
     def _alone(self, work: Callable[[Job], Any]) -> Job:
         if self._rules is None:

@@ -10,7 +10,7 @@ from patchpar.serving.request_error import RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 40_000_000
-"""A decoded image takes three bytes for each pixel."""
+"""Of all images of a request together. A decoded image takes three bytes for each pixel."""
 TRANSPARENT = 128
 """Alpha below which a pixel of a mask counts as transparent, which is where the image is painted anew."""
 
@@ -23,12 +23,16 @@ class Uploads:
     mask: Any = None
 
 
-def read_upload(data: bytes, name: str) -> Any:
-    """Return the PIL image of a file, in RGB and upright. Raises RequestError, before decoding for too many pixels."""
+def read_upload(data: bytes, name: str, most: int = MAX_PIXELS) -> Any:
+    """Return the PIL image of a file, in RGB and upright. Raises RequestError, before decoding for too many pixels.
+
+    `most`: what other images of the request have left of MAX_PIXELS.
+    """
     try:
-        return read_image_file(io.BytesIO(data), name, most_pixels=MAX_PIXELS, formats=FORMATS)
+        return read_image_file(io.BytesIO(data), name, most_pixels=most, formats=FORMATS)
     except PlanError as error:
-        raise RequestError(str(error), param=name, code="invalid_image") from None
+        others = f" (all of a request have {MAX_PIXELS / 1e6:.0f} million at most)" if most < MAX_PIXELS else ""
+        raise RequestError(f"{error}{others}", param=name, code="invalid_image") from None
 
 
 def read_mask(data: bytes, name: str, size: tuple[int, int]) -> Any:

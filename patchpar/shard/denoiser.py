@@ -2,7 +2,8 @@
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +44,8 @@ class SharedDenoiser:
     verifications: VerificationCache | None = None
     _learns: ClassVar[str]
     """Name of the attribute with what is found out about the denoiser, which `_unlearn` discards."""
+    _holds_for_all_plans: ClassVar[bool] = False
+    """Whether that is the same for any number of ranks and any policy."""
 
     def __post_init__(self) -> None:
         self.patch = LocalPatch(*self.mesh, self.policy)
@@ -84,6 +87,19 @@ class SharedDenoiser:
         if self.history is not None:
             self.history = self.history.anew()
 
+    @property
+    def known_states(self) -> tuple[tuple[NetworkRecord, Any], ...]:
+        """States of the denoiser and what was found out about each, as far as it holds for all plans."""
+        if not self._holds_for_all_plans:
+            return ()
+        latest = () if self.watched.latest is None else ((self.watched.latest, getattr(self, self._learns)),)
+        return (*self._earlier, *latest)
+
+    def know(self, states: Iterable[tuple[NetworkRecord, Any]]) -> None:
+        """Take over `known_states` of the same denoiser with another plan."""
+        if self._holds_for_all_plans:
+            self._earlier.extend(states)
+
     def discard(self) -> None:
         """Discard what a failed call has left: values of steps before it, and messages that nobody waits for now."""
         self._drop_graphs("a call has failed")
@@ -95,6 +111,9 @@ class SharedDenoiser:
         """Return the fingerprint of a network that is not known yet, whose foreign code is known from now on."""
         before = self.watched.now()
         self.foreign.look(before)
+        if self._holds_for_all_plans and not getattr(self, self._learns):
+            known = (copy(found) for record, found in self._earlier if record.describes(before))
+            setattr(self, self._learns, next(known, getattr(self, self._learns)))
         return before
 
     def _make_sure(self) -> None:

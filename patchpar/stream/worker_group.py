@@ -1,7 +1,9 @@
 """The ranks of a pipeline that streams: started with their model, restarted when one dies, without failed devices."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -178,6 +180,16 @@ class HeldRanks(Closing, Generic[R, S]):
     def __init__(self, ranks: R) -> None:
         self._ranks: R | None = ranks
         self._session: S | None = None
+        self._beginning = threading.Lock()
+
+    @contextmanager
+    def _begun(self) -> Iterator[R]:
+        """Give the ranks to another stream, which has to be there at the end of the block. One thread after another.
+
+        Raises PlanError as `_free_ranks` does.
+        """
+        with self._beginning:
+            yield self._free_ranks()
 
     def _free_ranks(self) -> R:
         """The ranks, for another stream. Raises PlanError if a stream is running on them, or they are closed."""

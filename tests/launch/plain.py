@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from patchpar.errors import ExchangeError, PlanError
+from patchpar.launch.remote_errors import say_changes_left
 
 
 class PlainEngine:
@@ -44,6 +45,13 @@ class PlainEngine:
         if ranks is None or self.context.rank in ranks:
             raise {"ValueError": ValueError, "PlanError": PlanError, "Strange": Strange, "Key": StrangeKey}[kind](text)
         return "fine"
+
+    def load_half(self, name):
+        """Fails on all ranks, when it has changed something."""
+        self.loaded.append(name)
+        error = ValueError("half of it")
+        say_changes_left(error)
+        raise error
 
     def out_of_step(self):
         """All answer, but one rank is an exchange ahead."""

@@ -1,5 +1,6 @@
 """When ranks have a group of torch.distributed, through which backend, and what is said if it cannot be made."""
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -43,6 +44,17 @@ def made(monkeypatch):
 )
 def test_the_backend_goes_by_the_cards(cards, backend):
     assert backend_for(cards) == backend
+
+
+def test_rank_0_opens_the_store_at_a_port_that_it_has_kept():
+    """A port that is only looked up may be another process's by then."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    first, second = (GroupRank(rank=rank, world_size=2, device="cpu", timeout=20.0) for rank in (0, 1))
+    store = default_group.store_at(where, first, listener)
+    assert listener.fileno() < 0, "the store has it now"
+    store.set("name", "value")
+    assert default_group.store_at(where, second).get("name") == b"value"
 
 
 def test_sharing_is_said(caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import secrets
@@ -25,7 +26,7 @@ from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import decode, encode
 from patchpar.launch.network import tagged_socket
 from patchpar.launch.network.handshake import CLIENT, READY, ConnectionKeys, admit, introduce, session_key
-from patchpar.launch.network.listener import RankListener
+from patchpar.launch.network.listener import HANDSHAKE_SECONDS, MOST_HANDSHAKES, RankListener
 from patchpar.launch.network.network_link import NetworkLink
 from patchpar.launch.network.remote_rank import ReadyRank
 from patchpar.launch.network.remote_worker import RemoteStarter
@@ -213,6 +214,21 @@ def test_a_recorded_connection_is_not_accepted_again() -> None:
 def test_a_stranger_that_says_nothing_holds_up_nobody(listener: RankListener) -> None:
     with socket.create_connection((HERE, listener.address.port)):
         assert all(connected(listener, "two"))
+
+
+def test_many_strangers_that_say_nothing_hold_up_nobody(listener: RankListener) -> None:
+    """The one that has been silent for longest is closed for the next."""
+    with contextlib.ExitStack() as stack:
+        address = HERE, listener.address.port
+        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(MOST_HANDSHAKES + 1)]
+        begin = time.monotonic()
+        assert all(connected(listener, "two"))
+        assert time.monotonic() < begin + HANDSHAKE_SECONDS / 2
+        strangers[0].settimeout(SECONDS)
+        assert strangers[0].recv(1) == b""
+        strangers[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            strangers[-1].recv(1)
 
 
 def test_a_wait_for_a_connection_ends(listener: RankListener) -> None:

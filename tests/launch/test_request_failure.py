@@ -7,7 +7,7 @@ import torch
 
 from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung, WorkerOutOfMemory
 from patchpar.launch.hang_detection import HangLimits
-from patchpar.launch.remote_errors import take_down
+from patchpar.launch.remote_errors import say_changes_left, take_down
 from patchpar.launch.request_failure import error_of, is_in_step, lost_ranks
 from patchpar.launch.request_loop import RequestOutcome
 
@@ -40,7 +40,8 @@ RANKS = (0, 1, 2)
 WORKERS = {rank: Worker(rank) for rank in RANKS}
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
 LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
-ODD = ValueError("odd")
+ODD, HALF = ValueError("odd"), ValueError("half done")
+say_changes_left(HALF)
 
 
 def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
@@ -114,6 +115,7 @@ def test_all_is_well():
         (outcome(failed={1: ODD}, returned=[0, 2], beats=(5, 4, 5)), False),
         (outcome(failed={0: ODD, 1: ODD}, returned=[2], bystanders=[2], beats=(5, 5, 0)), True),
         (outcome(failed={0: ODD, 1: GLOO, 2: ODD}), False),
+        (outcome(failed={0: ODD, 1: HALF, 2: ODD}), False),
         (outcome(failed={0: ODD}, returned=[1]), False),
         (outcome(died=[1], returned=[0, 1, 2]), False),
         (outcome(), False),
@@ -132,6 +134,7 @@ def test_who_can_be_used_again(how, reusable):
         (outcome(not_reading=[2], failed={0: LATE}, returned=[1]), [2]),
         (outcome(failed={0: ODD}, unwound=[1, 2]), []),
         (outcome(failed={0: GLOO, 1: ODD, 2: ODD}), []),
+        (outcome(failed={0: HALF, 1: ODD, 2: HALF}), [0, 2]),
     ],
 )
 def test_who_is_replaced(how, lost):
@@ -147,7 +150,10 @@ def test_a_consequence_is_recognised_behind_other_exceptions():
 
     with pytest.raises(ValueError, match="the step failed") as caught:
         wrapped()
-    assert take_down(caught.value).transport
+    found = take_down(caught.value)
+    assert found.transport
+    assert found.trace.startswith("Traceback (most recent call last):")
+    assert "in wrapped\nValueError: the step failed\nwhich was caused by\nRuntimeError: " in found.trace
     assert not take_down(ValueError("the step failed")).transport
 
 

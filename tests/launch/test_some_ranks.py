@@ -54,6 +54,13 @@ def test_a_change_that_fails_on_one_rank_is_kept_by_none(pool: LocalExecutor, re
     replaces.extend(range(WORLD))
 
 
+def test_a_change_that_fails_half_way_on_all_ranks_is_kept_by_none(pool: LocalExecutor, replaces: list[int]) -> None:
+    """Else one that is replaced later would be another one than the others."""
+    with pytest.raises(ValueError, match="half of it"):
+        pool.call("load_half", "another model", replay=True)
+    replaces.extend(range(WORLD))
+
+
 def test_ranks_of_a_call_are_those_it_names_in_its_order(pool: LocalExecutor) -> None:
     assert pool.call("rank", ranks=(3, 1)) == [3, 1]
     assert pool.call("ranks", ranks=[np.int64(2), 0]) == [(2, 0)] * 2

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchpar import LaunchError, PlanError, Team, UnsupportedModel, shard_module
+from patchpar.pipeline.known_denoisers import KnownDenoisers
 from patchpar.shard.unet.discover import discover
 from patchpar.shard.verification import fingerprint_of
 from tests.breadth import first_of
@@ -208,6 +209,39 @@ def test_a_call_that_runs_other_layers_is_discovered_and_verified(
             call = {"x": x[..., :size, :size], "scale": 2}
             assert relative(team(**call), plain(**call)) <= LIMIT
     assert len(found) == 2 * 3
+
+
+def test_what_is_found_out_about_a_network_holds_for_another_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks that go on without a lost one do not search again; a network that has changed meanwhile is searched."""
+    found: list[Any] = []
+    monkeypatch.setattr("patchpar.shard.unet.denoiser.discover", lambda *call: found.append(call) or discover(*call))
+    torch.manual_seed(0)
+    plain = Switched().eval().requires_grad_(False)
+    replicas = [deepcopy(plain) for _ in range(2)]
+    known, call = [KnownDenoisers() for _ in replicas], {"x": torch.randn(1, 4, 16, 16), "scale": 2.0}
+
+    def searched(strategy: str) -> int:
+        """Make a call with a new plan, and return how many ranks have searched."""
+        found.clear()
+        with Team(replicas, strategy=strategy, verify=tmp_path) as team:
+            denoisers = [handle.denoiser for handle in team._handles]
+            for each, denoiser in zip(known, denoisers, strict=True):
+                each.passed_on(denoiser)
+            team.begin()
+            assert relative(team(**call), plain(**call)) <= LIMIT
+            for each, denoiser in zip(known, denoisers, strict=True):
+                each.keep([denoiser])
+        return len(found)
+
+    assert [searched("exact"), searched("displaced:warmup_steps=1"), searched("exact")] == [2, 0, 0]
+    for each in (plain, *replicas):
+        each.norms[0].eps = 0.1
+    assert [searched("exact"), searched("displaced:warmup_steps=1")] == [2, 0]
+    for denoisers in known:
+        denoisers.forget()
+    assert searched("exact") == 2
 
 
 class OneLayer(nn.Module):

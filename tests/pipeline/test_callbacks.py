@@ -13,6 +13,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDXLCF
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from patchpar import ParallelPipeline, UnsupportedModel
+from patchpar.errors import CallCancelled
 from tests.breadth import first_of
 from tests.tiny.adapted_pipelines import SEEN, image_weights
 
@@ -131,10 +132,11 @@ def test_a_callback_class_that_workers_cannot_import(parallel: ParallelPipeline,
     assert compare(parallel, plain, Brighten) <= EXACT
 
 
-def test_an_exception_in_a_callback_is_the_callers_own(parallel: ParallelPipeline, plain: Any) -> None:
-    class Enough(Exception):
-        pass
+class Enough(Exception):
+    """A callback ends its call."""
 
+
+def test_an_exception_in_a_callback_is_the_callers_own(parallel: ParallelPipeline, plain: Any) -> None:
     def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         raise Enough(f"after step {step}")
 
@@ -183,6 +185,32 @@ def test_a_callback_calls_methods(parallel: ParallelPipeline, plain: Any, do: An
     """All ranks do what it did when it has returned, and keep it after the call, as one process does."""
     parallel.plan = plan
     changed_as_in_one_process(parallel, plain, do, UNDONE[do])
+
+
+@pytest.mark.parametrize("how", ["callback", "cancelled"])
+def test_a_callback_changes_all_ranks_also_if_its_call_fails_later(parallel: ParallelPipeline, how: str) -> None:
+    """Else ranks that have not worked on the call would go on without its changes, and images depend on the ranks."""
+    jobs: list[Any] = []
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            pipe.vae.enable_tiling()
+        elif how == "callback":
+            pipe.vae.enable_slicing()  # which no rank is told of
+            raise Enough("after the second step")
+        else:
+            jobs[0].cancel()
+        return tensors
+
+    call = {**CALL, "num_inference_steps": 4}
+    try:
+        jobs.append(parallel.submit(**call, plan="single", ranks=(1,), callback_on_step_end=callback))
+        with pytest.raises(Enough if how == "callback" else CallCancelled):
+            jobs[0].result(120)
+        for name, wanted in (("vae.use_tiling", True), ("vae.use_slicing", False)):
+            assert parallel._executor.call("get", name, everywhere=True) == [wanted] * 2
+    finally:
+        parallel.vae.disable_tiling()
 
 
 def changed_as_in_one_process(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from patchpar import ParallelPipeline, PlanError
+from patchpar.pipeline.failed_methods import done_or_undone
 from tests.breadth import first_of
 from tests.tiny import build
 
@@ -42,6 +43,26 @@ def test_adapters_of_a_job(reloaded: ParallelPipeline, loras: Path, plan: str) -
             parallel.submit(**CALL, adapters={"oil": 1.0}).result(SECONDS)
     finally:
         parallel.unload_lora_weights()
+
+
+def test_a_lora_that_is_loaded_in_part_leaves_nothing(loras: Path) -> None:
+    """Also those that acted before act again; a control keeps the part."""
+    pipe = build("sdxl").pipe
+    pipe.load_lora_weights(loras, weight_name="ink.safetensors", adapter_name="ink")
+    pipe.set_adapters("ink", 0.5)
+    before = pipe(**CALL, generator=generator())
+
+    def half() -> None:
+        pipe.load_lora_weights(loras, weight_name="snow.safetensors", adapter_name="snow")
+        raise ValueError("the part of another network does not fit")
+
+    with pytest.raises(ValueError, match="does not fit"):
+        done_or_undone(pipe, "load_lora_weights", half)
+    assert pipe.get_list_adapters() == {"unet": ["ink"]}
+    assert relative_error(pipe(**CALL, generator=generator()), before) == 0
+    with pytest.raises(ValueError, match="does not fit"):
+        half()
+    assert pipe.get_list_adapters() == {"unet": ["ink", "snow"]}
 
 
 @pytest.mark.parametrize("adapters", ["ink", {"ink": "1"}, {"ink": float("inf")}, {3: 1.0}, {"ink": True}])

@@ -18,14 +18,16 @@ import torch
 from safetensors.torch import load_file
 
 from patchpar import CallSuspended, ParallelPipeline, PlanError, SuspendedCall
+from patchpar.pipeline import suspended_call as suspended_call_module
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.job_options import JobOptions
-from patchpar.pipeline.messages import RecordedPrediction
+from patchpar.pipeline.messages import CallbackChange, RecordedPrediction
 from patchpar.pipeline.startup import plan_of
+from patchpar.pipeline.suspended_call import CallbackAnswer
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
 from tests.tiny import BUILDERS, RARER, Tiny, build
 
@@ -356,6 +358,37 @@ def test_files_that_are_none(suspended_call: SuspendedCall, tmp_path: Path, dama
     path.write_bytes(damage(data))
     with pytest.raises(PlanError, match=says):
         SuspendedCall.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        (CallbackChange("_guidance_scale", (3.0,)), True),
+        (CallbackChange("set_ip_adapter_scale", (0.5,), {}), True),
+        (CallbackChange("vae.enable_tiling", (), {}), True),
+        (CallbackChange("save_pretrained", ("/etc",), {}), False),
+        (CallbackChange("unet.load_lora_adapter", ("https://example.org",), {}), False),
+        (CallbackChange("unet.enable_group_offload", ("cpu",), {"offload_to_disk_path": "/etc"}), False),
+        (CallbackChange("unet.__class__.forward", (0,)), False),
+        (CallbackChange("__class__", (0,)), False),
+    ],
+    ids=lambda value: getattr(value, "path", ""),
+)
+def test_a_file_calls_no_method_but_those_that_set(
+    change: CallbackChange, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives somebody a file would have the pipeline write, load and download what it says."""
+    answers = (CallbackAnswer(tensors={}, changes=(change,)),)
+    suspended, path = SuspendedCall(pipeline="P", digests={}, answers=answers), tmp_path / "call"
+    suspended.save(path)
+    found = SuspendedCall.load(path)
+    assert (found.answers, bool(found.why_from_start)) == ((answers, False) if is_kept else ((), True))
+    with monkeypatch.context() as forged:
+        forged.setattr(suspended_call_module, "_is_of_files", lambda change: True)
+        suspended.save(path)
+    if not is_kept:
+        with pytest.raises(PlanError, match="no suspended call that this version can read"):
+            SuspendedCall.load(path)
 
 
 def test_outputs_of_other_libraries_are_not_built(

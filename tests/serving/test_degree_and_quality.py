@@ -66,6 +66,16 @@ def test_a_plan_of_the_server_says_how_many() -> None:
     assert (call.degree, call.devices_of(served)) == (3, 3)
 
 
+def test_a_plan_that_divides_weights_is_that_of_all_requests() -> None:
+    """Also "auto" asks for another one: a server holds its weights as its own plan says."""
+    served = ServedModel(model="fake", devices=FOUR, plan=Plan(patch=4, weights="sharded"))
+    rules = CallRules(model=MODEL, served=served, limits=RequestLimits())
+    for fields in (b'"plan": "auto"', b'"plan": "patch=2"', b'"strategy": "displaced"'):
+        with pytest.raises(RequestError, match=r"divides weights, so that requests cannot have another"):
+            rules.call_of(parse_request(b'{"prompt": "a", ' + fields + b"}"))
+    assert rules.call_of(parse_request(b'{"prompt": "a"}')).plan_of(served) == served.plan
+
+
 def test_quality_is_a_number_of_steps(four: Any) -> None:
     """Unless the request says the number itself. What is not used is named in a header."""
     client, fake = four

@@ -84,3 +84,26 @@ def test_nothing_stays_behind(client: Any) -> None:
         pass
     assert job._listeners == []
     assert job.events() == ("event",)
+
+
+def test_a_listener_is_called_once_the_outcome_is_there() -> None:
+    for ends in (Job.run, Job.cancel):
+        job, seen = Job(lambda job: None), list[bool]()
+        with job.listening(lambda job=job, seen=seen: seen.append(job.outcome.done())):  # type: ignore[misc]
+            ends(job)
+        assert seen[-1]
+        assert not job.outcome._done_callbacks, "one for each who has listened would stay with the job"
+
+
+def test_a_job_keeps_no_call_that_has_ended() -> None:
+    """One of many images, or one that was suspended again and again, would keep the output of each call."""
+    job, called = Job(lambda job: None), list[str]()
+    for _ in range(3):
+        with job.during(cancel=lambda: called.append("cancel"), suspend=lambda: called.append("suspend")):
+            assert (len(job._on_cancel), len(job._on_suspend)) == (1, 1)
+    assert (job._on_cancel, job._on_suspend, called) == ([], [], [])
+    job.suspend()
+    with job.during(cancel=lambda: called.append("cancel"), suspend=lambda: called.append("suspend")):
+        assert called == ["suspend"], "it was to be suspended before"
+        job.cancel()
+    assert called == ["suspend", "cancel"]

@@ -238,7 +238,7 @@ def test_a_full_queue(client: Any, fake: FakeGenerator, service: ImageService) -
         first = pool.submit(client.post, PATH, json={"prompt": "a"})
         assert fake.started.wait(20)
         others = [pool.submit(client.post, PATH, json={"prompt": "a"}) for _ in range(2)]
-        until(lambda: "patchpar_queue_length 2.0" in client.get("/metrics").text, "two to wait")
+        until(lambda: 'patchpar_queue_length{priority="0"} 2.0' in client.get("/metrics").text, "two to wait")
         response = client.post(PATH, json={"prompt": "a"})
         assert error_of(response, 503)["code"] == "queue_full"
         assert int(response.headers["retry-after"]) >= 1

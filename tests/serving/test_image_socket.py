@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,10 @@ from starlette.websockets import WebSocketDisconnect
 
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
-from patchpar.serving.http.image_socket import MAX_MESSAGE, PATH
+from patchpar.serving.http.image_socket import MAX_MESSAGE, PATH, ImageSocket
+from patchpar.serving.http.job_outcome import submitted
+from patchpar.serving.job import Job
+from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from tests.serving.fakes import MODEL, FakeGenerator
@@ -106,6 +111,65 @@ def test_as_many_at_once_as_there_are_devices_for() -> None:
         fake.gate.set()
         assert [received(socket)[0]["number"] for _ in range(2)] == [0, 1]
     service.close()
+
+
+def test_an_image_in_work_keeps_its_settings(editing: Any) -> None:
+    client, fake, _ = editing
+    fake.gate.clear()
+    with client.websocket_connect(PATH, headers=HOST) as socket:
+        socket.send_json(SETTINGS)
+        socket.receive_json()
+        socket.send_bytes(file_of())
+        assert fake.started.wait(20)
+        socket.send_json({**SETTINGS, "output_format": "webp"})
+        assert socket.receive_json()["type"] == "settings"
+        fake.gate.set()
+        assert received(socket)[1].format == "JPEG"
+
+
+def test_nothing_comes_between_an_image_and_what_is_said_of_it() -> None:
+    """A client takes the next binary message for the file of the image that was announced."""
+    sent: list[Any] = []
+
+    class Slow:
+        async def send_json(self, message: Any) -> None:
+            sent.append(message["type"])
+            await asyncio.sleep(0.01)
+
+        async def send_bytes(self, data: bytes) -> None:
+            sent.append(data)
+
+    async def both() -> None:
+        socket = ImageSocket(Slow(), None, "")  # type: ignore[arg-type]
+        await asyncio.gather(socket._say({"type": "image"}, b"file"), socket._say({"type": "error"}))
+
+    asyncio.run(both())
+    assert sent == ["image", b"file", "error"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_is_queued_for_nobody_is_cancelled(fails: bool) -> None:
+    """The client has gone while its image was scaled."""
+    job, gate = Job(lambda job: None), threading.Event()
+
+    def submit() -> Job:
+        assert gate.wait(20)
+        if fails:
+            raise RequestError("it is refused")
+        return job
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(submitted(submit, lambda found: found))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.set()
+        while not fails and not job.view.is_over:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
+    assert job.view.is_over != fails
 
 
 def test_who_leaves_cancels_what_is_in_work(editing: Any) -> None:

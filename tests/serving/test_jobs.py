@@ -148,6 +148,20 @@ def test_results_expire_and_the_oldest_go_first(fake: Any, monkeypatch: pytest.M
     service.close()
 
 
+def test_who_has_many_results_takes_no_room_from_others(fake: Any) -> None:
+    service = ImageService(fake, ServerSettings(keys=ApiKeys.of(*KEYS), kept=KeptResults(count=3)))
+    service.load()
+    app = application(service)
+    one, many = (client_of(app, key) for key in KEYS)
+    names = []
+    for client in (one, many, many, many):
+        names.append(client.post(LATER, json=BODY).json()["id"])
+        finished(client, names[-1])
+    assert one.get(f"/v1/jobs/{names[0]}").status_code == 200, "though it is the oldest"
+    assert [many.get(f"/v1/jobs/{name}").status_code for name in names[1:]] == [404, 200, 200]
+    service.close()
+
+
 def test_of_a_finished_job_only_its_result_stays_in_memory(
     client: Any, service: ImageService, closed_gate: FakeGenerator
 ) -> None:

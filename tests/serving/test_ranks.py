@@ -20,7 +20,7 @@ from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.job import Job
 from patchpar.serving.rank_pings import SILENT_SECONDS, RankPings
-from patchpar.serving.rank_pool import RankPool
+from patchpar.serving.rank_pool import AGAIN_SECONDS, RankPool
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from tests.serving.requests import PATH, client_of, is_busy, until
@@ -84,6 +84,33 @@ def test_a_rank_that_fails_is_lost(quick_pings: None) -> None:
     until(lambda: lost == [1], "it to be lost")
     assert ranks.states == ("free", "lost")
     pings.close()
+
+
+def test_a_rank_that_could_not_be_replaced_is_replaced_again(quick_pings: None) -> None:
+    """Else a server that nobody asks, since it is not ready, would never be."""
+    clock, lost = Clock(), list[int]()
+    pings = RankPings(lambda rank, _: None, 2)
+    ranks = RankPool(2, answers=pings, clock=clock)
+
+    def lose(rank: int) -> None:
+        ranks.lose((rank,))
+        lost.append(rank)
+
+    ranks.lose((1,))
+    pings.start(ranks.is_idle, lose, ranks.is_overdue)
+    clock.now = AGAIN_SECONDS
+    assert not ranks.is_overdue(1)
+    with ranks.taken(1, lost_first=True) as found:
+        clock.now = AGAIN_SECONDS + 1
+        assert (found, ranks.is_overdue(1)) == ((1,), False), "it is being replaced"
+    until(lambda: lost == [1], "it to be replaced again")
+    clock.now += AGAIN_SECONDS
+    assert not ranks.is_overdue(1)
+    ranks.restore((1,))
+    clock.now += AGAIN_SECONDS
+    assert not any(map(ranks.is_overdue, range(2)))
+    pings.close()
+    assert lost == [1]
 
 
 @pytest.fixture

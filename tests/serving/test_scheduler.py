@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from patchpar.errors import WorkerDied
+from patchpar.serving import scheduler as scheduling
 from patchpar.serving.http.application import application
+from patchpar.serving.image_call import ImageCall
 from patchpar.serving.image_request import parse_request
 from patchpar.serving.job import Job
+from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import WorkQueue
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.scheduler import JobFacts, JobScheduler
+from patchpar.serving.scheduling import learnt_costs
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from patchpar.shard.verification_cache import VerificationCache
-from tests.serving.fakes import FakeGenerator
+from tests.serving.fakes import MODEL, FakeGenerator
 from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
 
@@ -49,6 +54,12 @@ def test_a_broken_file_of_costs_is_ignored(tmp_path: Path) -> None:
         assert LearntCosts(cache, facts).costs(SMALL, (1,)).steps[1] == 1.0
 
 
+def test_a_file_of_costs_without_plans_is_read(tmp_path: Path) -> None:
+    cache, facts = VerificationCache(tmp_path), {"model": "a"}
+    (tmp_path / f"{cache.key(facts)}.json").write_text('{"step_seconds": [[262144, 1, 1, 2.5, 3]]}')
+    assert LearntCosts(cache, facts).costs(SMALL, (1,)).steps[1] == 2.5
+
+
 def test_what_was_not_measured_is_guessed_from_what_is_near() -> None:
     costs = LearntCosts()
     costs.observe(SMALL, 1, 1, 1.0)
@@ -58,6 +69,76 @@ def test_what_was_not_measured_is_guessed_from_what_is_near() -> None:
     costs.observe(LARGE, 4, 1, 9.0)  # slower than one device: no longer used
     assert costs.costs(LARGE, (1, 4)).degrees == (1,) or costs.costs(LARGE, (1, 4)).steps[1] > 9
     assert not costs.is_measured(LARGE, 1)
+
+
+def test_costs_are_those_of_a_plan(tmp_path: Path) -> None:
+    """A plan with stale values is faster than an exact one; what is not known of it is guessed from others."""
+    cache, facts = VerificationCache(tmp_path), {"model": "a"}
+    costs, plan = LearntCosts(cache, facts), "patch=2 fresh-edges"
+    stale, large = replace(SMALL, plan=plan), replace(LARGE, plan=plan)
+    costs.observe(SMALL, 2, 1, 4.0)
+    assert costs.costs(stale, (2,)).steps[2] == pytest.approx(4.0), "a guess"
+    assert not costs.is_measured(stale, 2)
+    costs.observe(stale, 2, 1, 3.0)
+    again = LearntCosts(cache, facts)
+    assert [again.costs(shape, (2,)).steps[2] for shape in (SMALL, stale)] == [4.0, 3.0]
+    assert again.costs(large, (2,)).steps[2] == pytest.approx(12.0), "from the same plan"
+
+
+def test_so_many_costs_are_known_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose sizes and plans."""
+    monkeypatch.setattr(learnt_costs, "MOST", 3)
+    costs = LearntCosts()
+    for pixels in (1, 2, 3, 1, 4):
+        costs.observe(CallShape(pixels), 1, 1, 1.0)
+    assert [costs.is_measured(CallShape(pixels), 1) for pixels in (1, 2, 3, 4)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(("policy", "seconds"), [("latency", 5 * 0.5 * 4), ("throughput", 2 * 1.0 * 4)])
+def test_the_end_of_the_queue_is_predicted(policy: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five requests of four steps on four devices: each on all of them in turn, or four beside one another and one."""
+    monkeypatch.setattr(scheduling, "PREDICTION_SECONDS", 60.0)
+    costs = LearntCosts()
+    for degree, each in ((1, 1.0), (4, 0.5)):
+        costs.observe(LARGE, degree, 1, each)
+    scheduler = JobScheduler(POLICIES[policy], 4, costs)
+    facts = JobFacts(shape=LARGE, steps=4, degrees=(1, 4))
+    jobs = [Job(lambda job: None, 4, facts=facts) for _ in range(5)]
+    admin = Job(lambda job: None, 4)
+    assert scheduler.seconds_left([admin, *jobs], []) == pytest.approx(seconds, abs=0.5)
+    assert scheduler.seconds_left([], []) == pytest.approx(seconds, abs=1.5), "of a moment ago"
+    assert JobScheduler(POLICIES[policy], 4, costs).seconds_left([], []) == pytest.approx(0, abs=0.5)
+    running = JobScheduler(POLICIES[policy], 4, costs).seconds_left([], jobs[:1])
+    assert running == pytest.approx(2.0, abs=0.5)
+
+
+def test_a_full_queue_says_when_it_will_have_ended() -> None:
+    fake: Any = FakeGenerator()
+    service = ImageService(fake, ServerSettings(max_queue=3))
+    service.load()
+    client = client_of(application(service))
+    body = {"prompt": "a", "size": "64x64", "num_inference_steps": 10}
+    service.scheduler.costs.observe(CallShape(64 * 64, branches=2), 1, 1, 3.0)
+    fake.gate.clear()
+    for _ in range(4):
+        assert client.post(f"{PATH}?async=true", json=body).status_code == 202
+        assert fake.started.wait(20)
+    response = client.post(PATH, json=body)
+    assert response.status_code == 503
+    assert 110 <= int(response.headers["retry-after"]) <= 120, "four of ten steps of 3 s each"
+    fake.gate.set()
+    service.close()
+
+
+def test_steps_of_an_image_that_begins_with_another_one() -> None:
+    model = replace(MODEL, parameters={**MODEL.parameters, "strength": 0.5})
+    served = ServedModel(model="fake", devices=("cpu",))
+    request = parse_request(b'{"prompt": "a"}')
+    for strength, steps in ((None, 10), (0.3, 6), (0.01, 1)):
+        given = {} if strength is None else {"strength": strength}
+        call = ImageCall(arguments={"num_inference_steps": 20, **given}, seed=0, count=1, size=(64, 64))
+        assert facts_of(request, call, served, model, "latency").steps == steps
+        assert facts_of(request, call, served, MODEL, "latency").steps == (20 if strength is None else steps)
 
 
 def queue_of(policy: str, costs: LearntCosts) -> WorkQueue:
@@ -128,7 +209,8 @@ def test_a_deadline_that_passes_in_the_queue(client: Any, fake: FakeGenerator, s
 
 
 def test_ranks_that_are_lost_or_slow_are_taken_last() -> None:
-    ranks, slow = RankPool(4, lambda: slow), [0]
+    ranks, slow = RankPool(4, lambda: slow), {0: 1.5}
+    assert (ranks.slowness(0), ranks.slowness(1)) == (1.5, 1.0)
     with ranks.taken(3) as taken:
         assert taken == (1, 2, 3)
     slow.clear()

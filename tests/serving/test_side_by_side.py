@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,7 @@ from patchpar.plan.plan import Plan
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.job import Job
-from patchpar.serving.job_queue import WorkQueue
+from patchpar.serving.job_queue import JobStart, WorkQueue
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from tests.serving.fakes import FakeGenerator
@@ -79,6 +79,22 @@ def test_a_wide_job_that_is_cancelled_lets_those_behind_it_go(queue: WorkQueue) 
     work.runs("a", "b")
     queue.close()
     assert not bool(queue._running)
+
+
+@pytest.mark.parametrize("how", ["raises", "no room"])
+def test_jobs_go_in_order_where_they_cannot_be_chosen(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The threads of the queue would end, and nothing would run any more."""
+
+    def choose(free: int, waiting: Sequence[Job], running: Sequence[Job]) -> JobStart:
+        if how == "raises":
+            raise ValueError("of a policy")
+        return JobStart(waiting[-1], free + 1)
+
+    found = WorkQueue(max_waiting=8, capacity=1, choose=choose)
+    jobs = [found.append(lambda job, number=number: number) for number in range(3)]  # type: ignore[misc]
+    assert [job.outcome.result(SECONDS) for job in jobs] == [0, 1, 2]
+    assert "jobs go in order" in caplog.text
+    found.close()
 
 
 def test_a_function_for_a_cancelled_job_is_called_once_it_is_known(queue: WorkQueue) -> None:

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 
 from patchpar.models.task import PipelineTask
+from patchpar.serving import uploaded_image
+from patchpar.serving.http import images
 from patchpar.serving.http.application import application
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServerSettings
@@ -115,6 +117,18 @@ def test_models_that_edit_get_the_images_as_they_are(edited: Any) -> None:
     assert fake.calls[-1].arguments["image"].size == (100, 130)
     error = error_of(client.post(PATH, json={"prompt": "a fox"}), 400)
     assert (error["code"], error["param"]) == ("missing_parameter", "image")
+
+
+def test_images_of_a_request_have_so_many_pixels_together(edited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form of flat images takes little space, and each is decoded to three bytes for each pixel."""
+    for module in (images, uploaded_image):
+        monkeypatch.setattr(module, "MAX_PIXELS", 100 * 100)
+    client, _ = edited
+    for sizes, status in (([100], 200), ([70, 70], 200), ([70, 80], 400), ([60, 60, 60], 400)):
+        files = [("image[]", png((side, side))) for side in sizes]
+        response = client.post(EDITS, data=FORM, files=files)
+        assert response.status_code == status, sizes
+    assert "all of a request" in error_of(response, 400)["message"]
 
 
 CASES: list[tuple[str, dict[str, str], dict[str, bytes], int, str, str | None]] = [

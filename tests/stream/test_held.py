@@ -52,6 +52,30 @@ def test_a_stream_in_the_middle_of_a_step_ends_with_its_ranks(monkeypatch: pytes
     pipe.close()
 
 
+def test_two_threads_that_begin_a_stream_at_once_get_one() -> None:
+    pipe, begins, results = HeldRanks[Ranks, Stubborn](Ranks()), threading.Event(), list[str]()
+
+    def begin(name: str) -> None:
+        try:
+            with pipe._begun():
+                second.start()
+                begins.set()
+                second.join(0.05)  # it would have the ranks by now, if it did not wait for this one
+                pipe._session = Stubborn()
+        except PlanError as error:
+            results.append(str(error))
+        else:
+            results.append(name)
+
+    first, second = (threading.Thread(target=begin, args=(name,)) for name in ("first", "second"))
+    first.start()
+    assert begins.wait(20)
+    first.join(20)
+    second.join(20)
+    assert results[0] == "first"
+    assert "a stream is running" in results[1]
+
+
 @pytest.mark.parametrize("how", ["close", "cancel", "is_free_within"])
 def test_ranks_are_ended_even_if_the_stream_cannot_be(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: object, *_: object) -> None:

@@ -14,7 +14,7 @@ from patchpar.launch.network.handshake import READY, admit
 from patchpar.launch.network.tagged_socket import RankAddress, TaggedSocket
 
 HANDSHAKE_SECONDS = 10.0  # for a process that has connected to prove that it may
-MOST_HANDSHAKES = 64  # at a time: strangers may connect, too
+MOST_HANDSHAKES = 64  # at a time: strangers may connect, too; who has kept silent for longest is closed for the next
 RETRY_SECONDS = 0.1  # after a connection that could not be accepted
 
 
@@ -29,7 +29,8 @@ class RankListener:
         self._arrived: dict[bytes, deque[TaggedSocket]] = defaultdict(deque)  # by token, in order
         self._forgotten: set[bytes] = set()
         self._is_closed = False
-        self._handshakes = threading.BoundedSemaphore(MOST_HANDSHAKES)
+        self._unproven: dict[socket.socket, None] = {}  # connections in their handshake, the oldest first
+        self._proving = threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sockets = [socket.create_server((host, 0), family=family, backlog=MOST_HANDSHAKES)]
         name = f"patchpar-{secrets.token_hex(16)}" if sys.platform == "linux" else ""
@@ -81,14 +82,25 @@ class RankListener:
                     return
                 time.sleep(RETRY_SECONDS)
                 continue
-            self._handshakes.acquire()
+            self._begin(link)
             threading.Thread(target=self._admit, args=(link,), name="patchpar-handshake", daemon=True).start()
+
+    def _begin(self, link: socket.socket) -> None:
+        """Note a connection in its handshake; a rank needs milliseconds for that, so that the oldest is a stranger."""
+        with self._proving:
+            if len(self._unproven) >= MOST_HANDSHAKES:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends then
+            self._unproven[link] = None
 
     def _admit(self, link: socket.socket) -> None:
         """Queue a connection whose client has the key; close any other."""
         try:
             with contextlib.suppress(OSError, AuthenticationError):
                 token, keys = admit(link, self._key, time.monotonic() + HANDSHAKE_SECONDS)
+                self._end(link)
                 if link.family != getattr(socket, "AF_UNIX", None):
                     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 link.settimeout(None)
@@ -96,8 +108,12 @@ class RankListener:
                     if token not in self._forgotten:
                         self._queue(token, TaggedSocket(link, keys))
         finally:
+            self._end(link)
             link.close()
-            self._handshakes.release()
+
+    def _end(self, link: socket.socket) -> None:
+        with self._proving:
+            self._unproven.pop(link, None)
 
     def _queue(self, token: bytes, link: TaggedSocket) -> None:
         """Let a connection be taken, with the lock held: who takes it sends nothing that the client reads as READY."""

@@ -44,7 +44,7 @@ class SessionStart:
 class ReadyRank:
     """What a process of a rank answers. `host`: see `this_host`. `problem`: why it cannot work, instead of the rest.
 
-    `store_port`: a free one for the store of a default group.
+    `store_port`: where this process listens for the store of a default group, which rank 0 opens.
     """
 
     host: str
@@ -86,9 +86,10 @@ class RemoteRank:
         try:
             self._key = start.key()
             self._listener = RankListener(self._node, self._host, self._key)
-            port = _free_port(self._host)
+            self._store_listener = _listener_at(self._host)
         except (PlanError, OSError) as error:
             return ReadyRank(host=this_host(), pid=os.getpid(), problem=str(error))
+        port = int(self._store_listener.getsockname()[1])
         return ReadyRank(host=this_host(), pid=os.getpid(), address=self._listener.address, store_port=port)
 
     def serve(self, token: bytes, seconds: float) -> None:
@@ -104,10 +105,14 @@ class RemoteRank:
         first = channel.receive()
         config: WorkerConfig = decode(first.message)
         context = NodeContext(config, channel, heartbeat, self._listener, self._key)
+        if config.rank == 0 and config.group_store is not None:
+            context.store_listener = self._store_listener
+        else:
+            self._store_listener.close()
         Worker(channel, config, context).run(first.request)
 
 
-def _free_port(host: str) -> int:
+def _listener_at(host: str) -> socket.socket:
+    """Return a socket that listens at a port which the system chooses, and which nobody else can take meanwhile."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-        return int(server.getsockname()[1])
+    return socket.create_server((host, 0), family=family)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, WebSocket
@@ -18,6 +19,7 @@ from starlette.websockets import WebSocketDisconnect
 from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.job_outcome import submitted
 from patchpar.serving.image_call import RANDOM_SEEDS
 from patchpar.serving.image_encoding import image_bytes
 from patchpar.serving.image_request import EditRequest, parse_edit_text
@@ -61,7 +63,8 @@ class ImageSocket:
         self._wanted: EditRequest | None = None
         self._newest: tuple[int, bytes] | None = None
         self._changed = asyncio.Condition()
-        self._jobs: deque[tuple[int, Job]] = deque()  # in work, in order
+        self._jobs: deque[tuple[int, EditRequest, Job]] = deque()  # in work, in order, with their settings
+        self._sending = asyncio.Lock()  # an image and what is said of it follow one another
         self._number = self._dropped = 0
 
     async def run(self) -> None:
@@ -70,7 +73,7 @@ class ImageSocket:
         try:
             tasks = await until_one_ends(self._receive(), self._begin(), self._send())
         finally:
-            for _, job in self._jobs:
+            for _, _, job in self._jobs:
                 job.cancel()
         for error in [task.exception() for task in tasks if not task.cancelled()]:
             if error is not None and not isinstance(error, WebSocketDisconnect):
@@ -92,7 +95,7 @@ class ImageSocket:
         wanted = parse_edit_text(text.encode())
         seed = secrets.randbelow(RANDOM_SEEDS) if wanted.seed is None else wanted.seed
         self._wanted = wanted.model_copy(update={"seed": seed})
-        await self._socket.send_json({"type": "settings", "seed": seed})
+        await self._say({"type": "settings", "seed": seed})
 
     async def _push(self, data: bytes) -> None:
         if len(data) > MAX_MESSAGE:
@@ -114,19 +117,22 @@ class ImageSocket:
                 assert self._newest is not None, "it was waited for"
                 (number, data), self._newest = self._newest, None
             try:
-                self._jobs.append((number, await self._queued(data)))  # at once: `run` cancels what is in it
+                self._jobs.append((number, *await self._queued(data)))  # at once: `run` cancels what is in it
             except RequestError as error:
                 await self._refuse(error, number)
                 continue
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _queued(self, data: bytes) -> Job:
+    async def _queued(self, data: bytes) -> tuple[EditRequest, Job]:
         wanted = self._wanted
         assert wanted is not None, "images without settings are refused"
-        image = await asyncio.to_thread(read_upload, data, NAME)
-        uploads = Uploads(images=(image,))
-        return self._service.submit(wanted, uploads, route="edit", owner=self._owner, is_lasting=False).job
+
+        def submit() -> Job:
+            uploads = Uploads(images=(read_upload(data, NAME),))
+            return self._service.submit(wanted, uploads, route="edit", owner=self._owner, is_lasting=False).job
+
+        return wanted, await submitted(submit, lambda job: job)
 
     @property
     def _most(self) -> int:
@@ -140,27 +146,30 @@ class ImageSocket:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._jobs))
-                number, job = self._jobs[0]
+                number, wanted, job = self._jobs[0]
             try:
                 made: GeneratedImages = await asyncio.wrap_future(job.outcome)
             except Exception as error:  # noqa: BLE001  the client is told, and the next image may be made
                 await self._refuse(request_error_of(error, f"image {number}"), number)
             else:
-                await self._deliver(number, made)
+                await self._deliver(number, wanted, made)
             async with self._changed:
                 self._jobs.popleft()
                 self._changed.notify_all()
 
-    async def _deliver(self, number: int, made: GeneratedImages) -> None:
-        wanted = self._wanted
-        assert wanted is not None, "an image has been made"
+    async def _deliver(self, number: int, wanted: EditRequest, made: GeneratedImages) -> None:
         file = await asyncio.to_thread(
             image_bytes, made.images[0], wanted.output_format or "jpeg", wanted.output_compression
         )
         seconds = round(made.figures[0].seconds, 4)
-        await self._socket.send_json({"type": "image", "number": number, "dropped": self._dropped, "seconds": seconds})
-        await self._socket.send_bytes(file)
+        await self._say({"type": "image", "number": number, "dropped": self._dropped, "seconds": seconds}, file)
 
     async def _refuse(self, error: RequestError, number: int | None = None) -> None:
         view: dict[str, Any] = {"type": "error", **error.body}
-        await self._socket.send_json(view if number is None else {**view, "number": number})
+        await self._say(view if number is None else {**view, "number": number})
+
+    async def _say(self, message: Mapping[str, Any], file: bytes | None = None) -> None:
+        async with self._sending:
+            await self._socket.send_json(message)
+            if file is not None:
+                await self._socket.send_bytes(file)

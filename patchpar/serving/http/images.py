@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,7 +14,7 @@ from patchpar.serving.http.event_stream import EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
 from patchpar.serving.http.files import with_whole_links
 from patchpar.serving.http.job_events import events_of
-from patchpar.serving.http.job_outcome import outcome_of
+from patchpar.serving.http.job_outcome import outcome_of, submitted
 from patchpar.serving.http.jobs import job_view
 from patchpar.serving.http.request_body import FormBody, read_body, read_form
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
@@ -23,7 +24,7 @@ from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.uploaded_image import Uploads, read_mask, read_upload
+from patchpar.serving.uploaded_image import MAX_PIXELS, Uploads, read_mask, read_upload
 
 QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 IMAGES = ("image", "image[]")
@@ -58,8 +59,9 @@ async def _answer(
     """Answer with images, with events, or with a job whose result is kept."""
     is_later = request.query_params.get("async", "").lower() in ("1", "true")
     if is_later:
-        return _later(service, request, wanted, uploads, kind, digest)
-    queued = service.submit(wanted, uploads, route=ROUTES[kind], owner=owner_of(request))
+        return await asyncio.to_thread(_later, service, request, wanted, uploads, kind, digest)
+    submit = partial(service.submit, wanted, uploads, route=ROUTES[kind], owner=owner_of(request))
+    queued = await submitted(submit, lambda found: found.job) if uploads.images else submit()
     if wanted.stream:
         request_id = request.scope["state"]["request_id"]
         return EventStream(_events(wanted, queued, kind, request_id))
@@ -113,10 +115,13 @@ def _warning(service: ImageService, wanted: GenerationRequest) -> dict[str, str]
 
 def _uploads_of(form: FormBody) -> Uploads:
     """Return the images and the mask of a form. Raises RequestError."""
-    images = tuple(read_upload(data, "image") for name in IMAGES for data in form.files.get(name, ()))
+    images, left = list[Any](), MAX_PIXELS
+    for data in (data for name in IMAGES for data in form.files.get(name, ())):
+        images.append(read_upload(data, "image", left))
+        left -= images[-1].width * images[-1].height
     if not images:
         raise RequestError("there is no image: send a file in the field image", param="image", code="missing_parameter")
     masks = form.files.get(MASK, ())
     if len(masks) > 1:
         raise RequestError(f"{len(masks)} masks: send one", param=MASK)
-    return Uploads(images=images, mask=read_mask(masks[0], MASK, images[0].size) if masks else None)
+    return Uploads(images=tuple(images), mask=read_mask(masks[0], MASK, images[0].size) if masks else None)

@@ -1,7 +1,8 @@
 """Waits for a job beside its client: when the client disconnects, the job is cancelled."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -9,8 +10,27 @@ from starlette.requests import ClientDisconnect
 from patchpar.serving.job import Job
 from patchpar.serving.kept_jobs import KeptJob
 
+T = TypeVar("T")
 LOOK_SECONDS = 0.05
 """Between looks at a job whose result is being encoded."""
+
+
+async def submitted(submit: Callable[[], T], job_of: Callable[[T], Job]) -> T:
+    """Return what `submit` returns, in a thread, since it may scale large images meanwhile.
+
+    If this is cancelled, so is the job, also one that is only queued then.
+    """
+    begun = asyncio.ensure_future(asyncio.to_thread(submit))
+
+    def leave(found: "asyncio.Future[T]") -> None:
+        if not found.cancelled() and found.exception() is None:
+            job_of(found.result()).cancel()
+
+    try:
+        return await asyncio.shield(begun)
+    except asyncio.CancelledError:
+        begun.add_done_callback(leave)
+        raise
 
 
 async def outcome_of(job: Job, request: Request) -> Any:

@@ -112,7 +112,7 @@ async def _created(service: ImageService, request: Request, *, is_kept: bool = T
         key=request.headers.get("idempotency-key", "")[:256] if is_kept else "",
         digest=digest,
     )
-    return keep(service, later)
+    return await asyncio.to_thread(keep, service, later)
 
 
 async def _read(service: ImageService, request: Request) -> tuple[VideoRequest, Uploads, bytes]:

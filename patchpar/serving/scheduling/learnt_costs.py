@@ -1,8 +1,8 @@
-"""Seconds of denoising steps by shape and number of devices, learnt from calls and kept for the next server.
+"""Seconds of denoising steps by shape, plan and number of devices, learnt from calls and kept for the next server.
 
-What has not been measured is guessed from the nearest that has: seconds grow with the pixels, and fall with the number
-of devices to the power of 0.7, the speed-up of 2.6 on four that this package's predictions have for large images
-(docs/figures/gpu-predict.md). A measurement replaces the guess.
+What has not been measured is guessed from the nearest that has, of any plan: seconds grow with the pixels, and fall
+with the number of devices to the power of 0.7, the speed-up of 2.6 on four that this package's predictions have for
+large images (docs/figures/gpu-predict.md). A measurement replaces the guess.
 """
 
 import threading
@@ -19,15 +19,21 @@ UNKNOWN_SECONDS = 1.0
 """Of a step on one device where nothing has been measured yet."""
 WINDOW = 8
 """So many calls decide: older ones fade."""
+MOST = 1024
+"""So many shapes, plans and numbers of devices are known; those that have been seen last. Clients choose them."""
 NAME = "step_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What decides how long a step takes: pixels of all frames, and guidance branches."""
+    """What decides how long a step takes: pixels of all frames, guidance branches, and the plan.
+
+    `plan`: as text; "" for the one that is chosen for the number of devices.
+    """
 
     pixels: int
     branches: int = 1
+    plan: str = ""
 
     @property
     def size(self) -> int:
@@ -50,9 +56,11 @@ class LearntCosts:
         if steps < 1 or not 0 < seconds < float("inf"):
             return
         with self._lock:
-            mean, count = self._means.get((shape, degree), (0.0, 0))
+            mean, count = self._means.pop((shape, degree), (0.0, 0))  # and in again, as the latest
             count = min(count + 1, WINDOW)
             self._means[shape, degree] = mean + (seconds / steps - mean) / count, count
+            while len(self._means) > MOST:
+                del self._means[next(iter(self._means))]
             kept = dict(self._means)
         if self._cache is not None:
             self._cache.remember(self._cache.key(self._facts), self._facts, **{NAME: _written(kept)})
@@ -69,12 +77,15 @@ class LearntCosts:
 
 
 def _seconds(known: Mapping[tuple[CallShape, int], float], shape: CallShape, degree: int) -> float:
-    """Return what was measured, or a guess from what is nearest: the same shape, and then the number of devices."""
+    """Return what was measured, or a guess from what is nearest: the size, then the plan and the number of devices."""
     if (shape, degree) in known:
         return known[shape, degree]
     if not known:
         return float(UNKNOWN_SECONDS * degree**-SPEED_UP)
-    nearest = min(known, key=lambda key: (_distance(key[0].size, shape.size), _distance(key[1], degree)))
+    nearest = min(
+        known,
+        key=lambda key: (_distance(key[0].size, shape.size), key[0].plan != shape.plan, _distance(key[1], degree)),
+    )
     return float(known[nearest] * (shape.size / nearest[0].size) * (nearest[1] / degree) ** SPEED_UP)
 
 
@@ -82,14 +93,15 @@ def _distance(first: int, second: int) -> float:
     return max(first, second) / min(first, second)
 
 
-def _written(means: Mapping[tuple[CallShape, int], tuple[float, int]]) -> list[list[float]]:
-    return [[shape.pixels, shape.branches, degree, *found] for (shape, degree), found in means.items()]
+def _written(means: Mapping[tuple[CallShape, int], tuple[float, int]]) -> list[list[float | str]]:
+    return [[shape.pixels, shape.branches, shape.plan, degree, *found] for (shape, degree), found in means.items()]
 
 
 def _read(rows: Any) -> dict[tuple[CallShape, int], tuple[float, int]]:
     found = {}
-    for pixels, branches, degree, mean, count in rows:
+    for pixels, branches, *plan, degree, mean, count in rows:  # without a plan in files of earlier servers
         if min(int(pixels), int(branches), int(degree), int(count)) < 1 or not 0 < float(mean) < float("inf"):
             raise ValueError(f"{pixels}, {branches}, {degree}, {mean}, {count}")
-        found[CallShape(int(pixels), int(branches)), int(degree)] = float(mean), int(count)
+        shape = CallShape(int(pixels), int(branches), "".join(map(str, plan)))
+        found[shape, int(degree)] = float(mean), int(count)
     return found

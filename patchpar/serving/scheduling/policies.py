@@ -125,6 +125,17 @@ def _preempted_for(request: WaitingRequest, state: ScheduleState, free: int) -> 
     return None
 
 
+def predicted_end(state: ScheduleState, *, widest: bool) -> float:
+    """Return when all that runs and waits has ended, if nothing else comes: each starts once its devices are free.
+
+    `widest`: on the devices on which it ends first, else on as few as may be, as policies have it for a long queue.
+    """
+    order = sorted(state.waiting, key=lambda each: (-each.priority, each.arrival))
+    degrees = [_within(request, state.devices) if widest else request.degrees[0] for request in order]
+    end, _ = _end_of(state, order, degrees)
+    return max([state.now, end, *(each.end for each in state.running)])
+
+
 def _widened(starts: Sequence[StartRequest], free: int) -> list[StartRequest]:
     """Give devices that are left to the starts that become faster by them, the first ones first."""
     found = []

@@ -60,7 +60,7 @@ class StreamService:
         self._streams: dict[str, LiveStream] = {}
         self._lost = 0  # slots whose devices do not end their stream
         self._is_draining = False
-        self.metrics.watch(queue_length=lambda: 0, state=lambda: self.state)
+        self.metrics.watch(queue_lengths=dict, state=lambda: self.state)
 
     @property
     def name(self) -> str:

@@ -44,6 +44,7 @@ class PatchedDenoiser(SharedDenoiser):
     split: str = "auto"
 
     _learns: ClassVar[str] = "_learnt"
+    _holds_for_all_plans: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,10 +162,7 @@ class PatchedDenoiser(SharedDenoiser):
         self._kind = kind
 
     def _checked(
-        self,
-        compare: Callable[..., Iterable[list[Comparison]]],
-        forward: Callable[..., Any],
-        facts: dict[str, Any],
+        self, compare: Callable[..., Iterable[list[Comparison]]], forward: Callable[..., Any], facts: dict[str, Any]
     ) -> float:
         """Return the error known for these facts, or measured now. Raises VerificationError, UnsupportedModel."""
         assert self.verifications is not None

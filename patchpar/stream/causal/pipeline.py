@@ -107,28 +107,28 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         `push_frame`, whose latents the stream starts from, at noise level `strength`, 0 to 1; by default that of the
         model. `pose`: a file or images of a pose video, for Wan-S2V models. Raises PlanError.
         """
-        workers = self._free_ranks()
-        delivery = delivery or StreamDelivery()
-        self._check_video(video is not None, strength)
-        self._check_pose(pose is not None)
-        check_voices(audio, None if masks is None else len(masks), hears_several=self._facts.hears_speech)
-        if delivery.record is not None and any(given is not None for given in (video, pose, masks)):
-            raise PlanError("record=: a recording holds no frames of a video, nor several voices: leave it out")
-        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
-        run = replace(run, strength=strength, has_pose=pose is not None, speakers=len(masks or [None]))
-        form = self._format_at(delivery.fps or self.config.fps)
-        frames = FrameSources(
-            video=None if video is None else self._video(video, form),
-            pose=None if pose is None else self._poses(pose, form),
-        )
-        limits = self._limits(form, delivery, seconds)
-        source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
-        updates = self._updates(prompt, reference, masks)
-        record = delivery.record
-        journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
-        session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
-        self._session = session.begin(*updates, journal=journal)
-        return self._session
+        with self._begun() as workers:
+            delivery = delivery or StreamDelivery()
+            self._check_video(video is not None, strength)
+            self._check_pose(pose is not None)
+            check_voices(audio, None if masks is None else len(masks), hears_several=self._facts.hears_speech)
+            if delivery.record is not None and any(given is not None for given in (video, pose, masks)):
+                raise PlanError("record=: a recording holds no frames of a video, nor several voices: leave it out")
+            run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
+            run = replace(run, strength=strength, has_pose=pose is not None, speakers=len(masks or [None]))
+            form = self._format_at(delivery.fps or self.config.fps)
+            frames = FrameSources(
+                video=None if video is None else self._video(video, form),
+                pose=None if pose is None else self._poses(pose, form),
+            )
+            limits = self._limits(form, delivery, seconds)
+            source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
+            updates = self._updates(prompt, reference, masks)
+            record = delivery.record
+            journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
+            session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
+            self._session = session.begin(*updates, journal=journal)
+            return self._session
 
     def _check_pose(self, has_pose: bool) -> None:
         if has_pose and not self._facts.hears_speech:
@@ -155,19 +155,19 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         `recording`: see StreamRecording.read; its `is_as_it_was` compares a chunk with the recording. The stream is not
         resumed when a worker dies, nor recorded again. Raises PlanError.
         """
-        workers = self._free_ranks()
-        delivery, form = delivery or StreamDelivery(), self._format_at(recording.origin.fps)
-        _check_replay(delivery, recording.origin.fps)
-        blocks, audio = recording.blocks, self._facts.audio
-        run = self._stream_run(recording.origin.seed, adapt_sink=self.config.adapt_sink)
-        audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
-        recording.check_fits((run.rows, run.columns), audio_shape)
-        source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
-        limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
-        runs = recording.runs(self.plan.ranks)
-        session = StreamSession(workers.run, runs, limits, form, delivery, source)
-        self._session = session.begin(changes=recording.updates())
-        return self._session
+        with self._begun() as workers:
+            delivery, form = delivery or StreamDelivery(), self._format_at(recording.origin.fps)
+            _check_replay(delivery, recording.origin.fps)
+            blocks, audio = recording.blocks, self._facts.audio
+            run = self._stream_run(recording.origin.seed, adapt_sink=self.config.adapt_sink)
+            audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
+            recording.check_fits((run.rows, run.columns), audio_shape)
+            source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
+            limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
+            runs = recording.runs(self.plan.ranks)
+            session = StreamSession(workers.run, runs, limits, form, delivery, source)
+            self._session = session.begin(changes=recording.updates())
+            return self._session
 
     def _format_at(self, fps: float) -> StreamFormat:
         """The format at this rate. Raises PlanError if audio and frames would drift apart."""

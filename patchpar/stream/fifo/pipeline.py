@@ -103,21 +103,22 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         The first chunk comes after a whole short video has been denoised and its first frame has passed the queue.
         `guidance_scale`: 1 for no guidance, with half the work. `seconds`: length; None for no end. Raises PlanError.
         """
-        workers, config, facts = self._free_ranks(), self.config, self._facts
-        base = self._stream_run(seed, adapt_sink=False)
-        delivery = delivery or StreamDelivery()
-        if delivery.record is not None:
-            raise PlanError(
-                f"record={str(delivery.record)!r}: a FIFO stream cannot be recorded: run it again with the same "
-                "prompts and seed for the same frames"
-            )
-        form = self._format(delivery.fps or config.fps, 1)
-        limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
-        run = FifoRun(**asdict(base), negative=negative_prompt, guidance_scale=guidance_scale)
-        self._session = FifoSession(workers.run, (run,), limits, form, delivery, None)
-        self._session.blends = facts.blends
-        self._session.begin(PromptUpdate(text=prompt))
-        return self._session
+        config, facts = self.config, self._facts
+        with self._begun() as workers:
+            base = self._stream_run(seed, adapt_sink=False)
+            delivery = delivery or StreamDelivery()
+            if delivery.record is not None:
+                raise PlanError(
+                    f"record={str(delivery.record)!r}: a FIFO stream cannot be recorded: run it again with the same "
+                    "prompts and seed for the same frames"
+                )
+            form = self._format(delivery.fps or config.fps, 1)
+            limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
+            run = FifoRun(**asdict(base), negative=negative_prompt, guidance_scale=guidance_scale)
+            self._session = FifoSession(workers.run, (run,), limits, form, delivery, None)
+            self._session.blends = facts.blends
+            self._session.begin(PromptUpdate(text=prompt))
+            return self._session
 
     def __repr__(self) -> str:
         queue = self.config.queue

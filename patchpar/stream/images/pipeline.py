@@ -55,14 +55,14 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
         generator of `seed`. Images are independent of one another, also in their sizes and numbers of steps. `intake`,
         `output`, `lead`, `restarts`: see ImageStreamOptions. Raises PlanError.
         """
-        executor = self._free_ranks()
-        options = ImageStreamOptions(
-            ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead, restarts=restarts
-        )
-        self._session = ImageSession(
-            lambda rank, **calls: executor.call("run", ranks=(rank,), **calls), options, arguments
-        )
-        return self._session
+        with self._begun() as executor:
+            options = ImageStreamOptions(
+                ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead, restarts=restarts
+            )
+            self._session = ImageSession(
+                lambda rank, **calls: executor.call("run", ranks=(rank,), **calls), options, arguments
+            )
+            return self._session
 
     def __repr__(self) -> str:
         ranks = "closed" if self._ranks is None else f"{self._ranks.world_size} ranks"

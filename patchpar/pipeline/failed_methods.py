@@ -1,0 +1,61 @@
+"""A method of the pipeline that fails on a rank may have done half of its work: that is undone, or the caller is told.
+
+of adapters     those that it has added are deleted, and those act that did before
+any other       if networks or weights are others than before, the rank is started anew, and gets the calls again that
+                have succeeded; a rank that is replaced later would be another one than those that stay
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from patchpar.launch.remote_errors import say_changes_left
+from patchpar.pipeline.adapter_selection import layer_states, networks_of, restore_layers
+from patchpar.pipeline.state_changes import LORA, change_of
+
+T = TypeVar("T")
+
+
+def done_or_undone(pipe: Any, name: str, method: Callable[[], T]) -> T:
+    """Return what a method of the pipeline returns. Raises what it raises, after what it has begun is undone."""
+    if name.rpartition(".")[2] in LORA:
+        return _of_adapters(pipe, method)
+    if change_of(name, (), {}) is None:
+        return method()
+    before = tuple(_parts(pipe))
+    try:
+        return method()
+    except Exception as error:
+        if tuple(_parts(pipe)) != before:
+            say_changes_left(error)
+        raise
+
+
+def _of_adapters(pipe: Any, method: Callable[[], T]) -> T:
+    """Of a file some networks of a pipeline may have got their part, and those of others may not fit."""
+    before, known = layer_states(pipe), _names(pipe)
+    try:
+        return method()
+    except Exception as error:
+        added = _names(pipe) - known
+        if added and hasattr(pipe, "delete_adapters"):
+            pipe.delete_adapters(sorted(added))
+        elif added:
+            say_changes_left(error)
+        restore_layers(before)
+        raise
+
+
+def _names(pipe: Any) -> frozenset[str]:
+    """Return the names of all adapters that networks of the pipeline have."""
+    return frozenset(name for each in networks_of(pipe) for name in getattr(each, "peft_config", None) or ())
+
+
+def _parts(pipe: Any) -> Iterator[tuple[int, Any]]:
+    """Yield components, modules, and weights [any shape] with the number of their writes."""
+    yield from ((id(each), name) for name, each in pipe.components.items())
+    for network in networks_of(pipe):
+        for module in network.modules():
+            yield id(module), type(module)
+            for weight in (*module._parameters.values(), *module._buffers.values()):
+                if weight is not None:
+                    yield id(weight), None if weight.is_inference() else weight._version
