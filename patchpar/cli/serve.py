@@ -180,7 +180,11 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
                 "its folder; leave it out, or serve such a model, as embedded-face"
             )
         return
-    of_images = {"--lora": request.lora, "--per-request": request.per_request, "--task": request.task}
+    of_images: dict[str, object] = {
+        "--lora": request.lora,
+        "--per-request": request.per_request,
+        "--task": request.task,
+    }
     of_images |= {"--quality": request.quality, "--secret-file": request.secret_file}
     of_images["--trusted-network"] = request.trusted_network or None
     for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
