@@ -114,7 +114,7 @@ class BlockPickler(pickle.Pickler):
         if storage.nbytes() == 0:
             return _Storage(pickle.PickleBuffer(bytearray()))
         if key not in self._storages:
-            self._storages[key] = _Storage(_bytes_of(tensor.cpu().untyped_storage()))
+            self._storages[key] = _Storage(_bytes_of(storage.cpu()))  # the copy of an expanded tensor is not expanded
             self._alive.append(storage)
         return self._storages[key]
 
