@@ -121,7 +121,7 @@ def until_waiting(pool: LocalExecutor, calls: int) -> None:
         time.sleep(0.01)
 
 
-class Meeting:
+class OpenCall:
     """A call on some ranks that lasts until it is ended; it has begun when this is made."""
 
     def __init__(self, pool: LocalExecutor, threads: ThreadPoolExecutor, ranks: tuple[int, ...]) -> None:
@@ -144,7 +144,7 @@ def test_calls_with_a_rank_in_common_take_turns_in_order(pool: LocalExecutor) ->
         return pool.call("add_up", 0, ranks=ranks, on_start=lambda _: begun.append(name))
 
     with ThreadPoolExecutor(3) as threads:
-        first = Meeting(pool, threads, (0, 1))
+        first = OpenCall(pool, threads, (0, 1))
         wide = threads.submit(add_up, "wide", (0, 1, 2))
         until_waiting(pool, 1)
         next_one = threads.submit(add_up, "next", (2,))
@@ -173,7 +173,7 @@ def test_a_lost_rank_is_replaced_alone(pool: LocalExecutor, replaces: list[int],
 def test_a_death_leaves_a_call_on_other_ranks_alone(pool: LocalExecutor, replaces: list[int]) -> None:
     """Also the one that takes the dead rank's place starts beside it."""
     with ThreadPoolExecutor(1) as threads:
-        beside = Meeting(pool, threads, (0, 1))
+        beside = OpenCall(pool, threads, (0, 1))
         threading.Timer(0.3, os.kill, (pool.pids[3], signal.SIGKILL)).start()
         with pytest.raises(WorkerDied, match=r"rank 3 .*SIGKILL"):
             pool.call("compute", 3, 30, ranks=(2, 3), expected=SECONDS)
@@ -250,7 +250,7 @@ def test_a_cancelled_call_that_a_rank_has_ended_goes_on_to_its_end(pool: LocalEx
 def test_a_call_that_waits_is_cancelled_at_once(pool: LocalExecutor) -> None:
     cancelled = threading.Event()
     with ThreadPoolExecutor(2) as threads:
-        runs = Meeting(pool, threads, (0,))
+        runs = OpenCall(pool, threads, (0,))
         waits = threads.submit(pool.call, "rank", is_cancelled=cancelled.is_set)
         until_waiting(pool, 1)
         assert not waits.done()
