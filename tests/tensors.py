@@ -15,10 +15,23 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 def relative(got: Tensor, want: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    off, wanted = _difference(got, want), want.double().norm()
+    assert wanted > 0, "an error relative to zeros says nothing"
+    return float(off.norm() / wanted)
 
 
 def psnr_db(got: Tensor, want: Tensor) -> float:
     """Peak signal-to-noise ratio; the peak is the range of `want`."""
-    mse = float((got.double() - want.double()).square().mean())
+    mse = float(_difference(got, want).square().mean())
     return 10 * math.log10(float(want.max() - want.min()) ** 2 / mse) if mse else math.inf
+
+
+def _difference(got: Tensor, want: Tensor) -> Tensor:
+    """The difference of two tensors of one shape, all of whose numbers are finite.
+
+    Else a NaN is passed over by `max` and by `min` wherever it does not come first, and a smaller tensor is repeated.
+    """
+    assert got.shape == want.shape, f"{tuple(got.shape)} is compared with {tuple(want.shape)}"
+    off = got.double() - want.double()
+    assert off.isfinite().all(), "a number that is not finite is compared"
+    return off

@@ -114,7 +114,8 @@ class BlockPickler(pickle.Pickler):
         if storage.nbytes() == 0:
             return _Storage(pickle.PickleBuffer(bytearray()))
         if key not in self._storages:
-            self._storages[key] = _Storage(_bytes_of(tensor.cpu().untyped_storage()))
+            # Not of the tensor's copy: that of an expanded tensor is not expanded.
+            self._storages[key] = _Storage(_bytes_of(storage.cpu()))  # type: ignore[no-untyped-call]
             self._alive.append(storage)
         return self._storages[key]
 

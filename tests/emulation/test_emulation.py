@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.emulation import EmulatedPolicy, Emulation
 from tests.breadth import first_of
 from tests.exact import denoisers
+from tests.tensors import relative
 
 SAME, DIFFERS = 1e-10, 1e-4
 EVEN, UNEVEN, WIDE = (16, 8), (19, 9), (9, 19)
@@ -35,10 +36,6 @@ EVERYTHING = EmulatedPolicy(halo="stale", moments="corrected", context="all")
 
 def title(policy: EmulatedPolicy) -> str:
     return f"{policy.halo}-{policy.moments}-{policy.context}{'-frozen' * policy.frozen}"
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got - want).norm() / want.norm())
 
 
 def build(name: str) -> nn.Module:
@@ -75,7 +72,7 @@ def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], ranks: in
     if not denoisers.KINDS[name].odd:
         size = (size[0] // 4 * 4, size[1] // 4 * 4)
     got = emulated(EmulatedPolicy(warmup_steps=0), name, size, (0, 1), ranks=ranks)
-    assert max(map(error, got, plain(name, size, (0, 1)))) <= SAME
+    assert max(map(relative, got, plain(name, size, (0, 1)))) <= SAME
 
 
 @pytest.mark.parametrize("size", [UNEVEN, pytest.param(WIDE, marks=pytest.mark.breadth)])
@@ -100,7 +97,7 @@ def test_exact_in_the_warm_up_and_not_after(policy: EmulatedPolicy, size: tuple[
     got = emulated(replace(policy, warmup_steps=2), "sdxl", size, (0, 1, 2))
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    assert error(got[2], want[2]) >= DIFFERS
+    assert relative(got[2], want[2]) >= DIFFERS
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,7 @@ def test_exact_in_the_warm_up_and_not_after(policy: EmulatedPolicy, size: tuple[
 def test_stale_matters_in_every_kind(name: str) -> None:
     size = (16, 12)
     got = emulated(EVERYTHING, name, size, (0, 1))
-    assert error(got[1], plain(name, size, (1,))[0]) >= DIFFERS
+    assert relative(got[1], plain(name, size, (1,))[0]) >= DIFFERS
 
 
 @pytest.mark.parametrize("policy", first_of(STALE, EVERYTHING), ids=title)
@@ -117,11 +114,11 @@ def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None
     """What a policy has fresh is not sent either, so that only where everything is stale the first step is alike."""
     stale = emulated(policy, "sd", UNEVEN, (0, 1, 2))
     frozen = emulated(replace(policy, frozen=True), "sd", UNEVEN, (0, 1, 2))
-    assert error(frozen[2], stale[2]) >= DIFFERS
+    assert relative(frozen[2], stale[2]) >= DIFFERS
     if policy == EVERYTHING:
         assert torch.equal(frozen[1], stale[1])
     else:
-        assert error(frozen[1], stale[1]) >= DIFFERS
+        assert relative(frozen[1], stale[1]) >= DIFFERS
 
 
 @pytest.mark.parametrize(
@@ -137,7 +134,7 @@ def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None
 def test_contexts_that_leave_nothing_out(policy: EmulatedPolicy, ranks: int, size: tuple[int, int]) -> None:
     got = emulated(policy, "sdxl", size, (0, 1, 2), ranks=ranks)
     want = emulated(EmulatedPolicy(context="all"), "sdxl", size, (0, 1, 2), ranks=ranks)
-    assert max(map(error, got, want)) <= SAME
+    assert max(map(relative, got, want)) <= SAME
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def test_contexts_that_leave_nothing_out(policy: EmulatedPolicy, ranks: int, siz
 def test_contexts_that_leave_something_out(policy: EmulatedPolicy) -> None:
     got = emulated(policy, "sdxl", UNEVEN, (0, 1, 2))
     want = emulated(EmulatedPolicy(context="all"), "sdxl", UNEVEN, (0, 1, 2))
-    assert error(got[2], want[2]) >= DIFFERS
+    assert relative(got[2], want[2]) >= DIFFERS
 
 
 def test_layers_take_turns_at_refreshing() -> None:
@@ -176,7 +173,7 @@ def test_layers_take_turns_at_refreshing() -> None:
 )
 def test_where_nothing_changes_stale_is_fresh(policy: EmulatedPolicy) -> None:
     got = emulated(policy, "sdxl", UNEVEN, (1, 1, 1))
-    assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
+    assert relative(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
 
 
 def test_an_image_begins_with_nothing_of_the_last() -> None:
@@ -191,7 +188,7 @@ def test_an_image_begins_with_nothing_of_the_last() -> None:
         emulation.reset()
         predictions(denoiser, "sd", UNEVEN, (0,))
     assert all(map(torch.equal, first, again))
-    assert error(on[0], first[0]) >= DIFFERS
+    assert relative(on[0], first[0]) >= DIFFERS
 
 
 def test_leaves_the_unet_as_it_was() -> None:

@@ -26,7 +26,7 @@ from tests.ranks import PoolRank
 from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 
-TIMES = (901, 701, 501, 301, 101)
+TIMES = (901, 601, 301, 101)
 FIRST_WITH_EFFECT = 2
 """The step in which most of these begin."""
 

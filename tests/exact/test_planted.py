@@ -59,9 +59,8 @@ def test_what_mixes_prompts_is_refused_where_they_are_on_several_ranks(
     ranks: Any, tmp_path: Path, plant: str, options: dict[str, Any], when: str
 ) -> None:
     """Each rank finds it by itself, in the step in which it begins."""
-    found = [each for each in ranks.run(FOUND, 2, "data=2", plant, str(tmp_path), options, when) if "message" in each]
-    assert found
-    for each in found:
+    for each in ranks.run(FOUND, 2, "data=2", plant, str(tmp_path), options, when):
+        assert "message" in each, each
         assert each["message"].startswith("VerificationError: UNet2DConditionModel with "), each
         assert "tests.exact" in each["message"]
         assert "mixes prompts" in each["message"]

@@ -67,36 +67,38 @@ def test_features_that_meet_are_not_divided(name: str) -> None:
 
 
 def test_more_ranks_than_heads_divide_nothing() -> None:
-    with pytest.raises(UnsupportedModel):
+    with pytest.raises(UnsupportedModel, match="no Linear has output features that can be divided"):
         find_cut(captured("fused"), 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    assert find_cut(captured("fused", dtype), 2).columns
+    assert find_cut(captured("fused", dtype), 2) == find_cut(captured("fused"), 2)
 
 
-def _row_of_others(cut: BlockCut) -> BlockCut:
-    """Each rank has the input features of another one."""
-    return replace(cut, rows=tuple(FeatureCut(row.path, tuple(reversed(row.runs))) for row in cut.rows))
+def of_another(cuts: Sequence[FeatureCut]) -> tuple[FeatureCut, ...]:
+    """Each rank has the features of another one."""
+    return tuple(FeatureCut(each.path, tuple(reversed(each.runs))) for each in cuts)
 
 
-WRONG: dict[str, tuple[str, Callable[[BlockCut], BlockCut]]] = {
-    "rows of another rank": ("gated", _row_of_others),
-    "a norm that each rank computes alone": ("fused", lambda cut: replace(cut, norms=())),
-    "a number of heads as before": ("fused", lambda cut: replace(cut, counts=())),
-    "the argument of all heads": ("scaled", lambda cut: replace(cut, arguments=())),
+WRONG: dict[str, tuple[str, Callable[[BlockCut], BlockCut], str]] = {
+    "rows of another rank": ("gated", lambda cut: replace(cut, rows=of_another(cut.rows)), "sum at out differs by"),
+    "columns of another rank": ("gated", lambda cut: replace(cut, columns=of_another(cut.columns)), "out differs by"),
+    "a norm that each rank computes alone": ("fused", lambda cut: replace(cut, norms=()), "expected input with shape"),
+    "a number of heads as before": ("fused", lambda cut: replace(cut, counts=()), "unflatten: Provided sizes"),
+    "the argument of all heads": ("scaled", lambda cut: replace(cut, arguments=()), "must match the size of tensor b"),
 }
+"""A block, what is wrong with its cut, and what is said of it, by the proof or by the block."""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_cut_is_not_proved(case: str) -> None:
-    name, change = WRONG[case]
+    name, change, says = WRONG[case]
     block = captured(name)
     proof, right = BlockProof(block, 2), find_cut(block, 2)
     proof.check(right)
     before = {key: x.clone() for key, x in block.module.state_dict().items()}
-    with pytest.raises((UnsupportedModel, RuntimeError)):
+    with pytest.raises((UnsupportedModel, RuntimeError), match=says):
         proof.check(change(right))
     after = block.module.state_dict()
     assert all(torch.equal(x, after[key]) for key, x in before.items())

@@ -17,6 +17,14 @@ def rank() -> Iterator[FakeRank]:
         yield found
 
 
+class Models(dict[str, Denoiser]):
+    """Each is built when a test asks for it first."""
+
+    def __missing__(self, name: str) -> Denoiser:
+        self[name] = DENOISERS[name](PIXELS, layers=LAYERS[name])
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def models(rank: FakeRank) -> dict[str, Denoiser]:
-    return {name: build(PIXELS, layers=LAYERS[name]) for name, build in DENOISERS.items()}
+    return Models()

@@ -44,6 +44,8 @@ def image(pipe: ParallelPipeline, plan: str = "", seed: int = 0) -> Tensor:
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    assert a.isfinite().all(), "a NaN is passed over by `min` wherever it does not come first"
     return float(-10 * torch.log10((a.double() - b.double()).square().mean() + 1e-12))
 
 

@@ -106,8 +106,9 @@ def test_moments_are_read_where_a_message_brought_them(interpreted: Callable[...
         buffer[start : start + size] = row
     args = (x, buffer, GROUPS, EPS, *terms(x), None, 0.0, False)
     wanted = interpreted(launch_group_norm, x, rows, GROUPS, EPS, *terms(x))
-    assert all(map(torch.equal, interpreted(launch_group_norm, *args, starts), wanted))
-    assert all(map(torch.equal, group_norm_eager(*args, starts), group_norm_eager(x, rows, GROUPS, EPS, *terms(x))))
+    found = (*interpreted(launch_group_norm, *args, starts), *group_norm_eager(*args, starts))
+    want = (*wanted, *group_norm_eager(x, rows, GROUPS, EPS, *terms(x)))
+    assert [torch.equal(*each) for each in zip(found, want, strict=True)] == [True] * 4
     assert not same(interpreted(launch_group_norm, *args, (5, 40, 92)), wanted), "control: one element on"
 
 

@@ -64,7 +64,7 @@ class Script:
         assert self.process.stderr is not None
         return self.process.stderr.read().decode()
 
-    def ends(self, within: float = 10.0) -> int:
+    def ends(self, within: float = 60.0) -> int:
         return self.process.wait(within)
 
 
@@ -129,7 +129,7 @@ def test_ctrl_c(times):
         """
         pool.call("rank")
         tell("pids", *pool.pids)
-        pool.call("sleep", 30)
+        pool.call("sleep", 120)
         """
     )
     pids = script.pids()
@@ -139,7 +139,7 @@ def test_ctrl_c(times):
         os.killpg(script.process.pid, signal.SIGINT)  # as a terminal does: to all of the script's group
         time.sleep(0.02)
     script.ends()
-    assert time.monotonic() - start < 20.0  # long before the workers wake
+    assert time.monotonic() - start < 60.0  # long before the workers wake
     assert all_gone(pids)
     assert "KeyboardInterrupt" in script.error()
 
@@ -148,8 +148,8 @@ def test_ctrl_c_is_survived_by_a_script_that_catches_it():
     script = Script(
         """
         pool.call("load", "the model", replay=True)
-        tell("pids", *pool.pids)
         try:
+            tell("pids", *pool.pids)
             pool.call("sleep", 30)
         except KeyboardInterrupt:
             tell(*pool.call("what_is_loaded"))

@@ -185,10 +185,14 @@ def test_an_argument_that_cannot_be_sent_is_refused_before_anything_runs(pool):
 
 def test_a_small_call_costs_little(pool):
     pool.call("rank")
-    start = time.perf_counter()
-    for _ in range(50):
-        pool.call("rank")
-    assert (time.perf_counter() - start) / 50 < 0.05
+
+    def seconds_of_ten() -> float:
+        start = time.perf_counter()
+        for _ in range(10):
+            pool.call("rank")
+        return time.perf_counter() - start
+
+    assert min(seconds_of_ten() for _ in range(5)) < 0.5
 
 
 def test_what_workers_print_comes_to_our_stderr_once(pool, capfd, monkeypatch):

@@ -8,11 +8,14 @@ from patchpar.launch.torchrun import _is_cause, _step_lost
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import on_ranks, ranks_of_torchrun
 
+in_a_hurry = pytest.mark.parametrize("call", [0.5], ids=["deadline 0.5 s"], indirect=True)
+
 
 @pytest.fixture
-def call(monkeypatch):
+def call(request, monkeypatch):
     """Make a call on two ranks; what each returns or raises."""
-    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=0.5)
+    deadline = getattr(request, "param", 20.0)
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=deadline)
     yield lambda *args: on_ranks(lambda rank: executors[rank].call(*args), range(2))
     for executor in executors:
         executor.close()
@@ -33,12 +36,14 @@ def test_ranks_that_failed_at_different_points_are_refused(call):
             assert "create it again" in str(error)
 
 
+@in_a_hurry
 def test_a_rank_that_fails_early_waits_for_those_that_wait_for_it(call):
     errors = call("wait_in_vain", 0.6)  # longer than the deadline, as a rank that waits until then and reports it
     assert [type(error).__name__ for error in errors] == ["ValueError", "WorkerError"], errors
     assert "early" in str(errors[1])
 
 
+@in_a_hurry
 def test_a_rank_that_was_late_is_not_waited_for_again(call):
     hung = call("stall_one", 1, 3.0)
     assert [type(error) for error in hung] == [WorkerHung, WorkerHung]
@@ -49,7 +54,7 @@ def test_a_rank_that_was_late_is_not_waited_for_again(call):
 
 def test_ranks_that_were_interrupted_are_refused(monkeypatch):
     """Each is somewhere else in the call, and what the others have sent it would be read by the next call."""
-    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=0.5)
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=20.0)
 
     def interrupted(rank):
         def interrupt(call):

@@ -320,7 +320,7 @@ def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(
 
 def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatch):
     """It is in an import that does not end, and the requests before this one fill the socket."""
-    monkeypatch.setattr(fork_request, "SEND_SECONDS", 0.1, raising=False)
+    monkeypatch.setattr(fork_request, "SEND_SECONDS", 0.1)
     requests, end = socket.socketpair()
     request = fork_request.ForkRequest(numbers=(), path=("x" * (4 << 20),), modules=(), environment={})
     with requests, end, ThreadPoolExecutor() as threads:

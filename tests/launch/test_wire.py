@@ -54,6 +54,14 @@ def test_shapes_and_strides_arrive(shape):
     assert torch.equal(there_and_back(x[..., None].expand(*shape, 3)), x[..., None].expand(*shape, 3))
 
 
+def test_the_copy_of_an_expanded_tensor_that_a_device_makes_is_not_expanded(monkeypatch):
+    """Its storage, which is laid out otherwise, is not what travels."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.contiguous)
+    x = torch.arange(6.0).view(2, 3)
+    for sent in (x[:, :, None].expand(2, 3, 4), x[None].expand(4, 2, 3), x.mT):
+        assert torch.equal(there_and_back(sent), sent)
+
+
 def test_a_part_of_a_tensor_does_not_drag_the_whole_along():
     x = torch.randn(1000, 1000)
     message = encode(x[::100, ::100])
@@ -124,6 +132,7 @@ def test_what_is_large_does_not_go_through_the_pipe():
 
 
 def test_large_tensors_and_arrays_are_mapped_and_later_unmapped():
+    gc.collect()  # what earlier tests have left goes now, and not meanwhile
     before = mappings()
     value = there_and_back({"x": torch.ones(1 << 20), "y": np.ones(1 << 20)})
     assert mappings() == before + 1

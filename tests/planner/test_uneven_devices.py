@@ -155,6 +155,7 @@ def test_equal_devices_have_no_ratio() -> None:
     machine = Machine.parse("3xL40")
     simulate = Simulated(machine)
     search(machine, 1, "exact", simulate)
+    assert any(plan.patch == 3 for plan in simulate.asked)
     assert not any(plan.ratio for plan in simulate.asked)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import PatchparError
+from patchpar.shard.stages import block_seconds
 from patchpar.shard.stages.block_hooks import BlockHooks, Recorder
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.verification_cache import VerificationCache
+from tests.clock import Clock
 from tests.exact import denoisers
 from tests.ranks import PoolRank
 from tests.tiny.transformers import TRANSFORMERS
@@ -89,16 +90,22 @@ def two_forms(this: PoolRank) -> list[bool]:
 
 @torch.no_grad()
 def with_a_slow_block(this: PoolRank, slow: int | None, only_on: int | None) -> dict[str, Any]:
-    """Where five equal blocks are cut if one of them sleeps longer than the others, on all ranks or on one."""
+    """Where five equal blocks are cut if one of them sleeps longer than the others, on all ranks or on one.
+
+    By a clock on which nothing but their sleep takes time.
+    """
+    clock = Clock()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = networks.Chain().eval().requires_grad_(False)
     for number, block in enumerate(network.blocks):
         seconds = 0.04 if number == slow and only_on in (None, this.rank) else 0.01
-        block.linear.register_forward_pre_hook(lambda *_, seconds=seconds: time.sleep(seconds))
+        block.linear.register_forward_pre_hook(lambda *_, seconds=seconds: clock.sleep(seconds))
     x = networks.sample()
     wanted, stages = network(x), staged(this, network)
-    found = [equal(stages.denoise(network.forward, x), wanted) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_seconds, "time", clock)
+        found = [equal(stages.denoise(network.forward, x), wanted) for _ in range(2)]
     cuts = stages._layouts[0][1].cuts
     stages.restore()
     return {"equal": found, "cuts": cuts}

@@ -21,7 +21,7 @@ from patchpar.shard.stages.stage_pass import StagePass
 from tests import tiny
 from tests.ranks import PoolRank
 
-SEED = 7
+SEED, STEPS = 7, 4
 
 
 def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -> dict[str, Any] | None:
@@ -86,7 +86,8 @@ def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str, folder: s
 
 
 def _kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**arguments, "output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
+    seeded = {"output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
+    return {"num_inference_steps": STEPS, **arguments, **seeded}
 
 
 def _weights(pipe: Any) -> dict[str, Tensor]:

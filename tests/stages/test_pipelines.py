@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from patchpar import Plan
 from patchpar.errors import WorkerDied
 from tests.breadth import first_of
 
@@ -22,10 +23,11 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "plan", "without"), first_of(CASES, ("flux", "stage=2", "")))
 def test_same_latents_as_without_stages(ranks: Any, tmp_path: Path, name: str, plan: str, without: str) -> None:
-    found = [each for each in ranks.run("tests.stages.pipelines:in_stages", 4, name, plan, without, str(tmp_path))]
+    found = ranks.run("tests.stages.pipelines:in_stages", 4, name, plan, without, str(tmp_path))
     assert found[0] is not None
     assert found[0]["equal"] == [True, True]
     took_part = [each for each in found if each is not None]
+    assert len(took_part) == Plan.parse(plan).world_size
     assert all(each["restored"] for each in took_part)
     assert all(each["sent"].get("stage") or each["sent"].get("prediction") for each in took_part)
 

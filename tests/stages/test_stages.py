@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import pytest
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, WorkerError
 from patchpar.plan.mesh import Mesh
+from patchpar.shard.stages import block_seconds
 from patchpar.shard.stages.balance import balanced, balanced_by_time
 from patchpar.shard.stages.block_seconds import seconds_of_blocks
 from tests.breadth import first_of
+from tests.clock import Clock
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
@@ -109,18 +110,24 @@ def test_a_slow_block_moves_the_cut(ranks: Any, slow: int | None, only_on: int |
         assert found == {"equal": [True] * 2, "cuts": cuts}
 
 
-def test_ranks_agree_on_the_seconds_of_blocks() -> None:
+def test_ranks_agree_on_the_seconds_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each block, and of two passes, those of the rank on which it sleeps least."""
+    clock = Clock()
+    monkeypatch.setattr(block_seconds, "time", clock)
+
     def on_rank(transport: Any) -> list[float]:
+        passes = iter((1.0, 0.5))
+
         def plain(on_call: Any) -> None:
+            of_pass = next(passes)
             for number in range(3):
-                on_call(number, f"blocks.{number}", partial(time.sleep, 0.02 * ((number + transport.rank) % 3)))
+                seconds = of_pass * (1 + number + (number + transport.rank) % 3)
+                on_call(number, f"blocks.{number}", partial(clock.sleep, seconds))
 
         mesh = (Communicator(transport), Mesh(transport.rank, range(3), stage=3)["stage"])
         return seconds_of_blocks(plain, mesh)
 
-    first, *others = on_threads(3, on_rank, deadline=30.0)
-    assert others == [first] * 2
-    assert all(each < 0.02 for each in first), "of each block that of the rank on which it does not sleep"
+    assert on_threads(3, on_rank, deadline=30.0) == [[0.5, 1.0, 1.5]] * 3
 
 
 def test_ranks_that_run_different_numbers_of_blocks_are_refused() -> None:

@@ -15,6 +15,7 @@ from patchpar.shard.transformer.attention import Mode, TokenSplit
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_plan import TokenPlan
+from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 
@@ -66,9 +67,7 @@ def split(
 
 def error(got: list[list[Tensor]], want: list[Tensor]) -> float:
     """Largest relative error of any rank's tensors; each is compared by norm."""
-    return max(
-        ((x - y).norm() / y.norm().clamp_min(1e-12)).item() for rank in got for x, y in zip(rank, want, strict=True)
-    )
+    return max(relative(x, y) for rank in got for x, y in zip(rank, want, strict=True))
 
 
 def hooks_of(model: nn.Module) -> list[str]:

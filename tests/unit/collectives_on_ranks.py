@@ -21,6 +21,7 @@ HALVES = {"patch": 2, "cfg": 2}
 def over_torch(this: PoolRank, *, collective: bool) -> tuple[Communicator, TorchTransport]:
     """A communicator over gloo along `HALVES`; if `collective`, as with NCCL one operation for all ranks of an axis."""
     transport = TorchTransport(this.transport.device, DEADLINE, collective=collective)
+    assert (transport.collectives is not None) == collective, "else messages are compared with messages"
     if transport.collectives is not None:
         transport.collectives.form(rank_sets(range(this.world), **HALVES))
     return Communicator(transport), transport

@@ -121,6 +121,7 @@ def test_more_descriptors_under_way_than_the_kernel_lets_wait(
     with ThreadPoolExecutor(4) as threads:
         lines = list(threads.map(connect, endpoints))
         assert list(threads.map(reported, lines, [4] * 4))[3] == [0.0, 1.0, 2.0]
+    assert next(refusals, None) is None, "three were refused"
     for line in lines:
         line.close()
 

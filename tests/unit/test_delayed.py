@@ -12,14 +12,28 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, TensorSpec, Transport
+from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, TensorSpec, Transport, delayed
 from patchpar.errors import ExchangeError, PlanError
 from patchpar.plan.mesh import Mesh
+from tests.clock import Clock
 from tests.unit.threads import on_threads
 
 LATENCY, RATE = 0.02, 1e6
 NUMBERS = (1.0, 2.0, 3.0)
-GENEROUS = 5.0  # seconds that only a machine which has come to a standstill takes
+
+
+CLOCK = Clock()
+by_clock = pytest.mark.usefixtures("clock")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delayed, "time", CLOCK)
+
+
+def seconds(wanted: float) -> Any:
+    """Exactly so many, but for the nanosecond to which a time of arrival is rounded."""
+    return pytest.approx(wanted, abs=1e-6)
 
 
 def behind(latency: float, rate: float, function: Callable[[DelayedTransport], Any], **options: Any) -> list[Any]:
@@ -27,6 +41,7 @@ def behind(latency: float, rate: float, function: Callable[[DelayedTransport], A
     world, deadline = options.pop("world", 2), options.pop("deadline", 10.0)
 
     def run(inner: Transport) -> Any:
+        CLOCK.now = 0.0
         return function(DelayedTransport(inner, latency=latency, rate=rate, **options))
 
     found = on_threads(world, run, deadline=deadline)
@@ -45,19 +60,17 @@ def incoming(line: DelayedTransport, num_bytes: Sequence[int]) -> list[Incoming]
 
 
 def arrivals(latency: float, rate: float, num_bytes: Sequence[int], **options: Any) -> list[list[float]]:
-    """For each rank, seconds from when the other sent until each of several messages was here; both send all."""
+    """For each rank, when each of several messages was here by its clock; both send all at 0."""
 
-    def run(line: DelayedTransport) -> tuple[float, list[float]]:
-        start = time.monotonic()
+    def run(line: DelayedTransport) -> list[float]:
         pending = line.send_recv(outgoing(line, num_bytes), incoming(line, num_bytes), "here")
         times = []
         for index in range(len(num_bytes)):
             pending.wait_for(index)
-            times.append(time.monotonic())
-        return start, times
+            times.append(CLOCK.now)
+        return times
 
-    (start_0, times_0), (start_1, times_1) = behind(latency, rate, run, **options)
-    return [[at - start_1 for at in times_0], [at - start_0 for at in times_1]]
+    return behind(latency, rate, run, **options)
 
 
 def test_values_and_order_are_untouched() -> None:
@@ -84,105 +97,119 @@ def test_values_come_where_they_are_wanted() -> None:
     assert behind(0.001, 1e6, run) == [True, True]
 
 
+@by_clock
 def test_a_message_takes_latency_and_its_bytes_at_the_rate() -> None:
-    size = 50_000
-    for (waited,) in arrivals(LATENCY, RATE, [size]):
-        assert LATENCY + size / RATE <= waited < GENEROUS
+    assert arrivals(LATENCY, RATE, [50_000]) == [[seconds(LATENCY + 0.05)]] * 2
 
 
+def test_it_takes_them_by_the_clock_of_the_host() -> None:
+    """The others here are by a clock of their own, on which nothing but the link takes time."""
+
+    def run(line: DelayedTransport) -> float:
+        start = time.monotonic()
+        line.send_recv(outgoing(line, [50_000]), incoming(line, [50_000]), "here").wait()
+        return time.monotonic() - start
+
+    start = time.monotonic()
+    first, second = behind(LATENCY, RATE, run)
+    assert max(first, second) >= LATENCY + 0.05, "the one that began first"
+    assert time.monotonic() - start >= LATENCY + 0.05
+
+
+@by_clock
 def test_without_latency_and_limit_nothing_is_waited_for() -> None:
-    for (waited,) in arrivals(0.0, math.inf, [1 << 20]):
-        assert waited < GENEROUS / 10
+    assert arrivals(0.0, math.inf, [1 << 20]) == [[seconds(0)]] * 2
 
 
+@by_clock
 def test_two_messages_share_the_link_but_not_the_latency() -> None:
     """The second leaves when the first has left: bytes add up, latency does not."""
-    for times in arrivals(0.3, RATE, [50_000, 30_000]):
-        assert times[0] >= 0.3 + 0.05
-        assert 0.3 + 0.08 <= times[1] < 0.3 + 0.08 + 0.25
+    assert arrivals(0.3, RATE, [50_000, 30_000]) == [[seconds(0.35), seconds(0.38)]] * 2
 
 
+@by_clock
 def test_a_message_to_two_ranks_leaves_twice() -> None:
     def run(line: DelayedTransport) -> float:
         spec = TensorSpec((50_000,), torch.uint8)
-        start = time.monotonic()
         if line.rank:
             line.send_recv([], [Incoming(0, (spec,))], "here").wait()
-            return time.monotonic()
-        line.send_recv([Outgoing((1, 2), (torch.zeros(*spec.shape, dtype=spec.dtype),))], [], "here").wait()
-        return start
+        else:
+            line.send_recv([Outgoing((1, 2), (torch.zeros(*spec.shape, dtype=spec.dtype),))], [], "here").wait()
+        return CLOCK.now
 
-    sent, first, second = behind(0.0, RATE, run, world=3)
-    assert first - sent >= 0.05
-    assert second - sent >= 0.1
+    assert behind(0.0, RATE, run, world=3) == [0.0, seconds(0.05), seconds(0.1)]
 
 
+@by_clock
 def test_what_has_arrived_meanwhile_costs_nothing() -> None:
     def run(line: DelayedTransport) -> float:
         pending = line.send_recv(outgoing(line, [1000]), incoming(line, [1000]), "here")
-        time.sleep(0.6)
-        start = time.monotonic()
+        CLOCK.sleep(0.6)
         pending.wait()
-        return time.monotonic() - start
+        return CLOCK.now
 
-    assert max(behind(0.3, RATE, run)) < 0.3
+    assert behind(0.3, RATE, run) == [0.6, 0.6]
 
 
+@by_clock
 def test_what_the_link_still_has_is_not_here() -> None:
-    def run(line: DelayedTransport) -> tuple[bool, bool, float]:
-        start = time.monotonic()
+    def run(line: DelayedTransport) -> tuple[bool, bool, bool, bool]:
         pending = line.send_recv(outgoing(line, [1000]), incoming(line, [1000]), "here")
         at_first = pending.is_here(0)
-        while not pending.is_here(0):
+        give_up = time.monotonic() + 60
+        while not pending._pending.is_here(0) and time.monotonic() < give_up:
             time.sleep(0.001)
-        took = time.monotonic() - start
+        CLOCK.sleep(0.5)
+        before = pending.is_here(0)
+        CLOCK.sleep(0.0011)
+        after = pending.is_here(0)
         pending.wait()
-        return at_first, pending.is_here(0), took
+        return at_first, before, after, pending.is_here(0)
 
-    for at_first, at_last, took in behind(0.5, RATE, run):
-        assert (at_first, at_last, took > 0.4) == (False, True, True)
+    assert behind(0.5, RATE, run) == [(False, False, True, True)] * 2
 
 
+@by_clock
 def test_small_messages_overtake_large_ones_only_where_they_may() -> None:
-    def run(line: DelayedTransport) -> float:
+    def run(line: DelayedTransport) -> list[float]:
         pending = line.send_recv(outgoing(line, [400_000, 1000]), incoming(line, [400_000, 1000]), "here")
-        start = time.monotonic()  # the other rank has sent a little earlier at most
-        pending.wait_for(1)
-        small = time.monotonic() - start
-        pending.wait_for(0)
-        assert time.monotonic() - start >= 0.2
-        return small
+        times = []
+        for index in (1, 0):
+            pending.wait_for(index)
+            times.append(CLOCK.now)
+        return times
 
-    assert max(behind(0.0, RATE, run, overtake=1000)) < 0.2
-    assert min(behind(0.0, RATE, run)) >= 0.2
-    assert min(behind(0.0, RATE, run, overtake=999)) >= 0.2
+    assert behind(0.0, RATE, run, overtake=1000) == [[seconds(0.001), seconds(0.4)]] * 2
+    for overtake in (0, 999):
+        assert behind(0.0, RATE, run, overtake=overtake) == [[seconds(0.401)] * 2] * 2
 
 
+@by_clock
 def test_what_overtakes_takes_its_share_of_the_link() -> None:
-    for times in arrivals(0.0, RATE, [50_000, 200_000], overtake=100_000):
-        assert times[1] >= 0.25
+    assert arrivals(0.0, RATE, [50_000, 200_000], overtake=100_000) == [[seconds(0.05), seconds(0.25)]] * 2
 
 
+@by_clock
 def test_the_link_may_change_between_exchanges() -> None:
-    def run(line: DelayedTransport) -> float:
-        line.latency = 0.2
-        start = time.monotonic()
-        line.send_recv(outgoing(line, [1]), incoming(line, [1]), "here").wait()
-        return time.monotonic() - start
+    def run(line: DelayedTransport) -> list[float]:
+        times = []
+        for latency in (0.2, 0.3):
+            line.latency = latency
+            line.send_recv(outgoing(line, [1]), incoming(line, [1]), "here").wait()
+            times.append(CLOCK.now)
+        return times
 
-    assert min(behind(0.0, math.inf, run)) >= 0.1, "ranks start within 100 ms of each other"
+    assert behind(0.0, math.inf, run) == [[seconds(0.2), seconds(0.5)]] * 2
 
 
+@by_clock
 def test_a_message_slower_than_the_deadline_names_the_exchange_point_and_the_way_out() -> None:
     def run(line: DelayedTransport) -> float:
-        start = time.monotonic()
         with pytest.raises(ExchangeError, match=r"rank . at here: the link of 1e\+06 bytes/s and 60 s .*rank . .*4,"):
             line.send_recv(outgoing(line, [4]), incoming(line, [4]), "here").wait()
-        return time.monotonic() - start
+        return CLOCK.now
 
-    for waited in behind(60.0, RATE, run, deadline=0.3):
-        assert isinstance(waited, float), waited
-        assert 0.3 <= waited < GENEROUS
+    assert behind(60.0, RATE, run, deadline=10.0) == [10.0, 10.0]
 
 
 def test_a_silent_peer_is_named_as_ever() -> None:
@@ -194,7 +221,7 @@ def test_a_silent_peer_is_named_as_ever() -> None:
         return str(error.value)
 
     message, _ = behind(0.0, RATE, run, deadline=0.3)
-    assert re.search("rank 0 at conv_in: rank 1 has not answered", message)
+    assert re.search("rank 0 at conv_in: rank 1 has not answered", message), message
 
 
 def test_the_deadline_is_that_of_the_transport_inside() -> None:

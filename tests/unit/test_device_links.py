@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.device_links import DeviceLinks, drop_links, form_links
-from patchpar.comm.transport import LinkTransport, TensorSpec
+from patchpar.comm.transport import Incoming, LinkTransport, Outgoing, TensorSpec
 from patchpar.errors import ExchangeError
 from tests.unit.threads import connected, on_threads
 
@@ -94,22 +95,26 @@ def test_ranks_meet_at_one_file_for_all_generations() -> None:
 
 
 def test_a_rank_that_sends_nothing_is_noticed_within_the_deadline() -> None:
+    """While it is there: the links' own limit is 10 s."""
+    noticed = Event()
+
     def run(host: Any) -> float:
         comm = linked(host, str(host.rank))
         form_links(comm, range(2), DeviceLinks(pairs=((0, 1), (1, 0))))
         comm.transport.deadline = 0.3
         start = time.monotonic()
         if host.rank == 0:
-            time.sleep(1.0)
-            return 0.0
+            return float(noticed.wait(timeout=60))
         with pytest.raises(ExchangeError, match=r"no message from ranks \[0\] of shapes .* within 0.3 s"):
             comm.receive("x", "test", 0, SPECS).wait()
         with pytest.raises(ExchangeError, match="is not used again"):
             comm.receive("x", "test", 0, SPECS)
+        noticed.set()
         return time.monotonic() - start
 
     found = on_threads(2, run)
-    assert 0.3 <= found[1] < 1.0, found
+    assert found[0] == 1.0, found
+    assert 0.3 <= found[1] < 9.0, found
 
 
 def test_ranks_that_stay_meet_a_new_one_in_new_groups() -> None:
@@ -140,10 +145,14 @@ def on_each(comms: list[Communicator], function: Callable[[Communicator], Any]) 
 
 
 def test_whether_a_connection_is_cut_is_known_without_reading() -> None:
+    """The message that lies there is still all there for who is to have it."""
     one, other = connected(2)
+    sent = torch.arange(3.0)
     assert not one.is_cut
-    other.send_recv([], [], "test")
+    other.send_recv([Outgoing((0,), (sent,))], [], "test").wait()
     assert not one.is_cut
+    ((got,),) = one.send_recv([], [Incoming(1, (TensorSpec.of(sent),))], "test").wait()
+    assert torch.equal(got, sent)
     other.close()
     assert one.is_cut
     one.close()

@@ -63,7 +63,8 @@ def test_parts_of_different_size(dim: int) -> None:
         return AllGather(comm, axis, "prediction", "here").parts(part(axis.rank, SIZES[axis.rank]), dim, SIZES)
 
     for received in along(4, run):
-        assert all(torch.equal(x, part(group_rank, SIZES[group_rank])) for group_rank, x in enumerate(received))
+        wanted = [part(group_rank, rows) for group_rank, rows in enumerate(SIZES)]
+        assert [torch.equal(got, want) for got, want in zip(received, wanted, strict=True)] == [True] * 4
 
 
 def test_the_nearest_part_comes_first() -> None:
@@ -114,8 +115,8 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
         return pending.wait()[1], comm.traffic.total_bytes
 
     for group_rank, ((above, below), num_bytes) in enumerate(along(4, run)):
-        assert (above is None) == (group_rank == 0)
-        assert (below is None) == (group_rank == 3)
+        assert above is None if group_rank == 0 else torch.equal(above, part(group_rank - 1)[:, 1:])
+        assert below is None if group_rank == 3 else torch.equal(below, part(group_rank + 1)[:, :1])
         assert num_bytes == (1 if group_rank in (0, 3) else 2) * 20
 
 

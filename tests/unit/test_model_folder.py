@@ -203,9 +203,9 @@ NOWHERE = [
 
 @pytest.mark.parametrize("model", [*NOWHERE, Path("org/model"), "", "x" * 5000, "org/mo del", "nul\0/l"], ids=str)
 def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(model: str | Path) -> None:
-    with pytest.raises(
-        PlanError, match=r"is no model, and no such folder is here: give a folder|is no valid path|is no model"
-    ):
+    too_long = len(str(model)) > 4096
+    says = "is no valid path" if too_long else "is no model, and no such folder is here: give a folder"
+    with pytest.raises(PlanError, match=says):
         resolve_model(model, {})
 
 

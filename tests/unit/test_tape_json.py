@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,20 +43,47 @@ def test_another_text_is_refused(text: str) -> None:
         from_text(text)
 
 
-def with_other_values() -> list[list[list[Any]]]:
-    """The entries of TAPE, each time with a text for a number or a list for a text."""
-    entries = json.loads(zlib.decompress(base64.b64decode(to_text(TAPE))))[0]
-    fields = [(i, j) for i, entry in enumerate(entries) for j, value in enumerate(entry) if type(value) in (int, str)]
+Entries = list[list[Any]]
+
+
+def entries_of(text: str) -> Entries:
+    """What different entries a text has."""
+    entries: Entries = json.loads(zlib.decompress(base64.b64decode(text)))[0]
+    return entries
+
+
+def text_of(entries: Entries) -> str:
+    """The tape that has each once."""
+    return base64.b64encode(zlib.compress(json.dumps([entries, list(range(len(entries)))]).encode())).decode()
+
+
+def fields_of(values: list[Any], path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Where each number, text and flag is, also in a list of them."""
+    for index, value in enumerate(values):
+        if isinstance(value, list):
+            yield from fields_of(value, (*path, index))
+        else:
+            yield *path, index
+
+
+def with_other_values(entries: Entries) -> list[Entries]:
+    """Each time a text for a number or a flag, or a list for a text."""
     found = []
-    for i, j in fields:
+    for *path, last in fields_of(entries):
         wrong = json.loads(json.dumps(entries))
-        wrong[i][j] = "os.system" if isinstance(wrong[i][j], int) else []
+        field: Any = wrong
+        for index in path:
+            field = field[index]
+        field[last] = [] if isinstance(field[last], str) else "os.system"
         found.append(wrong)
     return found
 
 
 def test_fields_of_another_type_are_refused() -> None:
-    for entries in with_other_values():
-        written = json.dumps([entries, list(range(len(entries)))]).encode()
+    entries = entries_of(to_text(TAPE))
+    assert from_text(text_of(entries)) == tuple(dict.fromkeys(TAPE)), "they are read as they are"
+    wrong = with_other_values(entries)
+    assert len(wrong) == 37
+    for each in wrong:
         with pytest.raises((ValueError, TypeError)):
-            from_text(base64.b64encode(zlib.compress(written)).decode())
+            from_text(text_of(each))

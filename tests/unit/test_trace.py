@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from patchpar.comm import collectives, traffic
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.trace import RankTrace, TraceEvent, write_trace
+from patchpar.comm.transport import message
+from patchpar.pipeline import stats_recorder
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.mesh import Mesh
 from tests.unit.threads import on_threads
 
-LATE = 0.2
+LATE = 0.25
 """Seconds that one rank comes late in these tests."""
 
 EVENTS = (
@@ -63,7 +66,38 @@ def test_a_trace_of_nothing_is_a_file_all_the_same(tmp_path: Path) -> None:
     assert written(tmp_path, RankTrace(0, "cpu", 0.0, ())) == []
 
 
-def two_steps(transport: Any, tracing: bool = True) -> RankStats:
+class LateRank:
+    """Stands for `time` on all ranks: nothing takes time, but rank 1 comes late once rank 0 waits for it."""
+
+    def __init__(self) -> None:
+        self.now, self.awaited = 0.0, threading.Event()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def comes(self) -> None:
+        assert self.awaited.wait(60)
+        self.now += LATE
+
+    def __enter__(self) -> None:
+        """Rank 0 has nothing to do but to wait."""
+        self.awaited.set()
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateRank:
+    found = LateRank()
+    for module in (collectives, message, stats_recorder, traffic):
+        monkeypatch.setattr(module, "time", found)
+    return found
+
+
+def two_steps(transport: Any, late: LateRank, tracing: bool = True) -> RankStats:
     """Two steps of one gather each; in the second one rank 1 comes late."""
     comm, axis = Communicator(transport), Mesh(transport.rank, range(2), patch=2)["patch"]
     own = torch.zeros(8)
@@ -71,8 +105,10 @@ def two_steps(transport: Any, tracing: bool = True) -> RankStats:
     comm.traffic.clear()
     recorder = StatsRecorder(comm.traffic, [], tracing=tracing)
     for step, kind in enumerate(("kv", "prediction")):
-        if step == 1 and transport.rank == 1:
-            time.sleep(LATE)
+        if step == 1 and transport.rank == 0:
+            transport.waiting = late
+        elif step == 1:
+            late.comes()
         AllGather(comm, axis, kind, f"seam {step}").same(own)
         recorder.end_step()
     AllGather(comm, axis, "output", "output").same(own)
@@ -80,27 +116,26 @@ def two_steps(transport: Any, tracing: bool = True) -> RankStats:
     return recorder.figures(transport.rank, "cpu")
 
 
-def test_bytes_and_waiting_are_booked_to_their_step_and_kind() -> None:
-    early, late = on_threads(2, two_steps)
-    for found in (early, late):
+def test_bytes_and_waiting_are_booked_to_their_step_and_kind(late: LateRank) -> None:
+    early, other = on_threads(2, two_steps, late)
+    for found in (early, other):
         assert [step.bytes_sent for step in found.steps] == [{"kv": 32}, {"prediction": 32}]
         assert [step.bytes_received for step in found.steps] == [{"kv": 32}, {"prediction": 32}]
         assert found.bytes_sent == {"kv": 32, "prediction": 32, "output": 32}  # the last after all steps
-    assert early.steps[1].seconds_waited["prediction"] == pytest.approx(LATE, abs=0.1)
-    assert early.steps[0].seconds_waited["kv"] < LATE / 2
-    assert late.steps[1].seconds_waited["prediction"] < LATE / 2
-    assert early.seconds_waited["prediction"] == pytest.approx(early.steps[1].seconds_waited["prediction"])
+    assert [step.seconds_waited for step in early.steps] == [{}, {"prediction": LATE}]
+    assert [step.seconds_waited for step in other.steps] == [{}, {}]
+    assert early.seconds_waited == {"kv": 0.0, "prediction": LATE, "output": 0.0}
 
 
-def test_the_trace_has_what_was_booked() -> None:
-    early, _ = on_threads(2, two_steps)
+def test_the_trace_has_what_was_booked(late: LateRank) -> None:
+    early, _ = on_threads(2, two_steps, late)
     assert early.trace is not None
     waits = {event.kind: event.seconds for event in early.trace.events if event.what == "wait"}
-    assert waits == pytest.approx(dict(early.seconds_waited), abs=0.01)
-    steps = [event.where for event in early.trace.events if event.what == "step"]
-    assert steps == ["step 0", "step 1"]
+    assert waits == early.seconds_waited
+    steps = [(event.where, event.seconds) for event in early.trace.events if event.what == "step"]
+    assert steps == [("step 0", 0.0), ("step 1", LATE)]
 
 
-def test_nothing_is_kept_unless_wanted() -> None:
-    found = on_threads(2, two_steps, False)
+def test_nothing_is_kept_unless_wanted(late: LateRank) -> None:
+    found = on_threads(2, two_steps, late, False)
     assert [rank.trace for rank in found] == [None, None]

@@ -21,7 +21,9 @@ from patchpar.shard.weights.sharded import ShardedWeights
 from tests import tiny
 from tests.ranks import PoolRank
 
-SEED = 7
+SEED, STEPS = 7, 4
+STEPS_OF_CACHE = 12
+"""In some of which a step cache skips blocks, and in some not."""
 
 
 def both(this: PoolRank, name: str, plan: str, cache: Any = None, kind: str = "sharded") -> dict[str, Any] | None:
@@ -30,6 +32,7 @@ def both(this: PoolRank, name: str, plan: str, cache: Any = None, kind: str = "s
     pipe, arguments = built.pipe, built.call_kwargs
     if cache is not None:
         built.denoiser.enable_cache(cache)
+        arguments = {**arguments, "num_inference_steps": STEPS_OF_CACHE}
     runner = PipelineRunner(this.context)
     runner.adopt(pipe)
     before = {key: x.clone() for key, x in _weights(pipe).items()}
@@ -58,7 +61,8 @@ def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str) -> dict[s
     if options.plan.data > 1:
         arguments = {**arguments, "prompt": [f"{arguments['prompt']} {number}" for number in range(options.plan.data)]}
     for _ in range(2):
-        kwargs = {**arguments, "output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
+        seeded = {"output_type": "latent", "generator": torch.Generator().manual_seed(SEED)}
+        kwargs = {"num_inference_steps": STEPS, **arguments, **seeded}
         result = runner.generate(kwargs, options)
         if not isinstance(result, CallResult):
             return None

@@ -121,6 +121,7 @@ def test_what_is_read_while_loading_is_cast_before() -> None:
 )
 def test_same_latents_as_whole_weights(ranks: Any, flux: str, dtype: torch.dtype, plan: str) -> None:
     found = [each for each in ranks.run("tests.weights.loading:loaded", 4, "flux", flux, dtype, plan) if each]
+    assert found[0]["equal"]
     for each in found:
         assert each["held"] == 3, "a transformer and two text encoders, before the first call"
         assert all(each["equal"])

@@ -35,8 +35,7 @@ CACHED = [
 @pytest.mark.parametrize(("name", "plan"), first_of(CASES, ("wan", "cfg=2")))
 def test_same_latents_as_whole_weights(ranks: Any, name: str, plan: str) -> None:
     found = [each for each in ranks.run("tests.weights.pipelines:both", 4, name, plan) if each]
-    assert len(found[0]["equal"]) == 2
-    assert all(found[0]["equal"])
+    assert found[0]["equal"] == [True, True]
     for each in found:
         assert each["restored"]
         assert len(each["blocks"]) >= 2, "a denoiser and a text encoder"
@@ -49,9 +48,8 @@ def test_same_latents_as_whole_weights(ranks: Any, name: str, plan: str) -> None
 def test_step_caches(ranks: Any, name: str, plan: str, cache: Any) -> None:
     """Guidance ranks with calls of their own decide for themselves which blocks to compute."""
     found = [each for each in ranks.run("tests.weights.pipelines:both", 4, name, plan, cache) if each]
-    for each in found:
-        assert all(each["equal"])
-        assert each["restored"]
+    assert found[0]["equal"] == [True, True]
+    assert all(each["restored"] for each in found)
 
 
 @pytest.mark.breadth
@@ -120,8 +118,8 @@ COMPILED = [  # of small networks in every run, see test_sharded
 def test_compiled_blocks(ranks: Any, name: str, plan: str, kind: str, backend: str) -> None:
     """Their graphs are those of blocks with whole weights, and gathers are not in them."""
     found = [each for each in ranks.run("tests.weights.pipelines:compiled", 4, name, plan, kind, backend) if each]
+    assert found[0]["equal"] == [True, True]
     for each in found:
-        assert all(each["equal"])
         assert each["graphs"][0] == each["graphs"][1] > 0
         is_moved = {"sharded": "weights", "hosted": "host"}[kind] in each["kinds"]
         assert is_moved == (each["most blocks"] > SLOTS), "two blocks stay in their slots"

@@ -53,7 +53,7 @@ def _entry(kind: str, *fields: Any) -> TapeEntry:
     if kind == "s":
         number, peers, name, num_bytes, where, parts, bulk = fields
         kinds, part_bytes = zip(*parts, strict=True) if parts else ((), ())
-        _check((number, *peers, num_bytes, *part_bytes), (name, where, *kinds))
+        _check((number, *peers, num_bytes, *part_bytes), (name, where, *kinds), (bulk,))
         return Send(number, tuple(peers), name, num_bytes, where, tuple(map(tuple, parts)), bulk)
     if kind == "w":
         number, sender, num_bytes, where, name = fields
@@ -61,12 +61,14 @@ def _entry(kind: str, *fields: Any) -> TapeEntry:
         return Wait(number, sender, num_bytes, where, name)
     if kind == "b":
         name, is_step = fields
-        _check((), (name,))
+        _check((), (name,), (is_step,))
         return Boundary(name, is_step)
     raise ValueError(f"{kind!r} is no kind of entry")
 
 
-def _check(numbers: tuple[object, ...], texts: tuple[object, ...]) -> None:
+def _check(numbers: tuple[object, ...], texts: tuple[object, ...], flags: tuple[object, ...] = ()) -> None:
     """Raise TypeError where a field of an entry is of another type: a replay would fail long after it was read."""
     if not all(is_number(each) for each in numbers) or not all(isinstance(each, str) for each in texts):
         raise TypeError(f"{numbers!r:.80} and {texts!r:.80} are not the numbers and texts of an entry")
+    if not all(isinstance(each, bool) for each in flags):
+        raise TypeError(f"{flags!r:.80} are not the flags of an entry")
