@@ -75,11 +75,11 @@ class ServerMetrics:
         for run in runs:
             self._image_seconds.observe(run.seconds)
             self._steps.inc(run.steps)
-            for rank, figures in enumerate(run.ranks):
+            for figures in run.ranks:
                 for kind, count in figures.bytes_sent.items():
-                    self._bytes.labels(rank, kind).inc(count)
+                    self._bytes.labels(figures.rank, kind).inc(count)
                 for kind, seconds in figures.seconds_waited.items():
-                    self._waits.labels(rank, kind).inc(seconds)
+                    self._waits.labels(figures.rank, kind).inc(seconds)
 
     def observe_batch(self, size: int) -> None:
         """Count a call that made the images of several requests."""
