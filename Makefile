@@ -20,6 +20,7 @@ TORCH  ?= 2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
 # Bytecode is kept: the hundreds of processes that the tests start would compile every module anew without it.
@@ -161,21 +162,25 @@ clean:
 # or contains one.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+# uv installs several packages at a time and compiles them on all cores, in about a third of pip's seconds. It does not
+# read pip's settings (a mirror, a certificate): where it reaches no index, pip installs.
+install = $(UV) $(1) || { echo "uv could not install $(1): pip goes on, with its own settings." >&2; $(PIP) install $(1); }
+
 $(VENV)/torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "patchpar needs Python 3.10 or newer")'
 	@$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch and diffusers into $(VENV): a few minutes, the first time only."
+	@echo "Installing torch and diffusers into $(VENV): a minute or a few, the first time only."
+	@$(PIP) install uv || echo "This index has no uv: pip installs alone, which takes longer."
 	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	  $(PIP) install "torch==$(TORCH)+cpu" 2>/dev/null \
-	  || $(PIP) install --retries 0 --timeout 10 --index-url $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null \
-	  || $(PIP) install "torch==$(TORCH)"; \
+	  $(PIP) install --no-compile "torch==$(TORCH)+cpu" 2>/dev/null \
+	  || $(PIP) install --no-compile --retries 0 --timeout 10 --index-url $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null \
+	  || $(PIP) install --no-compile "torch==$(TORCH)"; \
 	fi
 	@touch $@
 
 # Of torch the version of the other environment: each older CPU build is hundreds of megabytes more.
 $(LOWEST)/installed-lowest: pyproject.toml
 	@$(MAKE) --no-print-directory VENV=$(LOWEST) $(LOWEST)/torch
-	$(LOWEST)/bin/python -m pip --quiet --disable-pip-version-check install uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
 	  "torch==$$($(LOWEST)/bin/python -c 'import torch; print(torch.__version__)')" --editable ".[lora,video]"
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist
@@ -189,16 +194,16 @@ $(QUANTISED)/installed-quantised: pyproject.toml
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
-	@$(PIP) install --editable .
+	@$(call install,--editable .)
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/torch pyproject.toml
-	$(PIP) install --editable ".[docs]"
+	$(call install,--editable ".[docs]")
 	touch $@ $(VENV)/installed
 
 $(VENV)/installed-app: $(VENV)/torch pyproject.toml
 	@echo "Installing what the page needs, the first time only."
-	@$(PIP) install --editable ".[app]"
+	@$(call install,--editable ".[app]")
 	@touch $@ $(VENV)/installed
 
 # A Chromium that is here, or Debian's, or Playwright's own. Without any the tests in a browser are skipped, and say so.
@@ -210,5 +215,5 @@ $(VENV)/browser: $(VENV)/installed-dev
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/torch pyproject.toml
-	$(PIP) install --editable ".[dev]"
+	$(call install,--editable ".[dev]")
 	touch $@ $(VENV)/installed

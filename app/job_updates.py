@@ -1,12 +1,14 @@
-"""Polls a job for a page: no handler blocks on workers, so any number of pages can watch."""
+"""Follows a job for a page: no handler blocks on workers, so any number of pages can watch."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from .job_queue import Job, JobView
 
-POLL_SECONDS = 0.05
+PREVIEW_SECONDS = 0.05
+"""How long the number of a step waits for its preview, so that a page gets both in one update."""
 
 
 async def updates_of(job: Job | None, show: Callable[[JobView | None], Any]) -> AsyncIterator[Any]:
@@ -14,12 +16,27 @@ async def updates_of(job: Job | None, show: Callable[[JobView | None], Any]) -> 
     if job is None:
         yield show(None)
         return
-    seen = -1
-    while True:
-        view = job.view
-        if view.version != seen:
-            seen = view.version
-            yield show(view)
-        if view.is_over:
-            return
-        await asyncio.sleep(POLL_SECONDS)
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop has ended before the job
+            loop.call_soon_threadsafe(changed.set)
+
+    with job.listening(wake):
+        seen = job.view
+        yield show(seen)
+        while not seen.is_over:
+            await changed.wait()
+            changed.clear()
+            if job.view.version == seen.version:
+                continue
+            if _lacks_preview(job.view, seen):
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), PREVIEW_SECONDS)
+            seen = job.view
+            yield show(seen)
+
+
+def _lacks_preview(view: JobView, seen: JobView) -> bool:
+    """Whether the view has another step than the last one that was seen, and still its preview."""
+    return not view.is_over and view.step != seen.step and view.preview is seen.preview

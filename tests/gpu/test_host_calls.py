@@ -24,7 +24,7 @@ CEILINGS = {
     ("sdxl", "fresh-edges"): 67,  # a seventh of a call of each is to know the kind of a denoiser call again
     ("sdxl", "pcpp"): 324,  # few exchanges, in which many norms and convolutions send for the next step
     ("flux", "exact"): 149,
-    ("flux", "fresh-edges"): 146,  # owners extrapolate what they send
+    ("flux", "fresh-edges"): 113,  # owners extrapolate what they send
     ("flux", "fresh-edges:context=pooled"): 177,
 }
 """Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""

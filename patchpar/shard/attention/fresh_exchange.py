@@ -1,15 +1,18 @@
 """What attention to stale tokens exchanges in the step that reads them: corrections, and text that is split."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather
 from patchpar.comm.exchange_part import ExchangePart, collectives_of
+from patchpar.comm.transport import Work
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.token_buffer import fresh_part
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale.token_slots import TokenSlots
 
 
 def fits_with_text(
@@ -23,18 +26,26 @@ def fits_with_text(
     axis, text = patch.axis, state.layout.text
     if text is None:
         return _fits_of_all(patch, where, attended, state)
-    part = fresh_part(axis, text, attended, "text")
     if not state.corrects or collectives_of(patch.comm.transport, axis.ranks) is not None:
-        pending = patch.comm.exchange(where, [part])
+        pending = _text_of_all(patch, where, attended, state, text)
         fits = _fits_of_all(patch, where, attended, state)
         pending.wait()
         return fits
+    part = fresh_part(axis, text, attended, "text")
     own, peers = state.fit(attended, patch.step_ratio), axis.other_ranks
     specs = {axis.ranks[p]: (state.fit_specs[p],) for p in axis.others}
     correction = ExchangePart("correction", [(peers, (own,))], specs, axis=axis, to_all=True)
     _, found = patch.comm.exchange(where, [part, correction]).wait()
     all_fits = [own if rank not in found else found[rank][0] for rank in axis.ranks]
     return torch.stack(all_fits) if state.fits_are_equal else all_fits
+
+
+def _text_of_all(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens, text: TokenSlots) -> Work[Any]:
+    rows = state.text_rows(attended)
+    if rows is None:
+        return patch.comm.exchange(where, [fresh_part(patch.axis, text, attended, "text")])
+    of_all, own = rows
+    return patch.comm.all_gather(patch.axis, "text", where, own, into=of_all)
 
 
 def _fits_of_all(

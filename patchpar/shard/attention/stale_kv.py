@@ -151,6 +151,11 @@ class RemoteTokens:
         """Return this rank's tokens [l, 2, B, N, D] of what attention reads."""
         return self._views.part(attended, self._slots.starts[self.axis.rank], self._slots.counts[self.axis.rank])
 
+    def text_rows(self, attended: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the text [t, 2, B, N, D] in what attention reads, and this rank's part; None if parts are unequal."""
+        text = self.layout.text
+        return self._views.rows(attended, text, self.axis.rank) if text is not None and text.are_equal else None
+
     @property
     def rows(self) -> Tensor | None:
         """What all ranks gather for the next step, [P l, 2, B, N, D]; None where they do not send all of equally many.

@@ -19,6 +19,7 @@ class TokenViews:
     def __init__(self) -> None:
         self._keys: tuple[Tensor, Tensor, Tensor] | None = None
         self._part: tuple[Tensor, Tensor] | None = None
+        self._rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, N, T, D] of `tokens` [T, 2, B, N, D]."""
@@ -31,6 +32,13 @@ class TokenViews:
         if self._part is None or self._part[0] is not tokens:
             self._part = tokens, tokens.narrow(0, start, count)
         return self._part[1]
+
+    def rows(self, tokens: Tensor, slots: TokenSlots, group_rank: int) -> tuple[Tensor, Tensor]:
+        """Return those of `tokens` [T, 2, B, N, D] that `slots`, always the same, have for all ranks, and for one."""
+        if self._rows is None or self._rows[0] is not tokens:
+            start = slots.starts[0]
+            self._rows = tokens, tokens.narrow(0, start, slots.total - start), slots.of(tokens, group_rank)
+        return self._rows[1:]
 
 
 def keys_values(tokens: Tensor) -> tuple[Tensor, Tensor]:
