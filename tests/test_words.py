@@ -52,6 +52,7 @@ INSTEAD = {
     r"rooms": "subpackage",
 }
 """What is refused, and what to write."""
+ANY_OF_THEM = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
 ALLOWED = (
     r"visible seams?|seam, z",  # in an image
     r"T5FilmDecoder \| film",  # feature-wise linear modulation
@@ -75,6 +76,8 @@ def refused(text: str) -> list[str]:
     """Words of a text that have another one, each with what to write instead."""
     for words in ALLOWED:
         text = re.sub(words, " ", text, flags=re.IGNORECASE)
+    if ANY_OF_THEM.search(text) is None:  # in a sixth of the time, and true of all but a few texts
+        return []
     return [
         f"{found[0]!r}: write {word!r}"
         for pattern, word in INSTEAD.items()

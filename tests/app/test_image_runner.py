@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,11 @@ from PIL import Image
 from app.comparison import compare
 from app.high_res import UpscaleRequest, generate_high_res, high_res_preset, upscale_image
 from app.html import facts
-from app.image_runner import ImageJobRunner, JobImage, RunOptions, WatchedCall, image_of
-from app.job_queue import Cancelled, JobQueue, JobView
+from app.image_runner import READY_STEPS, ImageJobRunner, JobImage, RunOptions, WatchedCall, image_of
+from app.job_queue import Cancelled, Job, JobQueue, JobView
 from app.presets import preset_named, presets_for
 from app.requests import GenerateRequest
-from patchpar import Plan, PlanError, StructureGuidance
+from patchpar import PlanError, StructureGuidance
 from patchpar.serving.latent_preview import ColourMap
 
 from .fakes import FakePipeline, FakeWorkers
@@ -54,33 +55,42 @@ def test_an_image_comes_with_its_run_and_its_steps(queue: JobQueue) -> None:
     [
         ("Automatic, 2 devices", "auto"),
         ("One device", "restored"),
-        ("Guidance branches", Plan(cfg=2)),
-        ("2 bands, exact", None),
+        ("Guidance branches", "cfg=2"),
+        ("2 bands, exact", "patch=2,strategy=exact"),
     ],
 )
-def test_the_preset_is_the_plan(queue: JobQueue, label: str, plan: Any) -> None:
+def test_the_preset_is_the_plan(queue: JobQueue, label: str, plan: str) -> None:
     runner = make_runner()
     over(queue.submit("A", "image", lambda job: runner.generate(job, REQUEST, preset_named(label, 2))))
     pipe: Any = runner.workers.image_pipeline()
-    (set_to,) = pipe.plans
-    if plan is None:
-        assert str(set_to) == "patch=2,strategy=exact"
-    else:
-        assert str(set_to) == str(plan) or set_to.cfg == plan.cfg
+    assert [str(each) for each in pipe.plans] == [plan]
 
 
 def test_previews_come_as_soon_as_one_image_has_been_generated(queue: JobQueue) -> None:
+    """One after each step; the first image, which `prepare` generates, has none."""
     runner = make_runner()
-    over(queue.submit("", "prepare", runner.prepare))
-    pipe: Any = runner.workers.image_pipeline()
-    pipe.go.clear()
-    job = queue.submit("A", "image", lambda job: runner.generate(job, REQUEST, presets_for(2)[0]))
-    until(lambda: job.view.state == "running", "the job to begin")
-    pipe.go.set()
-    previews = set()
-    until(lambda: previews.add(job.view.preview is not None) or job.view.is_over, "the end")
-    assert runner.colours.show(__import__("numpy").zeros((4, 16, 16))) is not None
-    assert job.view.preview is None  # the image itself is there
+    assert previews_of(queue, runner.prepare) == [None] * READY_STEPS
+    sizes = previews_of(queue, lambda job: runner.generate(job, REQUEST, presets_for(2)[0]))
+    assert sizes == [(256, 256)] * REQUEST.steps
+
+
+def previews_of(queue: JobQueue, work: Callable[[Job], Any]) -> list[Any]:
+    """The sizes of previews, as a job reports them; once it has ended its page has none, but the image itself."""
+    found: list[Any] = []
+
+    def watched(job: Job) -> Any:
+        original = job.show
+
+        def show(**changes: Any) -> None:
+            if "preview" in changes:
+                found.append(changes["preview"] and changes["preview"].size)
+            original(**changes)
+
+        job.show = show  # type: ignore[method-assign]
+        return work(job)
+
+    assert over(queue.submit("A", "image", watched)).preview is None
+    return found
 
 
 def test_packed_latents_have_previews_too() -> None:

@@ -92,8 +92,11 @@ def test_those_of_a_measured_one_are_the_planner_s(workers: Any, kept: KeptMachi
 
 
 def test_what_a_preset_cannot_run_is_said(workers: Any, kept: KeptMachines, planned: list[Any]) -> None:
-    found = rows_of(forecast_presets(workers, JOB, replace(REQUEST, height=64, width=64), kept))
+    four = SimpleNamespace(**vars(workers) | {"count": 4, "presets": presets_for(4)})
+    found = rows_of(forecast_presets(four, JOB, replace(REQUEST, height=64, width=64), kept))
     assert found["One device"][1] == "exact"
+    assert "but axis 'patch' has 4 ranks: use at most 2, or a height of at least 128 pixels" in found["Fast links"][1]
+    assert set(found["Fast links"][2:]) == {""}
     with pytest.raises(PlanError, match="no multiple of"):
         forecast_presets(workers, JOB, replace(REQUEST, width=100), kept)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
@@ -36,12 +35,11 @@ def test_flags_are_pinned(flags: type, names: set[str]) -> None:
     assert {field.name for field in fields(flags)} == names
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
+    """So it is quick: 0.2 s on an idle machine."""
     code = "import sys, patchpar.cli; print(sorted({'torch', 'diffusers', 'numpy', 'PIL'} & set(sys.modules)))"
-    began = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.strip() == "[]"
-    assert time.perf_counter() - began < 5  # 0.2 s on an idle machine; the import list above is the real guard
 
 
 def test_version(run: Any) -> None:

@@ -21,6 +21,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 from typer.testing import CliRunner
 from websockets.sync.client import connect
@@ -39,6 +40,7 @@ from tests.breadth import first_of
 from tests.cli.test_real import assert_libraries_are_silent
 from tests.live.test_pages import jpegs
 from tests.stream.test_audio_file import tone, write_wav
+from tests.stream.test_images import quiet
 from tests.stream.test_journal import arrived, origin
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
@@ -133,6 +135,17 @@ def test_a_video_is_generated_anew_frame_by_frame(image_folder: Path, tmp_path: 
     pixels, times, _ = decoded(tmp_path / "a.mp4")
     assert times == pytest.approx([0, 1 / 8, 2 / 8], abs=1e-3)
     assert pixels.shape == (3, 64, 64, 3)
+    oracle = quiet(DiffusionPipeline.from_pretrained(image_folder, safety_checker=None, feature_extractor=None))
+    wanted = [anew(oracle, frame) for frame in decoded(tmp_path / "in.mp4")[0]]
+    apart = [[np.abs(one - other).mean() for other in wanted] for one in pixels.astype(float)]
+    assert [int(np.argmin(each)) for each in apart] == [0, 1, 2], apart
+    assert max(min(each) for each in apart) < 20, apart  # noise is hard to encode
+
+
+def anew(oracle: Any, frame: np.ndarray) -> np.ndarray:
+    """A frame as plain diffusers makes it from an image, with the flags above and the seed of the command."""
+    call = {"num_inference_steps": 2, "strength": 0.5, "generator": torch.Generator().manual_seed(0)}
+    return np.array(oracle("a fox", image=Image.fromarray(frame), **call).images[0], float)
 
 
 @pytest.mark.parametrize(("number", "code"), first_of([(signal.SIGINT, 0), (signal.SIGTERM, 143)]))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.coverage import own_lines
 from benchmarks.coverage.modes import FIRST, Mode, modes
-from benchmarks.coverage.own_lines import lines_naming, words_of
+from benchmarks.coverage.own_lines import PACKAGE, lines_naming, words_of
 from benchmarks.coverage.page import PAGE, Page, read, versions, written
 from benchmarks.coverage.report import RANKS, Report, Row, examine, row_of
 from benchmarks.coverage.subjects import Subject, left_out, subjects
@@ -167,8 +169,14 @@ def test_distance() -> None:
     assert distance([ones[:2]], [ones]) == math.inf
 
 
-def test_lines_that_know_a_class() -> None:
+def test_lines_that_know_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = '"""Docs of AModel."""\nimport AModel\nx = b.AModel if "AModelPipeline" else AModel  # AModel'
     assert [line for line, word in words_of(source) if "AModel" in word] == [2, 3, 3, 3]
-    assert lines_naming(["TransformerSharder", "NoSuchModel"])["NoSuchModel"] == []
-    assert lines_naming(["TransformerSharder"])["TransformerSharder"]
+    assert PACKAGE / "shard" in PACKAGE.iterdir()
+    for file in ("shard/own.py", "stream/adapter.py"):  # of which streams are left out
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(source)
+    monkeypatch.setattr(own_lines, "PACKAGE", tmp_path)
+    monkeypatch.setattr(own_lines, "_words", own_lines._words.__wrapped__)  # those of the whole package are not kept
+    found = lines_naming(["AModel", "NoSuchModel"])
+    assert found == {"AModel": ["shard/own.py:2", *["shard/own.py:3"] * 3], "NoSuchModel": []}

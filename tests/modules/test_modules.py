@@ -33,7 +33,7 @@ def copies(name: str, count: int = 2) -> list[nn.Module]:
     return [network(name) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("name", "size"), first_of(product(NETWORKS, (2, 3)), ("flux", 2), ("unet", 3)))
+@pytest.mark.parametrize(("name", "size"), first_of(product(NETWORKS, (2, 3)), ("flux", 3)))
 def test_threads_give_what_one_gives(name: str, size: int, tmp_path: Path) -> None:
     plain = network(name)
     with Team(copies(name, size), patch=size, verify=tmp_path, ignore=["transformer_options"]) as team:

@@ -95,7 +95,7 @@ def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> No
         ("fresh-edges:correction=none", 2, 1, LARGEST_LAYER),
         ("fresh-edges", 2, 3, LARGEST_LAYER),
     ):
-        for rank in generate(parallel, strategy).ranks:
+        for rank in generate(parallel, strategy, steps=2).ranks:
             step = rank.steps[1]
             means = step.bytes_sent.get("correction", 0) * 2 * HEAD_WIDTH // (2 * HEAD_WIDTH + 1)
             tokens = arrived * step.bytes_received["kv"] + own * step.bytes_sent["kv"]
@@ -232,6 +232,8 @@ def test_waits_of_the_trace_are_those_of_the_figures(traced: ParallelPipeline) -
         assert rank.trace is not None
         waits = summed({event.kind: event.seconds} for event in rank.trace.events if event.what == "wait")
         assert waits == pytest.approx(dict(rank.seconds_waited), rel=0.1, abs=0.01)
+        least = {kind: seconds - 1e-9 for kind, seconds in rank.seconds_waited.items()}
+        assert all(waits[kind] >= least[kind] for kind in least), "an event ends just after its wait was counted"
 
 
 def test_a_trace_of_guidance(traced: ParallelPipeline, tmp_path: Path) -> None:

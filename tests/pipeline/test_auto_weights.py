@@ -63,7 +63,8 @@ def test_the_first_that_fits(devices: int, device: float | None, host: float, pl
     if plan is not None:
         assert "whole weights and activations take 34.2 GiB on each rank" in found.reason
         assert "weights=" in found.reason or "encoders=one" in found.reason
-        assert f"{device or host:.0f}"[:1] in found.reason
+        stated = [] if device is None else [f"{device / USED:.1f} GiB of a device"]
+        assert f"{' and '.join([*stated, f'{host / USED:.1f} GiB of host memory'])} are free" in found.reason
 
 
 def test_no_plan_fits() -> None:

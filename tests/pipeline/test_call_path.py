@@ -17,6 +17,7 @@ from tests.pipeline.conftest import QUICK, Hold
 from tests.pipeline.odd import NotesItsCallers
 from tests.tiny import build
 
+CALL = {**QUICK, "num_inference_steps": 1, "output_type": "latent"}
 PACKAGE = Path(patchpar.__file__).parent
 MOST_FILES = 15
 
@@ -36,7 +37,7 @@ def noting(path: Path) -> Any:
 
 def test_in_this_process(tmp_path: Path) -> None:
     with ParallelPipeline(noting(tmp_path / "stack"), devices="cpu") as pipe:
-        pipe(**QUICK)
+        pipe(**CALL)
     files = ours((tmp_path / "stack").read_text().splitlines())
     assert {"pipeline/pipeline.py", "pipeline/runner.py"} <= files
     assert len(files) <= 6, sorted(files)
@@ -56,7 +57,7 @@ def test_through_workers(hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with hold(noting(tmp_path / "stack")) as pipe:
         pipe.plan = plan
         monkeypatch.setattr(Channel, "send", noted)
-        pipe(**QUICK)
+        pipe(**CALL)
         monkeypatch.undo()
     received = ours((tmp_path / "stack").read_text().splitlines())
     assert "pipeline/pipeline.py" in sent

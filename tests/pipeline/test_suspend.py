@@ -257,10 +257,11 @@ def test_what_keeps_more_than_predictions_starts_from_the_beginning() -> None:
     with ParallelPipeline(tiny.pipe, devices="cpu") as pipe:
         pipe.set_progress_bar_config(disable=True)
         tiny.pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-        _, suspended = recorded(pipe, **arguments_of(tiny))
+        whole, suspended = recorded(pipe, **arguments_of(tiny))
         assert suspended.calls == ()
         assert "transformer has a cache (FirstBlockCacheConfig)" in suspended.why_from_start
-        pipe.submit(**arguments_of(tiny), resume=suspended).result(SECONDS)
+        again = pipe.submit(**arguments_of(tiny), resume=suspended).result(SECONDS)
+    assert relative_error(again, whole) == 0.0
 
 
 class Ending(CallController):

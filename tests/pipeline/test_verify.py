@@ -14,7 +14,7 @@ from tests.tiny import build
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
 from .odd import MixesRows
 
-CALL = {**QUICK, "output_type": "latent"}
+CALL = {**QUICK, "num_inference_steps": 1, "output_type": "latent"}
 
 
 def test_a_model_that_cannot_be_cut(hold: Hold, plain: Any) -> None:

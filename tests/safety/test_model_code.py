@@ -241,7 +241,7 @@ def test_repositories_of_the_hub_are_looked_at_as_folders_are(
     options = {"variant": "fp16", "cache_dir": str(tmp_path), "local_files_only": True}
     way(hostile)
     cached(hostile, tmp_path)
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="code that comes with a model is not run"):
         load_pipeline("somebody/model", options)
     assert not list(tmp_path.rglob("ran"))
 

@@ -27,8 +27,8 @@ def is_busy(service: ImageService) -> bool:
     return bool(service._queue._running)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    give_up = time.monotonic() + SECONDS
+def until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+    give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, f"waited for {what}"
         time.sleep(0.005)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from patchpar import ParallelPipeline, WorkerDied
 from patchpar.errors import WorkerOutOfMemory
 from patchpar.serving import generation
+from patchpar.serving.batching import error_of_batch
 from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
@@ -224,15 +225,26 @@ def test_images_of_a_batch_are_those_made_alone(pipe: ParallelPipeline, monkeypa
 
 
 def test_a_model_whose_images_differ_in_a_batch_is_not_joined(
-    pipe: ParallelPipeline, monkeypatch: pytest.MonkeyPatch
+    pipe: ParallelPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A control: no difference is small enough."""
-    monkeypatch.setattr(generation, "BOUND", -1.0)
+    """A control: they differ by more than they may."""
+    monkeypatch.setattr(generation, "error_of_batch", lambda *_: 1.01 * generation.BOUND)
     service = server_of(pipe)
     try:
         assert service.scheduler.batch == 1
     finally:
         service.close()
+    assert "requests are not joined: images of a batch differ by" in caplog.text
+
+
+def test_the_error_of_a_batch_is_that_of_its_worst_image() -> None:
+    def made(arguments: Mapping[str, Any]) -> list[Any]:
+        """A second image of a call has a brightness of 1.1 instead of 1."""
+        assert arguments["output_type"] == "np"
+        several = isinstance(arguments["prompt"], list)
+        return [np.full((4, 4, 3), 1.0 + 0.1 * number) for number in range(2 if several else 1)]
+
+    assert error_of_batch(made, {"prompt": "a"}, (64, 64)) == pytest.approx(0.1)
 
 
 def test_what_is_no_exactness(client: Any) -> None:

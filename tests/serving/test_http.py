@@ -16,10 +16,14 @@ from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
 from patchpar.errors import LaunchError, PlanError, RetriesExhausted, WorkerDied, WorkerOutOfMemory
+from patchpar.pipeline.rank_stats import RankStats, StepStats
+from patchpar.pipeline.report import Run
+from patchpar.plan.plan import Plan
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
 from patchpar.serving.image_call import CallRules
 from patchpar.serving.image_request import FIELDS, parse_request
+from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
@@ -360,6 +364,31 @@ def test_metrics_have_labels_of_closed_sets(client: Any) -> None:
     assert 'patchpar_state{state="ready"} 1.0' in text
     routes = set(re.findall(r'route="([^"]*)"', text))
     assert routes <= {PATH, "/v1/models", "/v1/models/{name:path}", "/metrics", "none"}
+
+
+def test_metrics_count_what_ranks_report() -> None:
+    """A request on the last two of four devices, whose ranks are theirs."""
+    metrics, figures = ServerMetrics(), list[RankStats]()
+    for rank in (2, 3):
+        waited, sent = {"halo": 0.25 * rank}, {"halo": 10 * rank, "kv": 5}
+        step = StepStats(bytes_sent=sent, bytes_received={}, seconds_waited=waited)
+        facts: dict[str, Any] = {"bytes_sent": sent, "bytes_received": {}, "seconds_waited": waited}
+        figures.append(RankStats(rank=rank, device="cpu", steps=(step,) * 3, **facts))
+    metrics.observe(0.5, [Run(plan=Plan(patch=2), seconds=2.0, ranks=tuple(figures))] * 2)
+    lines = metrics.text().decode().splitlines()
+    for name, value in (("queue_seconds", 0.5), ("image_seconds", 4.0)):
+        assert f"patchpar_{name}_sum {value}" in lines
+    assert "patchpar_steps_total 6.0" in lines
+    assert sorted(line for line in lines if line.startswith("patchpar_bytes_sent_total{")) == [
+        'patchpar_bytes_sent_total{kind="halo",rank="2"} 40.0',
+        'patchpar_bytes_sent_total{kind="halo",rank="3"} 60.0',
+        'patchpar_bytes_sent_total{kind="kv",rank="2"} 10.0',
+        'patchpar_bytes_sent_total{kind="kv",rank="3"} 10.0',
+    ]
+    assert sorted(line for line in lines if line.startswith("patchpar_wait_seconds_total{")) == [
+        'patchpar_wait_seconds_total{kind="halo",rank="2"} 1.0',
+        'patchpar_wait_seconds_total{kind="halo",rank="3"} 1.5',
+    ]
 
 
 def test_beyond_this_machine_there_is_a_key(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def image_of(data: str) -> Any:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
 
+@cache
 def generated(pipe: ParallelPipeline, seed: int, **arguments: Any) -> Any:
+    """The image [H, W, 3] that a pipeline makes by itself: once for all tests that compare with it."""
     generator = torch.Generator().manual_seed(seed)
     options = {"height": 64, "width": 96, "num_inference_steps": 2, **arguments}
     return np.asarray(pipe(PROMPT, generator=generator, **options).images[0])

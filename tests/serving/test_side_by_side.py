@@ -126,8 +126,9 @@ def test_requests_share_the_devices(served: ServedModel, at_once: int) -> None:
     try:
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(client.post, PATH, json={"prompt": "a"}) for _ in range(6)]
-            until(lambda: len(fake.calls) + service.waiting == 6, "all to come")
-            assert len(fake.calls) == at_once
+            until(lambda: (len(fake.calls), service.waiting) == (at_once, 6 - at_once), "all to come")
+            with pytest.raises(AssertionError, match="one more to run"):
+                until(lambda: len(fake.calls) > at_once, "one more to run", seconds=0.1)
             fake.gate.set()
             assert [each.result(SECONDS).status_code for each in asked] == [200] * 6
     finally:

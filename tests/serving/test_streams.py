@@ -146,11 +146,12 @@ def test_a_bad_stream_is_refused_and_takes_no_slot(client: Any, body: Any, param
 
 def test_slots_idle_streams_and_the_end(client: Any, streams: StreamService, monkeypatch: Any) -> None:
     """A second stream is refused while the first has the devices; one that nobody watches ends by itself."""
-    monkeypatch.setattr(live_stream, "IDLE_SECONDS", 0.6)
     first = client.post(STREAMS, json={"audio": "live"}).json()["id"]
     response = client.post(STREAMS, json=SHORT)
     assert error_of(response, 503)["code"] == "queue_full"
     assert response.headers["retry-after"]
+    assert client.get(f"{STREAMS}/{first}").json()["status"] != "cancelled"
+    monkeypatch.setattr(live_stream, "IDLE_SECONDS", 0.6)
     until(lambda: client.get(f"{STREAMS}/{first}").json()["status"] == "cancelled", "it to end")
     until(lambda: client.post(STREAMS, json=SHORT).status_code == 200, "the slot")
     assert client.get("/health/ready").status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
 from tests.serving.test_images import SMALL, generated, image_of
 
-STEPS = 10
+STEPS = 8
 BODY = {**SMALL, "num_inference_steps": STEPS, "seed": 5}
 SHAPE = CallShape(64 * 64)
 
@@ -55,7 +56,7 @@ class Resumed:
 def test_a_suspended_request_goes_on_where_it_was(
     embedded: ImageService, pipe: ParallelPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resumed = Resumed(pipe, monkeypatch)
+    resumed, before = Resumed(pipe, monkeypatch), suspensions(embedded)
     queued = embedded.submit(parse_request(json.dumps({**BODY, "n": 2, "num_inference_steps": 8}).encode()))
     for image in range(2):
         until(lambda: queued.job.done_steps >= 8 * image + 2, "steps")  # noqa: B023
@@ -64,8 +65,14 @@ def test_a_suspended_request_goes_on_where_it_was(
     found = queued.job.outcome.result(60)
     assert len(resumed.calls) == 2
     assert min(resumed.calls) >= 2, "denoiser calls that were not made again"
+    assert suspensions(embedded) - before == 2
     for number, each in enumerate(found.images):
         assert np.array_equal(np.asarray(each), generated(pipe, 5 + number, num_inference_steps=8))
+
+
+def suspensions(service: ImageService) -> float:
+    """How many the server has counted."""
+    return float(re.findall(r"^patchpar_suspensions_total (\S+)$", service.metrics.text().decode(), re.MULTILINE)[0])
 
 
 def test_the_deadline_policy_suspends_the_one_with_most_slack() -> None:

@@ -14,7 +14,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal_options import CausalOptions
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, speech, text, transformer
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, causal, sink, speech, text, transformer
 from tests.tensors import noise
 from training.banded import BandedWan
 
@@ -25,17 +25,15 @@ def blocks(count: int = BLOCKS) -> list[Tensor]:
     return [noise(1, 16, FRAMES, ROWS, COLUMNS, seed=block) for block in range(count)]
 
 
-def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 0, timestep: float = 500.0) -> Tensor:
+def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 0, scale: float = 1.0) -> Tensor:
     memory = net.memory(ROWS, COLUMNS)
     if has_sink:
         net.remember_sink(memory, sink(0), text(0))
-    return torch.cat(
-        [
-            net.velocity(memory, x, text(0), BlockInputs(first + i, timestep, BlockAudio(speech(i)) if hears else None))
-            for i, x in enumerate(blocks())
-        ],
-        2,
-    )
+    velocities = []
+    for i, x in enumerate(blocks()):
+        audio = BlockAudio(speech(i), scale) if hears else None
+        velocities.append(net.velocity(memory, x, text(0), BlockInputs(first + i, 500.0, audio)))
+    return torch.cat(velocities, 2)
 
 
 def banded(net: BandedWan, *, has_sink: bool, hears: bool = True) -> Tensor:
@@ -70,6 +68,18 @@ def test_the_comparison_sees_each_part() -> None:
         "sound": banded(causal(), has_sink=True, hears=False),
     }
     assert {name: apart(other, whole) > 1e-3 for name, other in others.items()} == dict.fromkeys(others, True)
+
+
+def test_the_scale_of_audio_is_a_factor_of_its_attention() -> None:
+    net, louder = causal(), causal()
+    assert louder.audio is not None
+    for layer in louder.audio.layers.values():
+        layer.register_forward_hook(lambda module, args, output: 2 * output)
+    twice = chunked(net, has_sink=True, scale=2.0)
+    assert torch.equal(twice, chunked(louder, has_sink=True))
+    assert apart(twice, chunked(net, has_sink=True)) > 1e-3
+    silent = chunked(net, has_sink=True, hears=False)
+    assert torch.equal(chunked(net, has_sink=True, scale=0.0), silent)
 
 
 def test_a_block_does_not_see_later_ones() -> None:
@@ -189,4 +199,3 @@ def test_what_cannot_be() -> None:
     net.register_to_config(image_dim=4)
     with pytest.raises(UnsupportedModel, match="text-to-video"):
         CausalWan(net, CausalOptions())
-    assert AUDIO.levels == 4

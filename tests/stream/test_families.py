@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +27,7 @@ from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.convert import convert_checkpoint
-from patchpar.stream.events import Prompt
+from patchpar.stream.events import Change, Prompt
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.model_index import HIGH_NOISE
 from patchpar.stream.plan import Decode, StreamPlan
@@ -127,33 +127,57 @@ def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None) ->
     return HISTORIES[config.blocks.history](network, config.schedule, WanDecoder(pipe.vae), options)
 
 
+Texts = Mapping[int, tuple[str, Tensor]]
+"""Another prompt by the block from which it holds, and what becomes of the window: switch, cut or recache."""
+
+
 class Published:
     """A family's own loop over blocks and steps, with keys and values kept as the papers say."""
 
-    def __init__(self, weights: Weights, config: StreamConfig, vae: Any, text: Tensor) -> None:
+    def __init__(self, weights: Weights, config: StreamConfig, vae: Any, text: Tensor, texts: Texts) -> None:
         self.net, self.options, self.schedule = ReferenceWan(weights, HEADS), config.blocks, config.schedule
-        self.vae, self.text = vae, text[0]
+        self.vae, self.text, self.texts = vae, text[0], texts
         self.done: list[Tensor] = []
+        self.cut = 0  # the first block that later ones see
+        steps = self.schedule.steps  # of histories that all steps share there is the first list only
+        self.kept: list[list[KV]] = [[] for _ in range(steps)]
+        self.read: list[list[Tensor]] = [[] for _ in range(steps)]  # of which these keys and values are
 
     def stream(self, blocks: int = BLOCKS) -> list[Tensor]:
         shape = (1, 16, self.options.frames, ROWS, COLUMNS)
-        steps = self.schedule.steps
-        kept: list[list[KV]] = [[] for _ in range(steps)]  # by step and block; the first list only, if all share one
         for block in range(blocks):
+            self.change_text(block)
             x = keyed_noise(SEED, block, 0, shape)[0]
             fixed = self.recomputed() if self.options.history == "recompute" else None
-            for step in range(steps):
-                history = kept[step if self.options.history == "noisy" else 0]
+            for step in range(self.schedule.steps):
+                history = self.kept[step if self.options.history == "noisy" else 0]
                 seen, frames = fixed or self.window(history)
                 velocity, own = self.net(x, self.schedule.timestep(step), self.text, frames, seen)
                 if self.options.history == "noisy":
                     history.append(own)
+                    self.read[step].append(x)
                 x = self.advanced(step, x, velocity, block, shape)
             if self.options.history == "clean":
-                seen, frames = self.window(kept[0])
-                kept[0].append(self.net(x, 0.0, self.text, frames, seen)[1])
+                self.keep(0, x, 0.0)
+                self.read[0].append(x)
             self.done.append(x[None])
         return self.done
+
+    def keep(self, step: int, x: Tensor, timestep: float) -> None:
+        seen, frames = self.window(self.kept[step])
+        self.kept[step].append(self.net(x, timestep, self.text, frames, seen)[1])
+
+    def change_text(self, block: int) -> None:
+        transition, text = self.texts.get(block, ("switch", self.text[None]))
+        self.text = text[0]
+        if transition == "cut":
+            self.kept, self.read = [[] for _ in self.kept], [[] for _ in self.read]
+            self.cut = block
+        for step, history in enumerate(self.kept if transition == "recache" else []):
+            count = min(self.options.window - 1, len(history) - self.options.sinks)
+            del history[self.options.sinks :]
+            for x in self.read[step][-count:] if count > 0 else []:
+                self.keep(step, x, self.schedule.timestep(step) if self.options.history == "noisy" else 0.0)
 
     def advanced(self, step: int, x: Tensor, velocity: Tensor, block: int, shape: tuple[int, ...]) -> Tensor:
         sigma, after = self.schedule.sigmas[step : step + 2]
@@ -175,12 +199,12 @@ class Published:
 
     def recomputed(self) -> tuple[list[Seen], range]:
         """Krea: the last frames, of which the first is the encoding of an image unless it is the video's first."""
-        count, frames = self.options.window - 1, self.options.frames
-        context = self.done[-count:]
-        if len(self.done) > count:
+        frames = self.options.frames
+        context = self.done[max(self.cut, len(self.done) - self.options.window + 1) :]
+        if len(self.done) > len(context) > 0:
             images = decoded(self.vae, torch.cat(self.done, 2))
             per_latent = self.vae.config.scale_factor_temporal
-            image = images[:, :, -1 - (count * frames - 1) * per_latent][:, :, None]
+            image = images[:, :, -1 - (len(context) * frames - 1) * per_latent][:, :, None]
             context = [torch.cat([encoded(self.vae, image), context[0][:, :, 1:]], 2), *context[1:]]
         seen: list[Seen] = []
         for number, latents in enumerate(context):
@@ -206,10 +230,10 @@ def encoded(vae: Any, images: Tensor) -> Tensor:
     return (vae.encode(images).latent_dist.mode() - mean) / std
 
 
-def reference(folder: Path, weights: Weights, config: StreamConfig) -> list[Tensor]:
+def reference(folder: Path, weights: Weights, config: StreamConfig, texts: Texts | None = None) -> list[Tensor]:
     pipe = load_wan(folder, RequiredWeights(text=False, vae=True), {})
     text = noise(1, TEXT, pipe.transformer.config.text_dim, seed=100)
-    return Published(weights, config, pipe.vae, text).stream()
+    return Published(weights, config, pipe.vae, text, texts or {}).stream()
 
 
 @pytest.mark.parametrize("family", first_of([*RELEASED], "longlive"))
@@ -272,18 +296,31 @@ def test_the_image_that_is_encoded_anew_matters(converted: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("family", first_of(["longlive", "krea", "streamdiffusionv2"], "longlive"))
-def test_changes_of_the_prompt_on_ranks(family: str, converted: Any) -> None:
+def test_changes_of_the_prompt_are_the_published_ones_on_ranks(family: str, converted: Any, weights: Weights) -> None:
+    """Two blocks from one prompt to the next, a window that stays, one of the new prompt, and none."""
     folder = converted(family)
     config = StreamConfig.load(folder)
     made = model(folder, config)
-    text = noise(1, TEXT, made._network.transformer.config.text_dim, seed=5)
-    changes = {3: (Prompt(text=text, transition="recache"),), 5: (Prompt(text=text, transition="cut"),)}
-    wanted = serial(made, changes, BLOCKS, hears=False)
+    old, *texts = (noise(1, TEXT, made._network.transformer.config.text_dim, seed=100 + n) for n in range(5))
+    changes: dict[int, tuple[Change, ...]] = {
+        1: (Prompt(text=texts[0], transition="blend", over=2),),
+        3: (Prompt(text=texts[1]),),
+        4: (Prompt(text=texts[2], transition="recache"),),
+        5: (Prompt(text=texts[3], transition="cut"),),
+    }
+    blended = {1: ("switch", (old + texts[0]) / 2), 2: ("switch", texts[0])}
+    same = {**blended, 3: ("switch", texts[1]), 4: ("recache", texts[2]), 5: ("cut", texts[3])}
+    outcome = serial(made, changes, BLOCKS, hears=False)
+    found, own = [latents for latents, _ in outcome], weights
+    if RELEASED[family].has_lora:
+        own = merged(weights, lora_of(weights))
+    assert furthest(found, reference(folder, own, config, same)) < EPSILON
+    for block in (5,) if config.blocks.history == "recompute" else (4, 5):
+        other = {**same, block: ("switch", same[block][1])}
+        assert furthest(found, reference(folder, own, config, other)) > 1e-3, "the control: what becomes of the window"
     plan = StreamPlan.even(config.pipeline_steps, 2)
-    outcome, _ = pipelined(lambda: model(folder, config), plan, Script(changes, BLOCKS, hears=False))
-    assert differing(outcome, wanted) == []
-    plain = serial(model(folder, config), {}, BLOCKS, hears=False)
-    assert differing(outcome, plain) == [3, 4, 5, 6]
+    spread, _ = pipelined(lambda: model(folder, config), plan, Script(changes, BLOCKS, hears=False))
+    assert differing(spread, outcome) == []
 
 
 def on_rank(transport: Transport, folder: Path, config: StreamConfig, plan: StreamPlan, script: Script) -> Outcome:
@@ -310,9 +347,35 @@ def test_ranks_that_share_the_steps_of_a_family(family: str, converted: Any) -> 
         assert latents_apart(found[plan.decoder], wanted) < 1e-5
 
 
-def test_sinks_outlive_a_recache_and_not_a_cut() -> None:
-    options = CausalOptions(frames=1, window=4, sinks=2)
-    assert options.extra_passes == 0
+@torch.no_grad()
+def test_sinks_outlive_a_recache_and_not_a_cut(converted: Any) -> None:
+    """After a recache the window is that of the new prompt but for its sinks; after a cut there is none."""
+    folder = converted("longlive")
+    config = StreamConfig.load(folder)
+    made = model(folder, config)
+    state = made.new_state(0)
+    for block in range(config.blocks.window + 1):
+        made.step(state, block, made.begin(block, ()))
+    before = values_of_blocks(state, config)
+    text = noise(1, TEXT, made._network.transformer.config.text_dim, seed=5)
+    made.apply(state, Prompt(text=text, transition="recache"))
+    after = values_of_blocks(state, config)
+    kept = [torch.equal(one, two) for one, two in zip(before, after, strict=True)]
+    assert kept == [True] * config.blocks.sinks + [False] * (config.blocks.window - config.blocks.sinks)
+    made.apply(state, Prompt(text=text, transition="cut"))
+    assert values_of_blocks(state, config) == []
+
+
+def values_of_blocks(state: Any, config: StreamConfig) -> list[Tensor]:
+    """Values of the last layer, which depend on the prompt, of each visible block."""
+    _, values = state.memory.visible(-1)
+    count = state.memory.visible_blocks
+    assert count <= config.blocks.window
+    return [each.clone() for each in values.chunk(count, 1)] if count else []
+
+
+def test_numbers_of_sinks_that_cannot_be_are_refused() -> None:
+    assert CausalOptions(frames=1, window=4, sinks=3).sinks == 3
     for bad, message in (
         ({"sinks": 4}, r"sinks=4: it must be a whole number from 0 to 3"),
         ({"sinks": 1, "history": "recompute"}, r"sinks=1 with history='recompute'.*use sinks=0"),

@@ -37,7 +37,7 @@ from tests.tensors import noise
 from tests.tiny import video_transformer_pipelines
 from tests.unit.threads import on_threads
 
-SIDE, FPS, TOKENS = 3, 16.0, 32
+SIDE, FPS, TOKENS, SECONDS = 3, 16.0, 32, 5.0
 QUEUE = FifoOptions(window=4, partitions=2, first_steps=2)
 CONFIG = FifoConfig(fps=FPS, height=8 * SIDE, width=8 * SIDE, queue=QUEUE, text_tokens=TOKENS)
 CPU = torch.device("cpu")
@@ -159,11 +159,11 @@ def alone(folder: Path) -> Iterator[FifoStreamingPipeline]:
 
 
 def chunks(pipe: FifoStreamingPipeline) -> list[Tensor]:
-    with pipe.stream("a fox", negative_prompt="blue", guidance_scale=3.0, seed=3, seconds=8.0) as session:
+    with pipe.stream("a fox", negative_prompt="blue", guidance_scale=3.0, seed=3, seconds=SECONDS) as session:
         session.set_prompt("a hen", at=6)
         found = list(session)
     assert [chunk.pts for chunk in found] == [max(0, 8 * number - 7) / FPS for number in range(len(found))]
-    assert sum(len(chunk.frames) for chunk in found) >= 8.0 * FPS
+    assert sum(len(chunk.frames) for chunk in found) >= SECONDS * FPS
     return [chunk.frames for chunk in found]
 
 

@@ -193,7 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["one rank", "four ranks"])
+@pytest.fixture(scope="module", params=[pytest.param("one rank", marks=pytest.mark.breadth), "four ranks"])
 def pipe(request: pytest.FixtureRequest, folder: Path) -> Iterator[ImageStreamingPipeline]:
     options = {"safety_checker": None, "feature_extractor": None}
     if request.param == "one rank":

@@ -34,7 +34,7 @@ from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.convert import ConvertedModel, convert_checkpoint
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
-from patchpar.stream.families import FAMILIES, TWICE_SHIFTED
+from patchpar.stream.families import TWICE_SHIFTED
 from patchpar.stream.flow_schedule import keyed_noise
 from patchpar.stream.model_index import HIGH_NOISE
 from patchpar.stream.plan import StreamPlan
@@ -66,6 +66,8 @@ SEED, BLOCKS, TEXT = 7, 4, 5
 SHORT = {"sigmas": (1.0, 0.6, 0.0), "window": 2}
 """Fewer steps and a shorter window than those published, so that few blocks show all: the same loop."""
 EPSILON = 2e-6
+SPEECH_PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
+"""How the names of weights begin that Wan's transformer does not have."""
 IMAGE = noise(1, 3, 4 * ROWS, 4 * COLUMNS, seed=8).clamp(-1, 1)
 
 
@@ -293,8 +295,8 @@ def test_what_is_converted(converted: ConvertedModel, weights: Weights) -> None:
     assert converted.num_weights == sum(x.numel() for x in weights.values())
     written = load_file(converted.folder / HIGH_NOISE / "speech.safetensors")
     wanted = merged(weights, lora(weights), alpha=64)
+    assert written.keys() == {name for name in weights if name.startswith(SPEECH_PARTS)}
     assert all(torch.allclose(x, wanted[name], atol=1e-6) for name, x in written.items())
-    assert {name for name in weights if not name.startswith(tuple(written))} != set()
     facts = json.loads((converted.folder / HIGH_NOISE / "speech.json").read_text())
     assert (facts["after"], facts["layers"], facts["features"], facts["fps"]) == ([0, 1], LAYERS, 16, 25)
     assert sorted(path.name for path in (converted.folder / FOLDER).iterdir()) == [
@@ -326,7 +328,6 @@ def test_its_schedule_is_that_of_the_released_code() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3)
     scheduler.set_timesteps(4)
     assert [*TWICE_SHIFTED] == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
-    assert FAMILIES["live-avatar"].stream is not None
 
 
 @pytest.mark.parametrize(

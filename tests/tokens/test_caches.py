@@ -56,16 +56,17 @@ def plain(name: str, cache: Any) -> tuple[Tensor, list[bool]]:
         return latents_of(found.pipe(**arguments(PipelineCase(name=name, plan="", steps=STEPS), found))), decided
 
 
+@pytest.mark.parametrize("plans", first_of(["patch=3 cfg=2,patch=2", "patch=2 cfg=2"], "patch=3 cfg=2,patch=2"))
 @pytest.mark.parametrize(("name", "cache"), first_of(CASES, CASES[0]), ids=TITLES)
-def test_as_in_one_process(ranks: Any, name: str, cache: Any, tmp_path: Path) -> None:
+def test_as_in_one_process(ranks: Any, name: str, cache: Any, plans: str, tmp_path: Path) -> None:
     """FLUX calls its denoiser once for each branch, CogVideoX once for both."""
-    plans = ("patch=2", "patch=3", "cfg=2", "cfg=2,patch=2")
     want, decided = plain(name, cache)
     without, _ = plain(name, None)
     if isinstance(cache, FirstBlockCacheConfig):
         assert {True, False} <= set(decided)  # some steps are computed, some are not
     assert relative(without, want) > 10 * EXACT
-    cases = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=cache, verifications=tmp_path) for plan in plans]
+    options: dict[str, Any] = {"steps": STEPS, "cache": cache, "verifications": tmp_path}
+    cases = [PipelineCase(name=name, plan=plan, **options) for plan in plans.split()]
     for case, got in zip(cases, generate(ranks, *cases), strict=True):
         assert not isinstance(got, str), got
         assert relative(got, want) <= EXACT, case.plan

@@ -78,8 +78,8 @@ def test_fewer_tokens_where_memory_is_short(name: str, tmp_path: Path) -> None:
 
 
 def test_a_wrong_split_is_refused_all_the_same(tmp_path: Path) -> None:
-    size = large_call(FLUX)["hidden_states"].numel()
-    for found in predicted(FLUX, tmp_path, size // 2, "off")[0]:
+    size = large_call(PIXART)["hidden_states"].numel()
+    for found in predicted(PIXART, tmp_path, size // 2, "off")[0]:
         assert isinstance(found, VerificationError)
 
 

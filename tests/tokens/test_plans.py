@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from tests.breadth import first_of
 
 from .ranks import TRANSFORMERS, plan_of
+
+plan_for = cache(plan_of)
 
 FLUX = """\
 FluxTransformer2DModel, 5 blocks split by tokens
@@ -47,7 +51,7 @@ single_transformer_blocks, 3 x FluxSingleTransformerBlock
 
 
 def test_a_person_can_read_it() -> None:
-    assert str(plan_of("FluxTransformer2DModel")) == FLUX
+    assert str(plan_for("FluxTransformer2DModel")) == FLUX
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_a_person_can_read_it() -> None:
     ),
 )
 def test_written_and_read(name: str) -> None:
-    plan = plan_of(name)
+    plan = plan_for(name)
     assert from_json(to_json(plan)) == plan
     assert to_json(plan_of(name)) == to_json(plan)
 
@@ -105,7 +109,7 @@ def test_as_many_image_tokens_as_text(name: str) -> None:
         call |= {"encoder_hidden_states_mask": torch.ones(2, 35, dtype=torch.bool)}
     model = tiny.build()
     plan = discover_tokens(model, model.forward, (), call)
-    assert plan.blocks == plan_of(name).blocks
+    assert plan.blocks == plan_for(name).blocks
 
 
 @pytest.mark.parametrize("dtype", first_of([torch.float16, torch.bfloat16], torch.bfloat16))
@@ -119,7 +123,7 @@ def test_the_same_plan_in_half_precision(name: str, dtype: torch.dtype) -> None:
     tiny = TRANSFORMERS[name]
     model = tiny.build().to(dtype)
     call = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tiny.call(0))
-    assert discover_tokens(model, model.forward, (), call) == plan_of(name)
+    assert discover_tokens(model, model.forward, (), call) == plan_for(name)
 
 
 class Block(nn.Module):

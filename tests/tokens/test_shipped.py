@@ -39,8 +39,8 @@ from .ranks import LIMIT, error, plan_of, predictions
 from .ship import CLASSES, FOLDER, PIPED, deeper, same, with_other_patches
 from .test_pipelines import generate, plain
 
-FLUX, SD3 = "FluxTransformer2DModel", "SD3Transformer2DModel"
-SOME = first_of(CLASSES, FLUX, "PixArtTransformer2DModel")
+FLUX, PIXART, SD3 = "FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"
+SOME = first_of(CLASSES, FLUX, PIXART)
 
 
 @cache
@@ -196,17 +196,17 @@ def test_a_plan_that_is_not_shipped_is_found_once(
     searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "shipped_for", lambda denoiser: None)
-    models, want = models_of(FLUX)
+    models, want = models_of(PIXART)
     for _ in range(2):
-        for got, _ in first_use(models, TRANSFORMERS[FLUX].call(0), tmp_path):
+        for got, _ in first_use(models, TRANSFORMERS[PIXART].call(0), tmp_path):
             assert relative(got, want) <= LIMIT
-    assert searches == [FLUX] * 2  # by each rank, which has a folder of its own
+    assert searches == [PIXART] * 2  # by each rank, which has a folder of its own
 
 
 def test_blocks_of_another_version(
     searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    models, want = models_of(FLUX)
+    models, want = models_of(PIXART)
     block: Any = type(models[0].get_submodule("transformer_blocks.0"))
     before = block.forward
 
@@ -214,26 +214,26 @@ def test_blocks_of_another_version(
         return before(self, *args, **kwargs)
 
     monkeypatch.setattr(block, "forward", forward)
-    assert shipped(FLUX).plan_for(models[0]) is None
+    assert shipped(PIXART).plan_for(models[0]) is None
     with caplog.at_level(logging.WARNING):
-        for got, _ in first_use(models, TRANSFORMERS[FLUX].call(0), tmp_path):
+        for got, _ in first_use(models, TRANSFORMERS[PIXART].call(0), tmp_path):
             assert relative(got, want) <= LIMIT
-    assert searches == [FLUX] * 2
-    assert f"its blocks differ from those of diffusers {shipped(FLUX).diffusers}" in caplog.text
+    assert searches == [PIXART] * 2
+    assert f"its blocks differ from those of diffusers {shipped(PIXART).diffusers}" in caplog.text
 
 
 def test_without_verification_nothing_is_taken_for_granted(searches: list[str]) -> None:
-    models, want = models_of(FLUX)
+    models, want = models_of(PIXART)
 
     def on_rank(transport: Any) -> Tensor:
         model, axis = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1))
         denoiser = TokenDenoiser(model, (Communicator(transport), axis), ExchangePolicy())
         with torch.no_grad():
-            return predictions(denoiser.denoise(model.forward, **TRANSFORMERS[FLUX].call(0)))[0]
+            return predictions(denoiser.denoise(model.forward, **TRANSFORMERS[PIXART].call(0)))[0]
 
     for got in on_threads(2, on_rank, deadline=30.0):
         assert relative(got, want) <= LIMIT
-    assert searches == [FLUX] * 2
+    assert searches == [PIXART] * 2
 
 
 def test_blocks_that_a_model_lacks() -> None:

@@ -44,7 +44,9 @@ def test_halos_joined_as_on_gpus(name: str, method: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("world", first_of([2, 4], 4))
-@pytest.mark.parametrize("size", [(8, 6), (9, 5), (5, 12)], ids=["even", "uneven", "columns"])
+@pytest.mark.parametrize(
+    "size", [pytest.param((8, 6), marks=pytest.mark.breadth), (9, 5), (5, 12)], ids=["even", "uneven", "columns"]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_any_number_of_ranks_and_rows(method: str, size: tuple[int, int], world: int) -> None:
     want = plain(build("AutoencoderKL"), method, *given("AutoencoderKL", method, *size))
