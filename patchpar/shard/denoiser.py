@@ -57,6 +57,15 @@ class SharedDenoiser:
         self.graphs: StepGraphs | None = None
         self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
 
+    @property
+    def together(self) -> AxisComm:
+        """All ranks that a plain call takes, at least those of the mesh: they make as many of them."""
+        return self.foreign.together
+
+    @together.setter
+    def together(self, ranks: AxisComm) -> None:
+        self.foreign.together = ranks
+
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Capture steady steps and replay them. What is sent for the next step is received by the end of the call."""
         self.graphs = graphs
