@@ -167,6 +167,6 @@ class SharedDenoiser:
     def _look_back(self, history: StaleState, form: Any, call: tuple[Any, Any]) -> None:
         """Set up the stale values of this call; `form` is what must not change from one step to the next."""
         patch = self.patch
-        patch.fresh = history.begin((form, history.clock.branches))  # the number of branches changes the form
+        patch.fresh = history.begin((form, history.clock.branches), call)  # the number of branches changes the form
         patch.step_ratio = history.step_ratio(timestep_of(self._parameters, *call))
         patch.cache, patch.frozen = history.cache, self.exchange == "frozen"
