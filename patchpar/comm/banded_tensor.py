@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -41,6 +42,15 @@ class _Source:
         self.starts = tuple(accumulate(self.sizes[:-1], initial=0))
         self.missing = set(range(len(self.sizes)))
         self.fetch: Callable[[int], Tensor] | None = fetch
+        self.computed: list[ref[BandedTensor]] = []  # of these bands, when it is asked for
+
+    def complete(self) -> None:
+        """Compute all that is still to be computed of these bands, which are to change."""
+        for found in self.computed:
+            x = found()
+            if x is not None:
+                x.whole()
+        self.computed.clear()
 
     def narrow(self, x: Tensor, band: int) -> Tensor:
         """Return a band of a whole tensor of any shape; of one that is broadcast along the dim all of it."""
@@ -112,7 +122,10 @@ class BandedTensor(Tensor):
         if name in _METADATA or func in _GETTERS:
             return func(*map_leaves(_plain, args), **map_leaves(_plain, kwargs))
         sources = [x._source for x in leaves((args, kwargs)) if isinstance(x, BandedTensor)]
-        if any(source.missing for source in sources) and "out" not in kwargs:
+        if _writes(name) or "out" in kwargs:
+            for source in sources:
+                source.complete()
+        elif any(source.missing for source in sources):
             found = _by_bands(name, func, args, kwargs, sources)
             if found is not NotImplemented:
                 return found
@@ -143,7 +156,14 @@ def _by_bands(name: str, func: Callable[..., Any], args: Any, kwargs: Any, sourc
         BandedTensor.of(_void_like(x), source.dim, source.sizes, partial(part, index))
         for index, x in enumerate(results)
     ]
+    for each in sources:
+        each.computed += map(ref, banded)
     return banded[0] if isinstance(result, Tensor) else tuple(banded)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of that name may change its argument."""
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _kept(x: Any) -> Any:

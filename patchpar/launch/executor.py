@@ -169,7 +169,7 @@ class Executor(ABC):
         self.devices, self._engine_name = tuple(devices), engine
         self._deadline = check_deadline("deadline", deadline)
         self._locks = RankLocks()
-        self._is_closed, self._released = False, frozenset[int]()
+        self._is_closed, self._released = False, set[int]()
 
     @property
     def world_size(self) -> int:

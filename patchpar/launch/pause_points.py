@@ -64,4 +64,5 @@ class PausePoints:
 
     def release(self, request: int) -> None:
         """End a request that is held at once, since it has failed."""
-        self.halt(request, self._passed)
+        with self._changed:  # or the main thread might pass one more meanwhile
+            self.halt(request, self._passed)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from patchpar.errors import LaunchError, WorkerError
+from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.launch.executor import Callbacks, EngineCall, Executor
 from patchpar.launch.fork_guard import check_owner
 from patchpar.launch.messages import EncodedMessage, encode_call
@@ -61,8 +61,7 @@ class WorkerExecutor(Executor):
     def _call(self, call: EngineCall) -> list[Any]:
         """See Executor.call."""
         check_owner(self._owner)
-        if self._locks.are_held_here:
-            raise LaunchError("on_event and on_ask cannot make a call: wait until the current call has returned")
+        self._refuse(call)
         message = encode_call(call.method, call.args, call.kwargs, call.expected)
         try:
             with self._ready_ranks(call) as ranks:
@@ -85,7 +84,8 @@ class WorkerExecutor(Executor):
     @contextmanager
     def _ready_ranks(self, call: EngineCall) -> Iterator[tuple[int, ...]]:
         """Hold the ranks of a call, and those that they bring into it, with workers that are ready."""
-        needed = frozenset(call.ranks)
+        left_out = self._left_out(call) if call.replay else frozenset[int]()
+        needed = left_out.union(call.ranks)
         while True:
             with self._locks.holding(needed, call.callbacks.check):
                 self._check_open()
@@ -93,9 +93,21 @@ class WorkerExecutor(Executor):
                 lacking = self._pool.lacking(ranks)
                 if needed.issuperset(lacking.union(ranks)):
                     self._make_ready(sorted(lacking))
+                    self._pool.drop(left_out)  # one that a call has named since would not know of this change
                     yield ranks
                     return
-            needed = lacking.union(ranks)
+            needed = lacking.union(ranks, left_out)
+
+    def _refuse(self, call: EngineCall) -> None:
+        """Raise LaunchError for a call within a call, PlanError for one on no ranks."""
+        if self._locks.are_held_here:
+            raise LaunchError("on_event and on_ask cannot make a call: wait until the current call has returned")
+        if not call.ranks:
+            raise PlanError(f"all {self.world_size} ranks are released: take one back first")
+
+    def _left_out(self, call: EngineCall) -> frozenset[int]:
+        """Return the ranks that have been released, by a call on all ranks."""
+        return frozenset(range(self.world_size)).difference(call.ranks)
 
     def release(self, rank: int) -> None:
         """End the worker of a rank once its call has ended, and leave it out of calls that name no ranks.
@@ -106,7 +118,7 @@ class WorkerExecutor(Executor):
         self.check_ranks((rank,))
         with self._locks.holding([rank]):
             self._check_open()
-            self._released |= {rank}
+            self._released.add(rank)
             self._pool.drop([rank])
 
     def take_back(self, rank: int) -> None:
@@ -114,12 +126,19 @@ class WorkerExecutor(Executor):
 
         Raises PlanError for a rank that does not exist.
         """
-        self._released -= {*self.check_ranks((rank,))}
+        self.check_ranks((rank,))
+        self._released.discard(rank)
 
     def remember(
         self, method: str, *args: Any, replay: bool | str | CallEffects = True, expected: float = 0.0, **kwargs: Any
     ) -> None:
-        """Repeat this call on workers that are started later; the current ones have done it in another way."""
+        """Repeat this call on workers that are started later; the current ones have done it in another way.
+
+        Those of released ranks have not, and are ended.
+        """
+        for rank in self._released.copy():
+            with self._locks.holding([rank]):
+                self._pool.drop([rank])
         self._journal.add(
             ReplayedCall(method=method, args=args, kwargs=kwargs, expected=expected, change=CallEffects.of(replay))
         )

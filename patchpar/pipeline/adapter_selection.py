@@ -50,18 +50,21 @@ class AdapterSelection:
         encoders.give_back_for(SETS)
         if installed.tensors:
             installed.forget(SETS)
+        if installed.guidance is not None and installed.guidance.rounds is not None:
+            installed.guidance.forget()  # calls are verified again, which ranks of other branches take part in
         self.leave()
         if adapters is None:
             return
         layers = list(_layers(pipe))
         _check(layers, adapters)
         self._before = [_state_of(layer) for layer in layers]
+        try:
+            for layer in layers:
+                _let_act(layer, adapters)
+        except BaseException:  # such as ctrl-C: some layers would have them, and the next call would not set them again
+            self.leave()
+            raise
         self.chosen = adapters
-        for layer in layers:
-            layer.set_adapter([name for name, _ in adapters if name in layer.scaling])
-            layer._disable_adapters = False  # `enable_adapters` would select again
-            for name, scale in adapters:
-                layer.set_scale(name, scale)
 
     def leave(self) -> None:
         """Let those adapters act that did before `choose`. Idempotent."""
@@ -85,6 +88,13 @@ def restore_layers(states: Iterable[LayerState]) -> None:
 def networks_of(pipe: Any) -> list[nn.Module]:
     """Return the networks of a pipeline."""
     return [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+
+
+def _let_act(layer: Any, adapters: Adapters) -> None:
+    layer.set_adapter([name for name, _ in adapters if name in layer.scaling])
+    layer._disable_adapters = False  # `enable_adapters` would select again
+    for name, scale in adapters:
+        layer.set_scale(name, scale)
 
 
 def _layers(pipe: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
-from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values
+from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values, ranks_of_plain_call
 from patchpar.pipeline.known_denoisers import KnownDenoisers
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
@@ -33,7 +33,7 @@ from patchpar.shard.hooks import HookSet, InstalledHook
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
 from patchpar.shard.step_caches import CacheVote
-from patchpar.shard.tensor.agreed_cache import AgreedCache
+from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
@@ -87,8 +87,7 @@ class InstalledPlan:
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm = mesh, comm
         self._recorder = recorder_of(plan, self._wanted, comm.transport)
-        if plan.tensor > 1 and verifications is not None:
-            verifications = AgreedCache(verifications.folder, comm, mesh["tensor"], trusted=verifications.trusted)
+        verifications = agreed(verifications, (comm, mesh["tensor"]))
         self._split_guidance(plan, clock, verifications)
         if plan.weights != "whole":
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
@@ -119,7 +118,11 @@ class InstalledPlan:
         if isinstance(plan.strategy, StructureGuidance):
             return plan.strategy.install(module, *mesh, pipe=self.pipe, **options)
         if plan.patch > 1:
+            together = self.comm, ranks_of_plain_call(plan, self.mesh, self.weights)
+            if together[1].size > plan.patch:
+                options["verifications"] = agreed(verifications, together)
             found = self.known.passed_on(plan.strategy.install(module, *mesh, split=plan.split, **options))
+            found.together = together
         else:
             found = WholeDenoiser(module, mesh, ExchangePolicy(), **options) if self._recorder else None
         return captured(found, self._recorder, required=self._wanted is True)
@@ -136,10 +139,8 @@ class InstalledPlan:
         assert self.mesh is not None
         assert self.comm is not None
         if self.mesh["tensor"].size > 1:
-            if self.weights is not None and verifications is not None:  # all ranks gather blocks for a search
-                verifications = AgreedCache(
-                    verifications.folder, self.comm, self.mesh.of_one_image(), trusted=verifications.trusted
-                )
+            if self.weights is not None:  # all ranks gather blocks for a search
+                verifications = agreed(verifications, (self.comm, self.mesh.of_one_image()))
             hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
             self.tensors.append(hook.tensor)
         if isinstance(plan.strategy, PipedStages):

@@ -98,6 +98,13 @@ def _log_whole(name: str, axis: Axis, error: UnsupportedModel) -> None:
         log.warning("%s stays whole on every rank: %s", name, error)
 
 
+def ranks_of_plain_call(plan: Plan, mesh: Mesh, weights: "InstalledWeights | None") -> Axis:
+    """Return all ranks that a plain call of a denoiser takes, which gather its weights or add up its features."""
+    if weights is not None and weights.is_collective:
+        return mesh.of_one_image()
+    return mesh.of_one_branch() if plan.tensor > 1 else mesh["patch"]
+
+
 class InstalledWeights:
     """Denoisers and text encoders, in shards over all ranks of an image.
 
@@ -116,15 +123,16 @@ class InstalledWeights:
     ) -> None:
         self._plan, self._axis, self._comm, self._guidance = plan, mesh.of_one_image(), comm, guidance
         self._same_features = mesh.of_same_features()
-        self._is_collective = plan.weights != "hosted" or not all_can_map((comm, self._axis))
-        if plan.weights == "hosted" and self._is_collective and self._axis.rank == 0:
+        self.is_collective = plan.weights != "hosted" or not all_can_map((comm, self._axis))
+        """Whether all ranks of an image have to run the same blocks in the same order."""
+        if plan.weights == "hosted" and self.is_collective and self._axis.rank == 0:
             log.warning("the ranks cannot map each other's host memory, so that they send their parts of weights")
-        if plan.stage > 1 and self._is_collective:
+        if plan.stage > 1 and self.is_collective:
             raise PlanError(
                 f"plan {plan} takes the blocks of each stage from host memory, but not every rank can map that of the "
                 "others: use ranks of one host, or patch=N,weights=sharded"
             )
-        if guidance is not None and self._is_collective:
+        if guidance is not None and self.is_collective:
             guidance.rounds = GatherRounds(comm, self._axis)
         self._sharded: dict[nn.Module, ShardedWeights | None] = {}  # None: stays whole
         self._held = dict(held)  # until their first call
@@ -224,7 +232,7 @@ class InstalledWeights:
 
     def _join(self, weights: ShardedWeights) -> None:
         weights.join(self._comm)
-        if weights.is_collective and not self._is_collective:  # the same on all ranks
+        if weights.is_collective and not self.is_collective:  # the same on all ranks
             raise ExchangeError(
                 f"the host memory with weights of {type(weights.network).__name__} cannot be mapped by all ranks, "
                 "although a first page could: use weights=sharded"

@@ -60,6 +60,15 @@ class SharedDenoiser:
         self.graphs: StepGraphs | None = None
         self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
 
+    @property
+    def together(self) -> AxisComm:
+        """All ranks that a plain call takes, at least those of the mesh: they make as many of them."""
+        return self.foreign.together
+
+    @together.setter
+    def together(self, ranks: AxisComm) -> None:
+        self.foreign.together = ranks
+
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Capture steady steps and replay them. What is sent for the next step is received by the end of the call."""
         self.graphs = graphs
@@ -177,6 +186,6 @@ class SharedDenoiser:
     def _look_back(self, history: StaleState, form: Any, call: tuple[Any, Any]) -> None:
         """Set up the stale values of this call; `form` is what must not change from one step to the next."""
         patch = self.patch
-        patch.fresh = history.begin((form, history.clock.branches))  # the number of branches changes the form
+        patch.fresh = history.begin((form, history.clock.branches), call)  # the number of branches changes the form
         patch.step_ratio = history.step_ratio(timestep_of(self._parameters, *call))
         patch.cache, patch.frozen = history.cache, self.exchange == "frozen"

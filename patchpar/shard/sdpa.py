@@ -57,6 +57,17 @@ class AttentionCall(NamedTuple):
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
         return self._replace(query=query, key=key, value=value, attn_mask=mask, kernel=None)
 
+    def in_one_dtype(self) -> "AttentionCall":
+        """Return the call as torch.autocast gives it to torch's function, where its tensors differ in dtype."""
+        query, kind = self.query, self.query.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return self
+        dtype = torch.get_autocast_dtype(kind)
+        mask = self.attn_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(dtype)
+        return self._replace(query=query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype), attn_mask=mask)
+
 
 Attend = Callable[[AttentionCall], Tensor]
 _ATTEND: ContextVar[Attend | None] = ContextVar("patchpar_attend", default=None)
@@ -94,7 +105,10 @@ def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
         return _REPLACEMENT.before(*args, **kwargs)
     token = _ATTEND.set(None)
     try:
-        return attend(AttentionCall(*args, **kwargs))
+        call = AttentionCall(*args, **kwargs)
+        if not call.query.dtype == call.key.dtype == call.value.dtype:  # without a call, in every attention
+            call = call.in_one_dtype()
+        return attend(call)
     finally:
         _ATTEND.reset(token)
 
@@ -202,7 +216,9 @@ class SdpaMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is TORCHS:
-            return self._attend(AttentionCall(*args, **(kwargs or {})))
+            call = AttentionCall(*args, **(kwargs or {}))
+            same = call.query.dtype == call.key.dtype == call.value.dtype
+            return self._attend(call if same else call.in_one_dtype())
         if self._others is not None:
             return self._others(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -14,6 +14,7 @@ from torch import nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, FeaturePlan
+from patchpar.shard.tensor.norms import normalized, sums_of
 from patchpar.shard.tensor.proof import BlockProof
 from patchpar.shard.tensor.search import find_cut
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, CapturedRun, watch
@@ -47,6 +48,18 @@ def test_heads_are_held_whole_and_a_norm_over_all_of_them_is_added_up(name: str,
     assert paths(cut.rows) == {"out"}
     assert paths(cut.norms) == {"norm"}
     assert [(each.name, each.values) for each in cut.counts] == [("heads", (1, 2) if size == 2 else (1, 1, 1))]
+
+
+@pytest.mark.parametrize("mean", [0.0, 3e4])
+def test_a_layer_norm_over_ranks_is_as_precise_as_torchs(mean: float) -> None:
+    """Where the mean is large, squares of it are no longer known to the variance in fp32."""
+    norm, x = nn.LayerNorm(48), mean + torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
+    sums = torch.stack([sums_of(norm, part) for part in x.chunk(3, -1)]).sum(0)
+    wanted = nn.functional.layer_norm(x.double(), (48,), eps=norm.eps)
+    norm.weight, norm.bias = None, None  # as a rank's part has its own
+    error = (normalized(norm, x, sums, 48) - wanted).norm() / wanted.norm()
+    torchs = (nn.functional.layer_norm(x, (48,), eps=norm.eps) - wanted).norm() / wanted.norm()
+    assert error <= max(1e-6, 4 * torchs)
 
 
 def test_a_table_for_all_heads_is_divided_like_them() -> None:

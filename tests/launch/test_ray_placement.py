@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from patchpar import LaunchError, ParallelPipeline, PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.launch.local import LocalExecutor
+from patchpar.launch.ray.cluster import RayActor
 from patchpar.launch.ray.placement import bundles_by_rank, check_resources
 from tests.launch.conftest import PLAIN
 
@@ -59,3 +63,12 @@ def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "ray" else found(name))
     with pytest.raises(PlanError, match=r"which is not installed: pip install 'patchpar\[ray\]'"):
         ParallelPipeline.from_pretrained(sdxl_folder, devices="ray:2")
+
+
+def test_an_actor_is_not_asked_for_its_end_once_the_program_has_left_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks Ray then connects again, or starts a cluster."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    cluster: Any = None  # it is not asked either
+    actor = RayActor(lambda give_up: None, cluster, 0.0)
+    assert actor.has_ended()
+    assert actor.how_it_ended() == "ended with this program's connection to Ray"

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,59 @@ def test_a_released_rank_is_left_out_until_it_is_taken_back(pool: LocalExecutor,
     with pytest.raises(PlanError, match="there is no rank 4"):
         pool.release(4)
     replaces.append(2)
+
+
+class NoPool:
+    """In the place of the workers of an executor: which of them are ended, and when."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def with_bound(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return ranks
+
+    def lacking(self, ranks: tuple[int, ...]) -> frozenset[int]:
+        return frozenset()
+
+    def call(self, ranks: tuple[int, ...], *_: Any) -> list[int]:
+        self.done.append(("call", *ranks))
+        return list(ranks)
+
+    def drop(self, ranks: Iterable[int]) -> None:
+        self.done += [("end", rank) for rank in ranks]
+
+
+def test_a_change_ends_the_worker_of_a_released_rank_which_would_not_know_of_it() -> None:
+    """A call that has named the rank has started it again."""
+    executor, pool = LocalExecutor(["cpu"] * 2, LAZY), NoPool()
+    workers: Any = pool
+    executor._pool = workers
+    executor.release(1)
+    executor.call("rank", ranks=(1,))
+    executor.call("load", "a model", replay=True)
+    executor.call("rank")
+    executor.remember("load", "an adapter")
+    assert pool.done == [("end", 1), ("call", 1), ("end", 1), ("call", 0), ("call", 0), ("end", 1)]
+    executor.take_back(1)
+    executor.call("load", "a model", replay=True)
+    executor.remember("load", "an adapter")
+    assert pool.done[6:] == [("call", 0, 1)]
+    executor.release(0)
+    executor.release(1)
+    with pytest.raises(PlanError, match="all 2 ranks are released: take one back first"):
+        executor.call("rank")
+
+
+@pytest.mark.breadth
+def test_a_released_rank_that_a_call_has_named_has_the_changes_of_later_calls() -> None:
+    with LocalExecutor(["cpu"] * 2, LAZY, deadline=DEADLINE, one_by_one=True) as pool:
+        pool.release(1)
+        assert pool.call("what_is_loaded", ranks=(1,)) == [[]], "it is started again"
+        pool.call("load", "a model", replay=True)
+        assert pool.call("what_is_loaded", ranks=(1,)) == [["a model"]]
+        pool.remember("load", "an adapter")
+        pool.take_back(1)
+        assert pool.call("what_is_loaded") == [["a model"], ["a model", "an adapter"]]
 
 
 def test_ranks_that_hold_parts_of_one_state_are_lost_together(pool: LocalExecutor, replaces: list[int]) -> None:

@@ -122,6 +122,25 @@ def test_threads_enter_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPat
     assert sorted(set(entered)) == [("patchpar-0", "side"), ("patchpar-1", "side")]
 
 
+def test_streams_wait_for_those_of_the_call_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In which what ranks keep for the next step was computed."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited_for: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited_for.append(other)
+
+    one, other, module = Stream(), Stream(), "patchpar.pipeline.module.team"
+    with Team(copies("unet"), verify=tmp_path) as team:
+        monkeypatch.setattr(f"{module}.in_stream", nullcontext)
+        for stream in (one, one, other, one):
+            monkeypatch.setattr(f"{module}.current_streams", lambda _, stream=stream: [stream])
+            team.begin()
+    assert (one.waited_for, other.waited_for) == ([other], [one])
+
+
 class Counts(nn.Module):
     """A network that counts its calls, those of a comparison too."""
 

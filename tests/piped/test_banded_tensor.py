@@ -132,3 +132,16 @@ def test_a_tensor_that_changes_later_counts_as_it_was() -> None:
     found = banded(x) + y
     y.zero_()
     assert torch.equal(found.whole(), x + 1)
+
+
+@pytest.mark.parametrize("write", ["x.add_(1)", "x.__iadd__(1)", "x.__setitem__(0, 7.0)", "torch.neg(x, out=x)"])
+def test_what_was_computed_of_a_tensor_that_changes_later_counts_too(write: str) -> None:
+    values = torch.randn(2, 4, 4)
+    results = []
+    for x in (banded(values), values.clone()):
+        once = x * 2
+        twice = once + 1
+        eval(write, {"torch": torch, "x": x})
+        results.append((twice, once, x))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found.whole() if isinstance(found, BandedTensor) else found, wanted)

@@ -374,7 +374,7 @@ def test_metrics_count_what_ranks_report() -> None:
         step = StepStats(bytes_sent=sent, bytes_received={}, seconds_waited=waited)
         facts: dict[str, Any] = {"bytes_sent": sent, "bytes_received": {}, "seconds_waited": waited}
         figures.append(RankStats(rank=rank, device="cpu", steps=(step,) * 3, **facts))
-    metrics.observe(0.5, [Run(plan=Plan(patch=2), seconds=2.0, ranks=tuple(figures))] * 2)
+    metrics.observe(0.5, 256 * 256, [Run(plan=Plan(patch=2), seconds=2.0, ranks=tuple(figures))] * 2)
     lines = metrics.text().decode().splitlines()
     for name, value in (("queue_seconds", 0.5), ("image_seconds", 4.0)):
         assert f"patchpar_{name}_sum {value}" in lines

@@ -118,6 +118,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         rf"{LAYER}\.lora_A\.weight, .*have shapes \(3, 7\) and \(24, 3\), but this layer takes \(rank, 24\) and",
     ),
     "another rank": (lambda w: {**w, f"{LAYER}.lora_B.weight": torch.ones(24, 2)}, r"have shapes \(3, 24\) and"),
+    "no rank": (
+        lambda w: ({**w, f"{LAYER}.lora_A.weight": torch.ones(0, 24), f"{LAYER}.lora_B.weight": torch.ones(24, 0)}),
+        r"have shapes \(0, 24\) and \(24, 0\)",
+    ),
     "another layer": (
         lambda w: (
             {**w, "transformer.blocks.9.attn1.to_q.lora_A.weight": torch.ones(1, 1)}

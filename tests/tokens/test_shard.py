@@ -8,21 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.pytree import map_leaves
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered, attend_in_parts
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.transformer import verify
 from patchpar.shard.transformer.attention import Mode, TokenSplit, _sees_itself_alone, attend_split
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
 from patchpar.shard.transformer.token_runs import TokenRun
-from patchpar.shard.transformer.verify import compared, refusal
-from patchpar.shard.verification import largest_error
+from patchpar.shard.transformer.verify import compared, compared_call, refusal
+from patchpar.shard.verification import ROUNDINGS, largest_error
 from tests.breadth import first_of
 from tests.unit.threads import on_threads
 
@@ -161,6 +163,40 @@ def test_verification(plan: TokenPlan) -> None:
         for found in flux(plan, 2, lambda shard, model: checked(shard, model, calls), mode=mode):
             assert found <= LIMIT
             assert found > 0 or not differs
+
+
+def test_ranks_make_as_many_plain_calls(plan: TokenPlan) -> None:
+    """Also where the error of one is above the limit: each may gather weights that the others have."""
+
+    def calls(shard: TransformerSharder, model: Any) -> int:
+        mesh, made = (shard.split.comm, shard.split.axis), list[Any]()
+
+        def gathering(**call: Any) -> Any:
+            made.append(AllGather(*mesh, "weights", "a block").same(torch.zeros(1)))
+            return model.forward(**call)
+
+        def differing(**call: Any) -> Any:
+            output, factor = shard.denoise(model.forward, **call), 1 + 1e-3 * shard.split.axis.rank
+            return map_leaves(lambda x: x * factor if isinstance(x, torch.Tensor) else x, output)
+
+        ((comparison,),) = compared(shard, gathering, [((), CALL(0))], mesh, differing)
+        assert (comparison.error > comparison.limit) == (shard.split.axis.rank == 1)
+        return len(made)
+
+    assert flux(plan, 2, calls) == [1 + ROUNDINGS, 1 + ROUNDINGS]
+
+
+def test_ranks_compare_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only one has zeros among its arguments, as of an inactive ControlNet in one guidance branch."""
+    monkeypatch.setattr(verify, "compared", lambda shard, forward, calls, together, split: len(calls))
+    nothing: Any = None
+
+    def calls(transport: Any, last: float) -> Any:
+        axis, x = Axis("patch", transport.rank, 2, (0, 1)), torch.full((1, 2, 3), last if transport.rank else 1.0)
+        return compared_call(nothing, nothing, ((x,), {}), (Communicator(transport), axis), nothing)
+
+    assert on_threads(2, calls, 0.0) == [2, 2]
+    assert on_threads(2, calls, 1.0) == [1, 1]
 
 
 def test_verification_fails_without_exchange(plan: TokenPlan) -> None:

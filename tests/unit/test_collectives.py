@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.mesh import Axis
 from tests.breadth import first_of
+from tests.unit.threads import on_threads
 
 ON_RANKS = "tests.unit.collectives_on_ranks"
 
@@ -42,6 +45,14 @@ def test_tokens_in_pieces_come_where_they_are_read(ranks: Any, width: int) -> No
         assert_same(together, messages)
         assert messages["fills, step 0"].any()
         assert not torch.equal(messages["fills, step 0"], messages["fills, step 1"])
+
+
+def test_what_one_rank_gathers_is_arranged_as_what_several_gather() -> None:
+    def run(transport: Any) -> list[list[float]]:
+        gathered = Communicator(transport).all_gather(Axis("patch"), "kv", "attn1", torch.ones(2))
+        return gathered.then(lambda rows: rows + 1).then(torch.Tensor.tolist).wait()
+
+    assert on_threads(1, run) == [[[2.0, 2.0]]]
 
 
 def assert_same(found: Any, wanted: Any) -> None:

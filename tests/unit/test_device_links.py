@@ -81,6 +81,20 @@ def test_one_message_to_ranks_with_a_link_and_without() -> None:
     assert first == last == [x.tolist() for x in message(1)]
 
 
+def test_a_message_without_tensors_is_none() -> None:
+    def run(host: Any) -> Any:
+        comm = linked(host, str(host.rank))
+        form_links(comm, range(2), DeviceLinks(pairs=((0, 1),)))
+        if host.rank == 0:
+            comm.send("x", "test", [1], []).wait()
+            comm.send("x", "test", [1], message(0)).wait()
+            return None
+        nothing = comm.receive("x", "test", 0, []).wait()
+        return nothing, [x.tolist() for x in comm.receive("x", "test", 0, SPECS).wait()[0]]
+
+    assert on_threads(2, run)[1] == ([[]], [x.tolist() for x in message(0)])
+
+
 def test_ranks_meet_at_one_file_for_all_generations() -> None:
     def run(host: Any) -> tuple[int, int]:
         comm = linked(host, str(host.rank))

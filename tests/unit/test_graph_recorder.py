@@ -18,6 +18,7 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.graphs import recorder
 from patchpar.shard.graphs.recorder import CaptureRefused, GraphRecorder, recorder_for
+from patchpar.shard.graphs.static_call import signature_of
 from tests.unit.test_stream_waits import Gpu, gpu, transport
 
 __all__ = ["gpu"]
@@ -205,3 +206,12 @@ def test_a_step_without_messages_needs_no_nccl(graphs: Graphs) -> None:
     found = recorder_for(transport, with_messages=False).capture(lambda: "prediction", "a step")
     found.replay()
     assert (found.output, graphs.replays) == ("prediction", 1)
+
+
+def test_a_graph_is_not_replayed_with_gradients_or_out_of_inference() -> None:
+    """Its arguments were made in one mode, and must not be written to in another."""
+    call, found = ((torch.zeros(2),), {}), list[Any]()
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            found.append(signature_of(call))
+    assert found[0] != found[1] != found[2] != found[0]

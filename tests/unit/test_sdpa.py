@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.shard.sdpa import AttentionCall, SdpaMode
+from patchpar.shard.sdpa import AttentionCall, AttentionReplaced, SdpaMode
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor]:
@@ -74,3 +74,26 @@ def test_other_functions_are_left_or_answered() -> None:
         answered, attended = torch.exp(query), F.scaled_dot_product_attention(query, key, value)
     assert answered == "exp"  # type: ignore[comparison-overlap]
     assert torch.equal(attended, F.scaled_dot_product_attention(query, key, value))
+
+
+@pytest.mark.parametrize("mode", [SdpaMode, AttentionReplaced])
+def test_autocast_gives_one_dtype_here_too(mode: Any) -> None:
+    """As torch's function: norms of queries and keys leave them in fp32, beside values in bf16."""
+    query, key, value = tensors()
+    seen: list[AttentionCall] = []
+
+    def answer(call: AttentionCall) -> Tensor:
+        seen.append(call)
+        return call.value
+
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = F.scaled_dot_product_attention(query, key, value.bfloat16(), torch.zeros(5, 5))
+        with mode(answer):
+            F.scaled_dot_product_attention(query, key, value.bfloat16(), torch.zeros(5, 5))
+            F.scaled_dot_product_attention(query, key, value)
+    found = seen[0].query, seen[0].key, seen[0].value, seen[0].attn_mask
+    assert {x.dtype for x in found if x is not None} == {wanted.dtype} == {torch.bfloat16}
+    assert seen[1].query is query, "what is of one dtype is left to torch"
+    with mode(answer):
+        F.scaled_dot_product_attention(query, key, value.bfloat16())
+    assert seen[2].query is query, "without autocast torch refuses it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.plan.step_clock import StepClock
 from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
+from patchpar.shard.stale.state import StaleState
+from patchpar.strategies.displaced import DisplacedPatch
 from tests.unit.threads import on_threads
 
 FORM = ("some", "shape")
@@ -186,3 +190,37 @@ def test_calls_that_pile_up_are_refused() -> None:
         memory.begin(call, 0, FORM)
     with pytest.raises(UnsupportedModel, match="called 17 times without a scheduler step"):
         memory.begin(MOST_CALLS, 0, FORM)
+
+
+def fresh_calls(steps: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
+    """Which calls are exact, of steps whose calls get these texts, beside a latent that is another in each call."""
+
+    def run(transport: Any) -> list[list[bool]]:
+        clock = StepClock()
+        state, found = StaleState(Communicator(transport), DisplacedPatch(warmup_steps=1).policy, clock), []
+        for texts in steps:
+            found.append([])
+            for text in texts:
+                clock.next_call()
+                found[-1].append(state.begin(FORM, ((torch.zeros(2),), {"text": text, "list": [text]})))
+            clock.tick()
+        return found
+
+    (found,) = on_threads(1, run)
+    return found
+
+
+def test_a_call_with_another_text_than_in_each_step_before_is_exact() -> None:
+    """A pipeline may stop to call the denoiser without the prompt, which it did first in each step, and begin again."""
+    without, prompt = torch.zeros(1), torch.ones(1)
+    both, one = [without, prompt], [prompt]
+    assert fresh_calls([both, both, both, one, one, one, both, both]) == [
+        *([True, True], [False, False], [False, False]),
+        *([True], [False], [False]),
+        *([True, True], [False, False]),
+    ]
+    assert fresh_calls([both[::-1], both[::-1], one, one]) == [[True, True], [False, False], [False], [False]]
+
+
+def test_texts_that_are_made_in_each_step_say_nothing() -> None:
+    assert fresh_calls([[torch.zeros(1)] for _ in range(4)]) == [[True], [False], [False], [False]]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from patchpar.shard.verification import arguments_of, call_signature
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.pipeline.installed_plan import InstalledPlan
+from patchpar.pipeline.installed_weights import ranks_of_plain_call
+from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.foreign.check import ForeignCheck
+from patchpar.shard.tensor.agreed_cache import agreed
+from patchpar.shard.verification import ROUNDINGS, arguments_of, call_signature
+from patchpar.shard.verification_cache import VerificationCache
+from tests.unit.threads import on_threads
 
 
 def call(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -27,3 +39,71 @@ def test_what_changes_the_computation_is_another_call(change: dict[str, Any]) ->
 def test_another_step_is_the_same_call(step: float) -> None:
     assert call_signature(call(timestep=step)) == call_signature(call())
     assert arguments_of(call(timestep=step)) == arguments_of(call())
+
+
+def test_ranks_compare_foreign_code_with_as_many_plain_calls() -> None:
+    """Also where the error of one is above the limit: each may gather weights that the others have."""
+
+    def calls(transport: Any) -> int:
+        mesh = Communicator(transport), Axis("patch", transport.rank, 2, (0, 1))
+        check, made, want = ForeignCheck(torch.nn.Linear(1, 1), mesh, None), list[Any](), torch.ones(3)
+
+        def plain(seed: int) -> torch.Tensor:
+            made.append(AllGather(*mesh, "weights", "a block").same(torch.zeros(1)))
+            return want
+
+        guarded: Any = SimpleNamespace(shaken=plain)
+        before: Any = SimpleNamespace(put_back=lambda: None)
+        found = check._judged(guarded, before, want + transport.rank, want)
+        assert (found.error > found.limit) == (transport.rank == 1)
+        return len(made)
+
+    assert on_threads(2, calls) == [ROUNDINGS, ROUNDINGS]
+
+
+@pytest.mark.parametrize(
+    ("text", "collective", "ranks"),
+    [
+        ("cfg=2,patch=2", False, (0, 1)),
+        ("cfg=2,patch=2,weights=sharded", True, (0, 1, 2, 3)),  # also those of the other branch have a part of weights
+        ("cfg=2,patch=2,weights=hosted", False, (0, 1)),
+        ("patch=2,tensor=2", False, (0, 1, 2, 3)),  # features of all are added up
+    ],
+)
+def test_ranks_that_take_part_in_a_plain_call_agree_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, collective: bool, ranks: tuple[int, ...]
+) -> None:
+    """On what is known of a denoiser, as home folders of nodes differ, and on the number of calls."""
+    plan, installed = Plan.parse(text), InstalledPlan()
+    mesh = Mesh(0, range(4), **plan.degrees())
+    comm: Any = SimpleNamespace()
+    installed.mesh, installed.comm = mesh, comm
+    weights: Any = None if plan.weights == "whole" else SimpleNamespace(is_collective=collective)
+    installed.weights = weights
+    given: dict[str, Any] = {}
+
+    def install(*_: Any, **options: Any) -> Any:
+        given.update(options)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(type(plan.strategy), "install", install)
+    cache: Any = VerificationCache(tmp_path)
+    found = installed._in_patches(torch.nn.Identity(), plan, StepClock(), cache)
+    assert found.together == (comm, ranks_of_plain_call(plan, mesh, weights))
+    assert found.together[1].ranks == ranks
+    known = given["verifications"]
+    assert known.folder == tmp_path
+    assert known is cache if ranks == (0, 1) else known.axis.ranks == ranks
+
+
+def test_what_only_some_ranks_know_is_not_known(tmp_path: Path) -> None:
+    def run(transport: Any) -> list[Any]:
+        axis, folder = Axis("image", transport.rank, 2, (0, 1)), tmp_path / str(transport.rank)
+        cache = agreed(VerificationCache(folder), (Communicator(transport), axis))
+        assert cache is not None
+        if transport.rank == 0:
+            cache.remember("one", {}, number=1)
+        cache.remember("both", {}, number=2)
+        return [cache.find(key, "number", int) for key in ("one", "both")]
+
+    assert on_threads(2, run) == [[None, 2], [None, 2]]

@@ -199,3 +199,20 @@ def test_modules_are_named_where_something_is_wrong() -> None:
 
     with pytest.raises(UnsupportedModel, match=r"decoder\.conv_in\.1: rows are padded twice"):
         raised(on_threads(1, run))
+
+
+def test_the_ratio_of_sizes_is_found_without_a_random_number() -> None:
+    """Or the noise of an image to image call would be another than on one device."""
+
+    def run(transport: Transport) -> bool:
+        generator = torch.Generator().manual_seed(3)
+
+        def encode(x: Tensor, generator: torch.Generator) -> Tensor:
+            return F.avg_pool2d(x, 8) + torch.randn((), generator=generator) + torch.randn(())
+
+        method = SplitMethod(nn.Identity(), "encode", (Communicator(transport), axis_of(transport, 1)), None)
+        before = torch.get_rng_state(), generator.get_state()
+        assert method.takes(VaeCall(encode, torch.zeros(1, 3, 64, 48), (), {"generator": generator}))
+        return all(map(torch.equal, before, (torch.get_rng_state(), generator.get_state())))
+
+    assert raised(on_threads(1, run)) == [True]

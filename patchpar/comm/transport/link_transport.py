@@ -129,7 +129,8 @@ class LinkTransport(GroupTransport):
         return JointWork([(direct_work, at), (by_host, at_host)], incoming, where)
 
     def _exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> TorchWork[Messages]:
-        """Start messages through links, receives first."""
+        """Start messages through links, receives first; one without tensors is none."""
+        outgoing = [message for message in outgoing if message.tensors]
         received = [layout_of(message.specs).empty(self.device) for message in incoming]
         sent = [pack([x.to(self.device) for x in message.tensors]) for message in outgoing]
         begin = partial(self._begin, incoming, received, outgoing, sent)
@@ -143,7 +144,8 @@ class LinkTransport(GroupTransport):
         sent: Sequence[torch.Tensor],
     ) -> list[dist.Work]:
         links = self._groups.links
-        works = [links[message.peer, self.rank].recv([x], 0, 0) for message, x in zip(incoming, received, strict=True)]
+        expected = [(message.peer, x) for message, x in zip(incoming, received, strict=True) if message.specs]
+        works = [links[peer, self.rank].recv([x], 0, 0) for peer, x in expected]
         return works + [
             links[self.rank, peer].send([x], 1, 0)
             for message, x in zip(outgoing, sent, strict=True)

@@ -168,7 +168,11 @@ class Arrived(Work[T]):
 
     def __init__(self, values: T, where: str) -> None:
         super().__init__((), where)
-        self._result = (values,)
+        self._values, self._result = values, (values,)
+
+    def then(self, arrange: Callable[[T], U]) -> "Work[U]":
+        """See Work."""
+        return Arrived(arrange(self._values), self.where)
 
     def is_here(self, index: int) -> bool:
         """Whether `wait_for` would not block: there is no message."""

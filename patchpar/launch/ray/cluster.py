@@ -134,6 +134,8 @@ class RayActor:
         """See RankActor."""
         import ray
 
+        if not ray.is_initialized():  # asking would connect again
+            return "ended with this program's connection to Ray"
         try:
             ray.get(self._end, timeout=0)
         except (ray.exceptions.RayError, OSError) as error:

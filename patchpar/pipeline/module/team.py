@@ -72,6 +72,7 @@ class Team:
         self._transports = [ThreadTransport(rank, self._mailboxes, options.seconds) for rank in range(size)]
         self._handles: list[ShardedModule] = []
         self._stuck = ""
+        self._mode: _CallerMode | None = None  # of the last call
         try:
             for replica, transport in zip(self.replicas, self._transports, strict=True):
                 self._handles.append(ShardedModule(replica, transport, tuple(range(size)), options))
@@ -142,6 +143,8 @@ class Team:
             if self._stuck:
                 raise ExchangeError(f"{self._stuck}: close this team and make a new one")
             mode = _CallerMode.now(self.devices)
+            mode.follow(self._mode)
+            self._mode = mode
             futures = [
                 thread.submit(copy_context().run, self._run, mode, run, rank)
                 for rank, thread in enumerate(self._threads)
@@ -197,6 +200,12 @@ class _CallerMode:
         kinds = {device.type for device in devices}
         autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
         return cls(torch.is_inference_mode_enabled(), autocast, current_streams(devices))
+
+    def follow(self, before: _CallerMode | None) -> None:
+        """Let streams wait for those of the call before, in which values were computed that ranks have kept."""
+        for stream, earlier in zip(self._streams, () if before is None else before._streams, strict=False):
+            if stream != earlier:
+                stream.wait_stream(earlier)
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:

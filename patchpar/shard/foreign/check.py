@@ -83,6 +83,8 @@ class ForeignCheck:
         self.network, self.mesh, self.verifications = network, mesh, verifications
         self.names: tuple[str, ...] = ()
         self.is_comparing = False
+        self.together = mesh
+        """All ranks that a plain call takes, at least those of the mesh."""
         self._device = mesh[0].transport.device
         self._is_paused, self._all = is_paused, tuple[str, ...]()
         self._forms: list[tuple[Any, bool]] = []  # of calls that were compared, and whether others need not be
@@ -162,11 +164,12 @@ class ForeignCheck:
         if call.exactly is not None:
             before.put_back()
             got = call.exactly()
-        found = Comparison(0.0, 1.0) if want is None else self._judged(call, before, got, want)
+        comparable = every_rank_has(self.mesh, "plain call", want is not None)
+        found = self._judged(call, before, got, want) if comparable else Comparison(0.0, 1.0)
         after.put_back()
         self._pair(after, plain_after)
         self._learn(call.form, whole, own, cuts)
-        if not every_rank_has(self.mesh, "plain call", want is not None):
+        if not comparable:
             raise UnsupportedModel(
                 f"{self.blamed} keeps tensors of this rank's part from one call to the next, and now does what it did "
                 f"not in its first call, so that the call cannot be compared with a plain one: {call.way_out}"
@@ -177,8 +180,8 @@ class ForeignCheck:
         """Return the comparison. Its limit is the rounding of the dtype, or what that changes in this model."""
         error, limit = _comparison(got, want)
         for seed in range(ROUNDINGS):
-            if error <= limit or call.shaken is None:
-                break
+            if call.shaken is None or every_rank_has(self.together, "error within its limit", error <= limit):
+                break  # ranks make as many plain calls, each of which may take all of them
             before.put_back()
             limit = max(limit, SHAKEN * _comparison(call.shaken(seed), want).error)
         return Comparison(error, limit)

@@ -41,7 +41,7 @@ def _distinct(call: Call) -> Iterator[Tensor]:
 def signature_of(call: Call) -> Any:
     """Return the form of a call, layouts of its tensors, which of them are the same, and all other values.
 
-    And the dtypes of autocast, which a captured call has as it was captured.
+    And the dtypes of autocast, and whether gradients or only inference are on: a captured call has them as captured.
     """
     leaves, form = tree_flatten(call)
     first_at: dict[int, int] = {}
@@ -53,7 +53,7 @@ def signature_of(call: Call) -> Any:
         else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else id(x))
         for number, x in enumerate(leaves)
     )
-    return str(form), tuple(autocast), of_leaves
+    return str(form), tuple(autocast), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), of_leaves
 
 
 def _has_autocast(kind: str) -> bool:

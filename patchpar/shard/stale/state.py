@@ -15,6 +15,7 @@ from patchpar.plan.resync import ResyncDecider
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.host_memory import HostCopy
 from patchpar.shard.stale.cache import StaleCache
+from patchpar.shard.stale.constant_arguments import ConstantArguments
 from patchpar.shard.stale.extrapolation import StepExtrapolator
 
 
@@ -32,7 +33,7 @@ class StaleState:
         self._reports: defaultdict[int, list[_Report]] = defaultdict(list)  # by call: those not decided upon yet
         self._stale_in_a_row: Counter[int] = Counter()  # by call
         self._sent_before = 0
-        self._extrapolator = StepExtrapolator()
+        self._extrapolator, self._constants = StepExtrapolator(), ConstantArguments()
         self._ratio = torch.zeros((), device=comm.transport.device)
         self._known_ratio: float | None = 0.0  # None where only the device knows it
 
@@ -55,6 +56,7 @@ class StaleState:
         self._reports.clear()
         self._stale_in_a_row.clear()
         self._extrapolator.reset()
+        self._constants.reset()
 
     def step_ratio(self, timestep: Any) -> Tensor:
         """Return the length of this step over that of the last, as `StepExtrapolator.step_ratio` does.
@@ -73,12 +75,16 @@ class StaleState:
                 self._ratio.fill_(ratio)
         return self._ratio
 
-    def begin(self, form: Any) -> bool:
-        """Begin a denoiser call; return whether it is exact. `form`: what must not change from one step to the next."""
+    def begin(self, form: Any, arguments: tuple[Any, Any] = ((), {})) -> bool:
+        """Begin a denoiser call; return whether it is exact. `form`: what must not change from one step to the next.
+
+        `arguments`: args and kwargs; where those change that were the same in each step, it is another call than last.
+        """
         call, clock = max(0, self.clock.call), self.clock
+        is_another = self._constants.have_changed(call, arguments)
         usable = self.cache.begin(call, clock.evaluation, form)
         assert self.policy.warmup_steps is not None
-        fresh = not usable or clock.step < self.policy.warmup_steps or self._is_to_be_fresh(call)
+        fresh = not usable or clock.step < self.policy.warmup_steps or self._is_to_be_fresh(call) or is_another
         self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)
         self._stale_in_a_row[call] = 0 if fresh else self._stale_in_a_row[call] + 1
         self._sent_before = self.comm.traffic.total_bytes

@@ -25,11 +25,12 @@ def is_norm(module: nn.Module) -> bool:
 def sums_of(module: nn.Module, x: Tensor) -> Tensor:
     """Return what a norm of x [..., f] needs of these features: the sum of squares and, for a layer norm, the sum.
 
-    [..., 1] or [..., 2], in fp32 or wider.
+    [..., 1] in fp32 or wider, or [..., 2] in fp64: where the mean is large, the variance is a difference of large sums.
     """
-    x = wide(x)
-    squares = x.square().sum(-1, keepdim=True)
-    return torch.cat([squares, x.sum(-1, keepdim=True)], -1) if isinstance(module, _LAYER_NORMS) else squares
+    if not isinstance(module, _LAYER_NORMS):
+        return wide(x).square().sum(-1, keepdim=True)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    return torch.cat([norm.square(), x.sum(-1, keepdim=True, dtype=torch.float64)], -1)
 
 
 def normalized(module: nn.Module, x: Tensor, sums: Tensor, features: int) -> Tensor:
@@ -42,7 +43,7 @@ def normalized(module: nn.Module, x: Tensor, sums: Tensor, features: int) -> Ten
     variance = means[..., :1]
     if isinstance(module, _LAYER_NORMS):
         mean = means[..., 1:]
-        values, variance = values - mean, variance - mean.square()
+        values, variance = values - mean.to(values.dtype), (variance - mean.square()).to(values.dtype)
     eps: Any = torch.finfo(x.dtype).eps if module.eps is None else module.eps
     values = values * torch.rsqrt(variance.clamp_min(0) + eps)
     weight: Tensor | None = getattr(module, "weight", None)

@@ -31,6 +31,7 @@ class BlockProof:
 
     def __init__(self, block: CapturedBlock, size: int) -> None:
         self.block, self.size = block, size
+        self._dtypes: dict[str, torch.dtype] = {}  # of what norms read, by path: of their sums in fp64 it is the limit
 
     def check(self, cut: BlockCut) -> None:
         """Raise UnsupportedModel, or what the block raises, where the cut is not right on every rank."""
@@ -40,7 +41,7 @@ class BlockProof:
             _check_alike(self._of_rank(cut, rank, known, terms), wanted, f"the output on rank {rank}")
         for path, calls in known.items():
             for number, x in enumerate(calls):
-                _check_alike({0: terms[path, number]}, {0: x}, f"the sum at {path}")
+                _check_alike({0: terms[path, number]}, {0: x}, f"the sum at {path}", self._dtypes.get(path))
 
     def _whole(self, cut: BlockCut, known: Calls) -> dict[int, Tensor]:
         """Return the outputs of the whole block; note what is added up at each path."""
@@ -50,6 +51,7 @@ class BlockProof:
 
         def note_norm(path: str, module: nn.Module, args: Any, output: Tensor) -> None:
             known[path].append(sums_of(module, args[0]))
+            self._dtypes[path] = wide(args[0][:0]).dtype
 
         with HookSet() as hooks:
             for each in cut.rows:
@@ -92,10 +94,13 @@ class BlockProof:
             return output_tensors(self.block.arguments.passed_to(self.block.module))
 
 
-def _check_alike(found: dict[int, Tensor], wanted: dict[int, Tensor], what: str) -> None:
-    """Raise UnsupportedModel where tensors of any shape differ by more than rounding."""
+def _check_alike(
+    found: dict[int, Tensor], wanted: dict[int, Tensor], what: str, computed: torch.dtype | None = None
+) -> None:
+    """Raise UnsupportedModel where tensors of any shape differ by more than rounding, in their dtype or another."""
     for number, x in wanted.items():
         if found[number].shape != x.shape:
             raise UnsupportedModel(f"{what} has the shape {list(found[number].shape)}, not {list(x.shape)}")
-        if x.is_floating_point() and (error := relative_error(found[number], x)) > LIMIT.get(x.dtype, 0.0):
+        limit = LIMIT.get(computed or x.dtype, 0.0)
+        if x.is_floating_point() and (error := relative_error(found[number], x)) > limit:
             raise UnsupportedModel(f"{what} differs by {error:.0e}")

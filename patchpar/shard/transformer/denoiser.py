@@ -24,9 +24,9 @@ from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.plan_lookup import GivenPlan, PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.token_ranges import TokenRanges
-from patchpar.shard.transformer.verify import compared, refusal, why_no_old_values
+from patchpar.shard.transformer.verify import compared_call, refusal, why_no_old_values
 from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import Call, Forward, call_signature, facts_of, verify_once, with_noise_for_zeros
+from patchpar.shard.verification import Call, Forward, call_signature, facts_of, verify_once
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +226,8 @@ class TokenDenoiser(SharedDenoiser):
         shard.split = self._split(wrong=False)
         try:
             if self.verifications is not None:
-                calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
-                compare = partial(compared, shard, forward, calls, self.mesh, partial(self._split_call, forward))
+                split = partial(self._split_call, forward)
+                compare = partial(compared_call, shard, forward, call, self.together, split)
                 self.error = verify_once(self.verifications, self._facts(call), self.mesh, compare, *refusal(shard))
             elif known:
                 self._split_call(forward, *call[0], **call[1])

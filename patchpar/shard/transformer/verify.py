@@ -24,31 +24,45 @@ from patchpar.shard.verification import (
     every_rank_has,
     relative_error,
     rounding_limit,
+    with_noise_for_zeros,
 )
+
+
+def compared_call(
+    shard: TransformerSharder, forward: Callable[..., Any], call: Call, together: AxisComm, split: Callable[..., Any]
+) -> Iterator[list[Comparison]]:
+    """Compare a call, and if any rank has zeros among its arguments the same with noise in them, see `compared`.
+
+    Ranks of another guidance branch may have none, and make as many calls.
+    """
+    noisy = with_noise_for_zeros(call)
+    has_none = every_rank_has(together, "values in all arguments", noisy is None)
+    return compared(shard, forward, [call] if has_none else [call, noisy or call], together, split)
 
 
 def compared(
     shard: TransformerSharder,
     forward: Callable[..., Any],
     calls: Sequence[Call],
-    mesh: AxisComm,
+    together: AxisComm,
     split: Callable[..., Any] | None = None,
 ) -> Iterator[list[Comparison]]:
     """Compare the split forward with the plain one on this rank, call by call; the calls should have different tokens.
 
-    `split`: the split forward; None: `shard.denoise`. The limit is the rounding of the dtype, or its effect on this
-    model, which may quantise activations, so that another order of summation gives another integer. Where a plain
-    forward does not fit in a rank's memory, all compare calls with fewer tokens. Raises PlanError where none fits.
+    `together`: all ranks that a plain forward takes, and those of the split one, which make as many forwards. `split`:
+    the split forward; None: `shard.denoise`. The limit is the rounding of the dtype, or its effect on this model, which
+    may quantise activations, so that another order of summation gives another integer. Where a plain forward does not
+    fit in a rank's memory, all compare calls with fewer tokens. Raises PlanError where none fits.
     """
     found = []
     for args, kwargs in calls:
         with torch.no_grad(), full_precision():
             whole = CallArguments.of(shard.denoiser, args, kwargs)
-            arguments, want = _plain_within_memory(shard, forward, whole, mesh)
+            arguments, want = _plain_within_memory(shard, forward, whole, together)
             got = floats_in(arguments.passed_to(split or partial(shard.denoise, forward)))
             error, limit = _largest(got, want), rounding_limit(want)
             for seed in range(ROUNDINGS):
-                if error <= limit:
+                if every_rank_has(together, "error within its limit", error <= limit):  # each forward may take all
                     break
                 shaken = floats_in(shaken_call(arguments, shard.plan.latent, seed).passed_to(forward))
                 limit = max(limit, SHAKEN * _largest(shaken, want))
@@ -57,7 +71,7 @@ def compared(
 
 
 def _plain_within_memory(
-    shard: TransformerSharder, forward: Callable[..., Any], arguments: CallArguments, mesh: AxisComm
+    shard: TransformerSharder, forward: Callable[..., Any], arguments: CallArguments, together: AxisComm
 ) -> tuple[CallArguments, list[Tensor]]:
     """Return the call, or the largest with fewer tokens that every rank can run plainly, and its predictions."""
     for number, call in enumerate((arguments, *smaller_calls(arguments, shard.plan.latent))):
@@ -69,7 +83,7 @@ def _plain_within_memory(
         except (RuntimeError, ValueError, IndexError):  # other arguments hold the number of tokens
             if not number:
                 raise
-        if every_rank_has(mesh, "memory", want is not None) and want is not None:
+        if every_rank_has(together, "memory", want is not None) and want is not None:
             return call, want
     raise PlanError(
         f"a plain forward of {shard.plan.denoiser}, with which the split one is compared, does not fit in the memory "

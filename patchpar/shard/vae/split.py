@@ -101,7 +101,8 @@ class SplitMethod:
             corner = call.x[:1, ..., :PROBE, :PROBE]
             corner = corner[:, :, :1] if corner.ndim == 5 else corner
             try:
-                latent = tensors_of(call.on(corner.contiguous()))[0]
+                with random_numbers_kept(call):  # it may sample
+                    latent = tensors_of(call.on(corner.contiguous()))[0]
             except (RuntimeError, ValueError, IndexError) as error:
                 raise UnsupportedModel(
                     f"{type(self.vae).__name__}.{self.name} fails with an image of {PROBE} x {PROBE} pixels ({error})"
@@ -205,5 +206,5 @@ def random_numbers_kept(call: VaeCall) -> Iterator[None]:
         torch.set_rng_state(of_cpu)
         if of_gpu is not None:
             set_random_state(of_gpu, call.x.device)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -139,7 +139,7 @@ def _check(file: Path, factors: LoraFactors, layer: nn.Module | None) -> None:
         raise UnsupportedModel(f"{file}: {name} belongs to no linear layer of this transformer: was it made for it?")
     out, inside = layer.weight.shape
     down, up = tuple(factors.down.shape), tuple(factors.up.shape)
-    if len(down) != 2 or down[1] != inside or up != (out, down[0]):
+    if len(down) != 2 or not down[0] or down[1] != inside or up != (out, down[0]):
         raise UnsupportedModel(
             f"{file}: {', '.join(factors.names)} have shapes {down} and {up}, but this layer takes (rank, {inside}) "
             f"and ({out}, rank): was it made for this transformer?"

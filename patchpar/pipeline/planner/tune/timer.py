@@ -7,6 +7,7 @@ other times when they are measured again tell that a machine is busy.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -51,10 +52,11 @@ def settled(rounds: Sequence[Sequence[TimedRun]]) -> float | None:
 
 def waited_for_cores() -> float:
     """Return the seconds for which threads of this process were ready and others ran; 0.0 where nothing tells it."""
-    try:
-        return sum(int(file.read_text().split()[1]) for file in THREADS.glob("*/schedstat")) / 1e9
-    except (OSError, ValueError, IndexError):  # a thread that has ended meanwhile, or another system
-        return 0.0
+    waited = 0
+    for file in THREADS.glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # a thread that has ended meanwhile, or another system
+            waited += int(file.read_text().split()[1])
+    return waited / 1e9
 
 
 class DeviceTimer:
@@ -82,8 +84,10 @@ class DeviceTimer:
     def best(self, run: Callable[[], object], least: float = 0.01) -> float:
         """Return the least seconds of a short run, of at least so many seconds together, twice with the core to itself.
 
-        Of a run that is preempted again and again the least seconds are returned too.
+        Of a run that is preempted again and again the least seconds are returned too. The first run, in which kernels
+        are loaded and chosen, does not count.
         """
+        run()
         times = max(1, round(least / max(self.once(run).seconds, 1e-7)))
         runs: list[TimedRun] = []
         while len(runs) < REPEATS * 2 and sum(not each.is_preempted for each in runs) < 2:
