@@ -1,7 +1,7 @@
 """A plan installed in a pipeline: hooks on its denoisers, VAEs in bands. Nothing else of the pipeline changes."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,12 @@ from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
-from patchpar.pipeline.installed_weights import InstalledWeights, needs_no_values, ranks_of_plain_call
+from patchpar.pipeline.installed_weights import (
+    InstalledWeights,
+    needs_no_values,
+    plain_calls_take_one_rank,
+    ranks_of_plain_call,
+)
 from patchpar.pipeline.known_denoisers import KnownDenoisers
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
@@ -52,13 +57,15 @@ class InstalledPlan:
     """The hooks of a plan in a pipeline, until `restore`. Initially none: the pipeline runs on one rank.
 
     `held`: networks that are in shards already. `graphs`: whether steady denoiser calls are replayed as graphs, as
-    `pipeline.graph_option` says.
+    `pipeline.graph_option` says. `known`: what another plan has found out about the denoisers.
     """
 
-    def __init__(self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False) -> None:
+    def __init__(
+        self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False, known: Any = None
+    ) -> None:
         self.pipe, self._held, self._wanted = pipe, held, graphs
         self._recorder: StepRecorder | None = None
-        self.known = KnownDenoisers()
+        self.known: KnownDenoisers = known or KnownDenoisers()
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
         self.patched: list[SharedDenoiser | HighResDenoiser | StagedDenoiser | StagedPatches] = []
@@ -119,19 +126,13 @@ class InstalledPlan:
             return plan.strategy.install(module, *mesh, pipe=self.pipe, **options)
         if plan.patch > 1:
             together = self.comm, ranks_of_plain_call(plan, self.mesh, self.weights)
-            if together[1].size > plan.patch:
-                options["verifications"] = agreed(verifications, together)
-            found = self.known.passed_on(plan.strategy.install(module, *mesh, split=plan.split, **options))
+            options["verifications"] = agreed(verifications, together, beyond=plan.patch)
+            found = plan.strategy.install(module, *mesh, split=plan.split, **options)
             found.together = together
+            self.known.pass_on(found, alone=plain_calls_take_one_rank(plan, self.weights))
         else:
             found = WholeDenoiser(module, mesh, ExchangePolicy(), **options) if self._recorder else None
         return captured(found, self._recorder, required=self._wanted is True)
-
-    def followed_by(self, pipe: Any, held: Held, *, graphs: bool | str) -> "InstalledPlan":
-        """Return the next plan's, which knows what this one has found out about the denoisers."""
-        found = InstalledPlan(pipe, held, graphs=graphs)
-        found.known = self.known
-        return found
 
     def _divide_blocks(
         self, module: nn.Module, hook: DenoiserHook, plan: Plan, verifications: Any, in_patches: Any
@@ -174,9 +175,6 @@ class InstalledPlan:
         axis = self.mesh.of_one_image()
         if axis.size > 1 or mode == "tiled":
             self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), mode, (comm, axis), verifications)
-
-    def _shared(self) -> Iterator[SharedDenoiser]:
-        yield from (patched for patched in self.patched if isinstance(patched, SharedDenoiser))
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         self._hooked.append(self._hooks.install(module, hook, HOOK))
@@ -271,7 +269,7 @@ class InstalledPlan:
         return StatsRecorder(traffic, stale_states, tracing=tracing, of_vaes=of_vaes, graphs=graphs)
 
     def _graphs(self, *, paused: bool) -> list[StepGraphs]:
-        found = [patched.graphs for patched in self._shared() if patched.graphs is not None]
+        found = [each.graphs for each in self.patched if isinstance(each, SharedDenoiser) and each.graphs is not None]
         for graphs in found:
             graphs.paused = paused
         return found

@@ -105,6 +105,11 @@ def ranks_of_plain_call(plan: Plan, mesh: Mesh, weights: "InstalledWeights | Non
     return mesh.of_one_branch() if plan.tensor > 1 else mesh["patch"]
 
 
+def plain_calls_take_one_rank(plan: Plan, weights: "InstalledWeights | None") -> bool:
+    """Whether a rank can make a plain call of a denoiser alone, as one does that has just been started anew."""
+    return plan.tensor == 1 and (weights is None or not weights.is_collective)
+
+
 class InstalledWeights:
     """Denoisers and text encoders, in shards over all ranks of an image.
 

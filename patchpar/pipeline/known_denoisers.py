@@ -1,7 +1,7 @@
 """What plans have found out about the denoisers of a pipeline on one rank, so that the next plan need not find it."""
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -9,7 +9,6 @@ from torch import nn
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.watched_network import NetworkRecord
 
-D = TypeVar("D", bound=SharedDenoiser)
 States = tuple[tuple[NetworkRecord, Any], ...]
 
 
@@ -25,10 +24,10 @@ class KnownDenoisers:
             if isinstance(each, SharedDenoiser) and each.known_states:
                 self._states[each.denoiser] = each.known_states
 
-    def passed_on(self, to: D) -> D:
-        """Return the same denoiser with another plan, which knows it now."""
-        to.know(self._states.get(to.denoiser, ()))
-        return to
+    def pass_on(self, to: SharedDenoiser, *, alone: bool) -> None:
+        """Let the same denoiser with another plan know it, where a rank that does not can search it `alone`."""
+        if alone:
+            to.know(self._states.get(to.denoiser, ()))
 
     def forget(self) -> None:
         """Keep nothing, since networks may change now."""

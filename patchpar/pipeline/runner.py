@@ -162,7 +162,7 @@ class PipelineRunner:
         if mesh is not None and works:
             verifications = VerificationCache.of(wanted.verify, wanted.trusted_code)
             communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
-            self._installed = self._installed.followed_by(self.pipe, held, graphs=wanted.graphs)
+            self._installed = InstalledPlan(self.pipe, held, graphs=wanted.graphs, known=self._installed.known)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(wanted.vae, communicators[1], verifications)
         self._installed_for = wanted.to_install

@@ -247,7 +247,7 @@ def test_what_is_found_out_about_a_network_holds_for_another_plan(
         with Team(replicas, strategy=strategy, verify=tmp_path) as team:
             denoisers = [handle.denoiser for handle in team._handles]
             for each, denoiser in zip(known, denoisers, strict=True):
-                each.passed_on(denoiser)
+                each.pass_on(denoiser, alone=True)
             team.begin()
             assert relative(team(**call), plain(**call)) <= LIMIT
             for each, denoiser in zip(known, denoisers, strict=True):

@@ -84,11 +84,14 @@ def test_ranks_that_take_part_in_a_plain_call_agree_on_it(
 
     def install(*_: Any, **options: Any) -> Any:
         given.update(options)
-        return SimpleNamespace()
+        return SimpleNamespace(denoiser=module, know=lambda states: given.update(known=[*states]))
 
     monkeypatch.setattr(type(plan.strategy), "install", install)
-    cache: Any = VerificationCache(tmp_path)
-    found = installed._in_patches(torch.nn.Identity(), plan, StepClock(), cache)
+    module, state, cache = torch.nn.Identity(), object(), VerificationCache(tmp_path)
+    monkeypatch.setattr(installed.known, "_states", {module: (state,)})
+    found = installed._in_patches(module, plan, StepClock(), cache)
+    others = collective or plan.tensor > 1
+    assert given.get("known", []) == ([] if others else [state]), "a rank that was started anew would search alone"
     assert found.together == (comm, ranks_of_plain_call(plan, mesh, weights))
     assert found.together[1].ranks == ranks
     known = given["verifications"]

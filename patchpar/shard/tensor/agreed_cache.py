@@ -29,8 +29,8 @@ class AgreedCache(VerificationCache):
         return found if every_rank_has((self.comm, self.axis), "known to all", found is not None) else None
 
 
-def agreed(verifications: VerificationCache | None, together: AxisComm) -> VerificationCache | None:
-    """Return a cache in which that counts which all of these ranks have; what is given for a single rank."""
-    if verifications is None or together[1].size == 1:
+def agreed(verifications: VerificationCache | None, together: AxisComm, *, beyond: int = 1) -> VerificationCache | None:
+    """Return a cache in which that counts which all of these ranks have; what is given for no more than `beyond`."""
+    if verifications is None or together[1].size <= beyond:
         return verifications
     return AgreedCache(verifications.folder, *together, trusted=verifications.trusted)
