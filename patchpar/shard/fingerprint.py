@@ -129,7 +129,7 @@ class _Reader:
         for name, hook in hooks_of(module):
             found.append((f"hook {name}", (_name_of(type(hook)), self._of_object(hook, depth=0))))
         for name, value in attributes.items():
-            if name not in SKIPPED and not is_ours(value):
+            if value is not None and name not in SKIPPED and not is_ours(value):  # None: what was there is unloaded
                 found.append((name, _is_at_work(value) if name in FACTORS else self._value(value, DEPTH)))
         return tuple(found)
 

@@ -22,7 +22,9 @@ def ranks_of_torchrun(monkeypatch, gpus, *, one_host=True, deadline=20.0, **opti
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is as before when the test has ended
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     monkeypatch.setattr(torchrun, "_rank_and_world_size", lambda: (own.rank, len(gpus)))
-    monkeypatch.setattr(accelerators, "device_module", lambda kind: gpus[own.rank] if kind == "cuda" else FakeGpus([]))
+    monkeypatch.setattr(
+        accelerators, "device_module", lambda kind: gpus[getattr(own, "rank", 0)] if kind == "cuda" else FakeGpus([])
+    )
     monkeypatch.setattr(dist, "rendezvous", lambda url, rank, world, timeout: iter([(store, rank, world)]))
 
     def start(rank):

@@ -73,7 +73,8 @@ def test_the_condition_is_that_of_diffusers() -> None:
     state = model.new_state(0)
     model.apply(state, reference())
     given = torch.cat(
-        [model._with_condition(state, torch.zeros(1, 16, 2, ROWS, COLUMNS), first)[:, 16:] for first in (0, 2, 4)], 2
+        [model._with_condition(state.now, torch.zeros(1, 16, 2, ROWS, COLUMNS), first)[:, 16:] for first in (0, 2, 4)],
+        2,
     )
     assert wanted.shape == (1, MASKS + 16, 5, ROWS, COLUMNS)
     assert torch.equal(given[:, :, :5], wanted)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
-from patchpar.shard.transformer import denoiser as token_denoiser
+from patchpar.shard.transformer import verify as token_verify
 from patchpar.shard.transformer.probe import discover as discovery
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
@@ -262,7 +262,7 @@ def test_residuals_that_do_not_act_yet_are_checked_too(
         with pytest.raises((VerificationError, UnsupportedModel), match="Steered"):
             generated(models, calls, tmp_path)
         return
-    monkeypatch.setattr(token_denoiser, "with_noise_for_zeros", lambda call: None)
+    monkeypatch.setattr(token_verify, "with_noise_for_zeros", lambda call: None)
     calls.append(calls[0] | {"residual": noise(1, 12, 8, seed=3)})
     want = [models[0](**call) for call in calls]
     for got in generated(models, calls, tmp_path, trusted=["tests"]):

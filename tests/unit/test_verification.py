@@ -15,6 +15,7 @@ from patchpar.pipeline.installed_weights import ranks_of_plain_call
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.verification import ROUNDINGS, arguments_of, call_signature
@@ -39,6 +40,17 @@ def test_what_changes_the_computation_is_another_call(change: dict[str, Any]) ->
 def test_another_step_is_the_same_call(step: float) -> None:
     assert call_signature(call(timestep=step)) == call_signature(call())
     assert arguments_of(call(timestep=step)) == arguments_of(call())
+
+
+def test_a_network_is_the_same_when_what_was_loaded_into_it_is_unloaded() -> None:
+    """diffusers leaves None in its place; a worker that is started later has never had it."""
+    before, network = fingerprint(torch.nn.Linear(1, 1)).digest, torch.nn.Linear(1, 1)
+    network.encoder_hid_proj = torch.nn.Identity()
+    assert fingerprint(network).digest != before
+    network.encoder_hid_proj = None
+    assert fingerprint(network).digest == before
+    network.s1 = 0.9
+    assert fingerprint(network).digest != before
 
 
 def test_ranks_compare_foreign_code_with_as_many_plain_calls() -> None:
