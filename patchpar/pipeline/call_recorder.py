@@ -83,6 +83,11 @@ class CallRecorder:
         """Report what each call takes. `waited`: seconds that this rank has waited for others so far."""
         self._report, self._waited = report, waited
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the next call of a denoiser is answered from the record."""
+        return self._number < len(self._recorded)
+
     def hooks_on(self, pipe: Any) -> HookSet:
         """Return hooks on the denoisers of a pipeline, in front of all others."""
         hooks = HookSet()

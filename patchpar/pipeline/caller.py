@@ -17,6 +17,7 @@ from patchpar.pipeline.messages import (
     CallOptions,
     CallResult,
     CallSeconds,
+    ImageEvent,
     LatentsEvent,
     MethodResult,
     Previews,
@@ -128,7 +129,8 @@ class CallController:
             same_everywhere=self._kind == "torchrun",
             quiet=self._kind == "local" or self._on_step is not None,
             tracing=tracing,
-            previews=0 if self._previews is None else self._previews.count,
+            previews=0 if self._previews is None or self._previews.decoded else self._previews.count,
+            decoded_previews=self._previews.count if self._previews is not None and self._previews.decoded else 0,
             records=self.journal is not None,
             recorded=recorded,
             adapters=self.adapters,
@@ -149,11 +151,12 @@ class CallController:
             if self._import is not None:
                 self._import.join()  # a program that ends during the import would crash or get another exit code
 
-    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | LatentsEvent) -> None:
+    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | LatentsEvent | ImageEvent) -> None:
         """Report a finished step, or its latents, or keep what a rank has sent of a denoiser call."""
-        if isinstance(event, LatentsEvent):
+        if isinstance(event, (LatentsEvent, ImageEvent)):
             assert self._previews is not None, "ranks send them if they are wanted"
-            self._previews.receive(event.step, event.steps, event.latents)
+            preview = event.latents if isinstance(event, LatentsEvent) else event.image
+            self._previews.receive(event.step, event.steps, preview)
         elif isinstance(event, tuple):
             self._report(*event[1:])
         else:

@@ -17,6 +17,14 @@ DATA_PREDICTION = ("dpmsolver++", "sde-dpmsolver++", "data_prediction")  # algor
 def latents_to_show(scheduler: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> Tensor:
     """Return the estimate of clean latents of the first image (1, ...), in float32 on the CPU, after a step.
 
+    Arguments: see `clean_estimate`.
+    """
+    return _first(clean_estimate(scheduler, given, named, result))
+
+
+def clean_estimate(scheduler: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> Tensor:
+    """Return the estimate of clean latents [B, ...] after a step.
+
     `given`, `named`: positional and other arguments of that step. `result`: what it returned, whose latents are taken
     where the scheduler has no estimate.
     """
@@ -24,8 +32,8 @@ def latents_to_show(scheduler: Any, given: Sequence[Any], named: Mapping[str, An
     arguments = {**dict(zip(STEP_ARGUMENTS, given, strict=False)), **named}
     for estimate in (values[1] if len(values) > 1 else None, _of_flow(scheduler, arguments), _of_data(scheduler)):
         if isinstance(estimate, Tensor) and estimate.shape == values[0].shape:
-            return _first(estimate)
-    return _first(values[0])
+            return estimate
+    return values[0]
 
 
 def last_latents(result: Any) -> Tensor:

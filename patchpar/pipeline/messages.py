@@ -80,7 +80,8 @@ class CallOptions:
     `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
     `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
     own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event. `previews`:
-    the caller gets the latents of so many steps between the first and the last, and those of the last. `records`: one
+    the caller gets the latents of so many steps between the first and the last, and those of the last; or, with
+    `decoded_previews`, the decoded images of so many, which all ranks of the call make together. `records`: one
     rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
     call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
     one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
@@ -101,6 +102,7 @@ class CallOptions:
     records: bool = False
     recorded: tuple[RecordedPrediction, ...] = ()
     adapters: tuple[tuple[str, float], ...] | None = None
+    decoded_previews: int = 0
     switches: Mapping[str, Any] | None = None
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
@@ -126,6 +128,9 @@ EVERY_STEP = 2**31
 class Previews:
     """A caller that wants latents before the end: of `count` steps between the first and the last, and of the last.
 
+    With `decoded`, `receive` gets a PIL image instead, the first one of the call, as the pipeline would decode the
+    estimate; the last step has none.
+
     `receive(step, steps, latents)` is called in the job's thread, with a tensor (1, ...) in float32 on the CPU, in the
     layout that the pipeline gives its scheduler: before the last step the scheduler's estimate of the clean latents, if
     it has one (`clean_latents`).
@@ -133,6 +138,7 @@ class Previews:
 
     count: int
     receive: Callable[[int, int, Any], object]
+    decoded: bool = False
 
 
 def preview_steps(count: int, steps: int) -> frozenset[int]:
@@ -175,6 +181,15 @@ class LatentsEvent:
     step: int
     steps: int
     latents: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageEvent:
+    """A PIL image of the estimate of a step, for `Previews`."""
+
+    step: int
+    steps: int
+    image: Any
 
 
 @dataclass(frozen=True, slots=True)

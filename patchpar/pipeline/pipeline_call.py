@@ -19,12 +19,15 @@ from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
-from patchpar.pipeline.clean_latents import last_latents, latents_to_show
+from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latents_to_show
+from patchpar.pipeline.decoded_preview import PreviewDecoder
 from patchpar.pipeline.device_arguments import with_embeddings_on
+from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
     CallOptions,
+    ImageEvent,
     LatentsEvent,
     StepEnd,
     preview_steps,
@@ -41,9 +44,9 @@ BAR = "_progress_bar_config"  # diffusers' attribute
 
 
 class PipelineCall:
-    """One call. `steps` counts scheduler steps; each is reported to `recorder`.
+    """One call, with `installed` in its pipeline. `steps` counts scheduler steps; each is reported to `recorder`.
 
-    `apart` is entered while a callback runs at the caller; `changing` is called before the callback changes networks.
+    `changing` is called before a callback changes networks.
     """
 
     def __init__(
@@ -53,12 +56,13 @@ class PipelineCall:
         clock: StepClock,
         options: CallOptions,
         recorder: StatsRecorder,
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        installed: InstalledPlan | None = None,
     ) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
-        self.recorder, self.apart, self.steps = recorder, apart, 0
+        self.recorder, self.installed, self.steps = recorder, installed or InstalledPlan(), 0
         self.changing: Callable[[], object] = lambda: None
         self.calls: CallRecorder | None = None
+        self._decoder: PreviewDecoder | None = None
         self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
@@ -68,6 +72,12 @@ class PipelineCall:
         if self.options.has_callback:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
+            if self.options.decoded_previews:
+                is_callers = self.context.world_size == 1
+                self._decoder = PreviewDecoder(
+                    self.pipe, self.options.plan, device(self.context.device), aside=self._aside, is_callers=is_callers
+                )
+                stack.enter_context(self._decoder.watching(arguments))
             stack.enter_context(self._stepping())
             stack.enter_context(PausePointHooks(self.pipe, self._pause_point))
             if self.calls is not None:
@@ -78,6 +88,9 @@ class PipelineCall:
                 stack.enter_context(_no_progress_bar(self.pipe))
             stack.enter_context(_caches_reset_after_failure(self.pipe))
             return self.pipe(**arguments)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.installed.vaes is None else self.installed.vaes.state.aside()
 
     def _pause_point(self) -> None:
         if self.calls is None:
@@ -90,7 +103,7 @@ class PipelineCall:
         question = None
         if self.context.is_first:
             question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe))
-        with self.apart():
+        with self.installed.interrupted():
             answer: CallbackResult = self.context.ask(question)
         if any(change.is_of_networks for change in answer.changes):
             self.changing()
@@ -133,13 +146,19 @@ class PipelineCall:
             self.calls.send_finished()
         self.steps += 1
         self.context.beat(f"step {self.steps}")
+        total = _total_steps(self.pipe, scheduler)
         if self.context.is_first:
-            total = _total_steps(self.pipe, scheduler)
             self.context.emit(("step", self.steps, total))
             if self.steps in preview_steps(self.options.previews, total):
                 is_last = self.steps == total
                 latents = last_latents(result) if is_last else latents_to_show(scheduler, given, named, result)
                 self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
+        is_replaying = self.calls is not None and self.calls.is_replaying  # what was before has been sent
+        if self._decoder is not None and self.steps < total and not is_replaying:
+            if self.steps in preview_steps(self.options.decoded_previews, total):
+                image = self._decoder.image(scheduler, result, clean_estimate(scheduler, given, named, result))
+                if self.context.rank == self.options.members[0]:  # others have a part of it
+                    self.context.emit(ImageEvent(step=self.steps, steps=total, image=image))
 
 
 @contextmanager

@@ -80,8 +80,9 @@ class GeneratorStates:
         self._states = [generator.get_state() for generator in self._generators]
         self._default = random_state(device)
 
-    def restore(self) -> None:
-        """Set all generators to these states."""
-        take_random_state(self._default, self._device)
+    def restore(self, *, default: bool = True) -> None:
+        """Set all generators to these states, the default ones only with `default`."""
+        if default:
+            take_random_state(self._default, self._device)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)

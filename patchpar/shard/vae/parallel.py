@@ -59,6 +59,15 @@ class VaeCallState:
         finally:
             self.running = running
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Decode an image for others than the pipeline, which has not seen it, on all ranks."""
+        dropped = self.dropped
+        try:
+            yield
+        finally:
+            self.dropped = dropped
+
     def go_on(self) -> None:
         """Report a call of the denoiser or the encoder. Raises OutputNeeded on all ranks if they may need the image."""
         if self.running and self.dropped:

@@ -1,0 +1,161 @@
+"""Previews by the pipeline's own decoder: of the last latents they are the finished image, and they disturb nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from patchpar import ParallelPipeline, Plan, PlanError
+from patchpar.pipeline.decoded_preview import PreviewDecoder, with_estimate
+from patchpar.pipeline.messages import Previews
+from tests.pipeline.conftest import QUICK, Hold, generator
+from tests.tiny import Tiny, build
+
+SECONDS = 120.0
+STEPS = 3
+DAILY = ("sd", "sdxl", "flux", "sd3")
+ELSE = (
+    "sd_img2img", "sd_inpaint", "sd_inpaint_4", "sd_controlnet", "sdxl_img2img", "sdxl_inpaint", "sdxl_controlnet",
+    "instruct_pix2pix", "pixart", "auraflow", "hidream", "zimage", "chroma", "qwen", "qwen_edit", "lumina2", "cogview4",
+    "flux2", "flux_controlnet_img2img", "sd_t2i", "sdxl_t2i_multi", "sd_ip_masks",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def arguments_of(tiny: Tiny, **changes: Any) -> dict[str, Any]:
+    return {**tiny.call_kwargs, "num_inference_steps": STEPS, "output_type": "pil", **changes, "generator": generator()}
+
+
+@contextmanager
+def stepping(scheduler: Any, after: Any) -> Iterator[None]:
+    """Call `after(result)` after each step."""
+    step = scheduler.step
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        after(result)
+        return result
+
+    scheduler.step = stepped
+    try:
+        yield
+    finally:
+        del scheduler.step
+
+
+@contextmanager
+def counted(pipe: Any) -> Iterator[Counter[str]]:
+    """Count calls of the networks of a pipeline but its VAE."""
+    found: Counter[str] = Counter()
+    hooks = [
+        network.register_forward_pre_hook(lambda *_, name=name: found.update([name]))
+        for name, network in pipe.components.items()
+        if isinstance(network, nn.Module) and name != "vae"
+    ]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def pixels(image: Any) -> Any:
+    return np.asarray(image, np.int16)
+
+
+def previewed(tiny: Tiny, scale: float = 1.0) -> tuple[list[Any], Any, Counter[str]]:
+    """Images of the latents of all steps, times `scale`; the finished image; and how often networks were called."""
+    arguments = arguments_of(tiny)
+    decoder = PreviewDecoder(tiny.pipe, Plan(), CPU)
+    found: list[Any] = []
+    scheduler = tiny.pipe.scheduler
+
+    def after(result: Any) -> None:
+        found.append(decoder.image(scheduler, result, result[0] * scale))
+
+    with counted(tiny.pipe) as calls, decoder.watching(arguments), stepping(scheduler, after):
+        output = tiny.pipe(**arguments)
+    return found, output.images[0], calls
+
+
+@pytest.mark.parametrize("name", [*DAILY, *(pytest.param(name, marks=pytest.mark.breadth) for name in ELSE)])
+def test_of_the_last_latents_it_is_the_finished_image(name: str) -> None:
+    """Bit for bit, and that image is the one without previews; neither denoiser nor encoders compute anything again."""
+    tiny = build(name)
+    with counted(tiny.pipe) as plain_calls:
+        plain = tiny.pipe(**arguments_of(tiny)).images[0]
+    found, finished, calls = previewed(tiny)
+    assert np.array_equal(pixels(finished), pixels(plain))
+    assert np.array_equal(pixels(found[-1]), pixels(finished))
+    assert len(found) >= STEPS - 1
+    assert not np.array_equal(pixels(found[0]), pixels(finished)), "control: other latents are another image"
+    assert calls == plain_calls
+
+
+@pytest.mark.parametrize("name", DAILY)
+def test_latents_of_another_scale_are_another_image(name: str) -> None:
+    """Control of the oracle."""
+    found, finished, _ = previewed(build(name), scale=1.1)
+    assert np.abs(pixels(found[-1]) - pixels(finished)).max() > 1
+
+
+def previews_of(pipe: ParallelPipeline, plan: str, count: int = 2) -> tuple[list[tuple[int, int, Any]], Any]:
+    found: list[tuple[int, int, Any]] = []
+    previews = Previews(count=count, receive=lambda *each: found.append(each), decoded=True)
+    arguments = {**QUICK, "num_inference_steps": 4}
+    job = pipe.submit(**arguments, generator=generator(), plan=plan, previews=previews)
+    return found, job.result(SECONDS).images[0]
+
+
+def test_ranks_decode_them_together(parallel: ParallelPipeline, plain: Any) -> None:
+    """Those of one process to the rounding of 8 bits; the finished image is that of the same plan without them."""
+    with ParallelPipeline(plain, devices="cpu") as alone:
+        want, _ = previews_of(alone, "cfg=1")
+    for plan in ("patch=2", "cfg=2"):
+        found, image = previews_of(parallel, plan)
+        assert [(step, steps) for step, steps, _ in found] == [(1, 4), (2, 4)]
+        for (_, _, one), (_, _, other) in zip(found, want, strict=True):
+            assert np.abs(pixels(one) - pixels(other)).max() <= 1
+        without = parallel.submit(**{**QUICK, "num_inference_steps": 4}, generator=generator(), plan=plan)
+        assert np.array_equal(pixels(image), pixels(without.result(SECONDS).images[0]))
+
+
+def test_a_call_that_cannot_be_ended_early_is_refused(parallel: ParallelPipeline, hold: Hold) -> None:
+    """In words, on all ranks, which go on with the next call."""
+    with hold(build("wan").pipe), pytest.raises(PlanError, match="makes no images"):
+        tiny = build("wan")
+        previews = Previews(count=1, receive=lambda *_: None, decoded=True)
+        parallel.submit(**tiny.call_kwargs, generator=generator(), plan="patch=2", previews=previews).result(SECONDS)
+    found, _ = previews_of(parallel, "patch=2", count=1)
+    assert len(found) == 1
+
+
+def test_pipelines_that_are_refused_before_they_begin() -> None:
+    tiny = build("sd")
+    structure = Plan(patch=2, strategy="structure-guidance")
+    with pytest.raises(PlanError, match="latents of its own"):
+        PreviewDecoder(tiny.pipe, structure, CPU)
+    tiny.pipe.unet.compile()
+    with pytest.raises(PlanError, match="unet of StableDiffusionPipeline is compiled"):
+        PreviewDecoder(tiny.pipe, Plan(), CPU)
+    with pytest.raises(PlanError, match="changes its denoiser"):
+        PreviewDecoder(diffusers.StableDiffusionPAGPipeline.__new__(diffusers.StableDiffusionPAGPipeline), Plan(), CPU)
+    with pytest.raises(PlanError, match="has no scheduler"):
+        PreviewDecoder(object(), Plan(), CPU)
+
+
+def test_the_result_of_a_step_with_an_estimate() -> None:
+    """Of either form; what has another shape stays."""
+    scheduler = diffusers.DDIMScheduler()
+    scheduler.set_timesteps(4)
+    sample, estimate = torch.zeros(1, 4, 8, 8, dtype=torch.bfloat16), torch.ones(1, 4, 8, 8)
+    result = scheduler.step(sample, scheduler.timesteps[0], sample)
+    for found in (with_estimate(result, estimate), with_estimate((sample, sample, 3), estimate)):
+        assert all(torch.equal(found[number], estimate.to(torch.bfloat16)) for number in (0, 1))
+    assert with_estimate((sample, 3, sample[:, :1]), estimate)[1] == 3
