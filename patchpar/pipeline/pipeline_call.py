@@ -153,12 +153,16 @@ class PipelineCall:
                 is_last = self.steps == total
                 latents = last_latents(result) if is_last else latents_to_show(scheduler, given, named, result)
                 self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
-        is_replaying = self.calls is not None and self.calls.is_replaying  # what was before has been sent
-        if self._decoder is not None and self.steps < total and not is_replaying:
-            if self.steps in preview_steps(self.options.decoded_previews, total):
-                image = self._decoder.image(scheduler, result, clean_estimate(scheduler, given, named, result))
-                if self.context.rank == self.options.members[0]:  # others have a part of it
-                    self.context.emit(ImageEvent(step=self.steps, steps=total, image=image))
+        if self._decoder is not None and self._is_decoded(total):
+            image = self._decoder.image(scheduler, result, clean_estimate(scheduler, given, named, result))
+            if self.context.rank == self.options.members[0]:  # others have a part of it
+                self.context.emit(ImageEvent(step=self.steps, steps=total, image=image))
+
+    def _is_decoded(self, total: int) -> bool:
+        """Whether this step has a decoded preview. What is replayed has sent its own; the last step is the image."""
+        is_replayed = self.calls is not None and self.calls.is_replaying
+        wanted = preview_steps(self.options.decoded_previews, total)
+        return self.steps in wanted and self.steps < total and not is_replayed
 
 
 @contextmanager

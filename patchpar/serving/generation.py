@@ -177,7 +177,12 @@ class ImageGenerator:
         with self.ranks.taken(self._count(job, plan)) as ranks:
             for number in range(len(kept.done), call.count):
                 latents = PartialImages(
-                    self._colours, size=call.size, count=call.partial_images, image_index=number, send=job.send
+                    self._colours,
+                    size=call.size,
+                    count=call.partial_images,
+                    image_index=number,
+                    send=job.send,
+                    decoded=call.decodes_partial_images,
                 )
                 latents.after, latents.sent = kept.partial
                 kept.watch(latents)

@@ -32,7 +32,8 @@ class ImageCall:
 
     `size`: width and height in pixels. Image i has the seed `seed` + i. `plan`: that of this request; None for the
     server's own. `degree`: the devices that it asks for; None where a plan, or the server, says it. `partial_images`:
-    how many come before each image. `loras`: scales of those that act, by name.
+    how many come before each image, and `decodes_partial_images`: by the pipeline's decoder. `loras`: scales of those
+    that act, by name.
     """
 
     arguments: Mapping[str, Any]
@@ -42,6 +43,7 @@ class ImageCall:
     plan: Plan | str | None = None
     degree: int | None = None
     partial_images: int = 0
+    decodes_partial_images: bool = False
     loras: Mapping[str, float] = field(default_factory=dict)
 
     def plan_of(self, served: ServedModel) -> Plan | str:
@@ -108,6 +110,7 @@ class CallRules:
             plan=plan,
             degree=None if isinstance(plan, Plan) else request.degree,
             partial_images=getattr(request, "partial_count", 0),
+            decodes_partial_images=getattr(request, "previews", None) == "vae",
             loras=self.loras.scales_of(request.lora),
         )
 

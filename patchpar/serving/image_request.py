@@ -43,11 +43,6 @@ ONLY: dict[str, tuple[Any, str]] = {
     "background": (("auto", "opaque"), "images are opaque"),
     "style": (("vivid", "natural"), "a style is written into the prompt"),
     "moderation": (("auto",), "this server does not moderate"),
-    "previews": (
-        ("linear",),
-        "each pipeline scales and packs latents for its decoder in code of its own, within its call; use linear, the "
-        "map of latents to colours",
-    ),
 }
 """Fields with few values, and why others are refused."""
 

@@ -1,4 +1,4 @@
-"""Partial images of a call: its latents on the way, as images by a linear map that finished images have fitted."""
+"""Partial images of a call on its way: its latents by a linear map that finished images have fitted, or decoded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,30 +62,44 @@ class CompletedImage:
 class PartialImages:
     """Receives latents of one image. `send` gets its partial images, of `size`, width and height in pixels.
 
+    `decoded`: it receives images instead, which the pipeline has decoded.
+
     `after`: the last step whose latents have come, and `sent`: how many images have; a call that goes on where another
     one was begins with those of that one.
     """
 
     def __init__(
-        self, colours: ColourMap, *, size: tuple[int, int], count: int, image_index: int, send: Callable[[Any], object]
+        self,
+        colours: ColourMap,
+        *,
+        size: tuple[int, int],
+        count: int,
+        image_index: int,
+        send: Callable[[Any], object],
+        decoded: bool = False,
     ) -> None:
         self._colours, self._size, self._count, self._send = colours, size, count, send
-        self._image_index = image_index
+        self._image_index, self._decoded = image_index, decoded
         self._latents: Any = None
         self.after = self.sent = 0
 
     @property
     def previews(self) -> Previews:
         """What a call of the pipeline is to send."""
-        return Previews(count=self._count, receive=self.receive)
+        receive = self.receive_image if self._decoded else self.receive
+        return Previews(count=self._count, receive=receive, decoded=self._decoded)
 
     def receive(self, step: int, steps: int, latents: Any) -> None:
         """Send latents of a step as a partial image; keep those of the last one for `fit`."""
         self._latents = grid_of(latents.numpy(), self._size)
-        if step == steps or self._latents is None or step <= self.after:
-            return  # also in a call that is made again
+        if step < steps and self._latents is not None:
+            self.receive_image(step, steps, self._colours.enlarged(self._latents, self._size))
+
+    def receive_image(self, step: int, steps: int, image: Any) -> None:
+        """Send a PIL image of a step as a partial image, unless there is none, or the step has had one."""
+        if step <= self.after:
+            return  # in a call that is made again
         self.after = step
-        image = self._colours.enlarged(self._latents, self._size)
         if image is not None:
             self._send(PartialImage(image_index=self._image_index, index=self.sent, image=image))
             self.sent += 1

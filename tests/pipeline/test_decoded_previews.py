@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -16,7 +17,8 @@ from torch import nn
 from patchpar import ParallelPipeline, Plan, PlanError
 from patchpar.pipeline.decoded_preview import PreviewDecoder, with_estimate
 from patchpar.pipeline.messages import Previews
-from tests.pipeline.conftest import QUICK, Hold, generator
+from tests.pipeline.conftest import QUICK, generator
+from tests.pipeline.test_suspend import cut, recorded
 from tests.tiny import Tiny, build
 
 SECONDS = 120.0
@@ -113,39 +115,59 @@ def previews_of(pipe: ParallelPipeline, plan: str, count: int = 2) -> tuple[list
     return found, job.result(SECONDS).images[0]
 
 
-def test_ranks_decode_them_together(parallel: ParallelPipeline, plain: Any) -> None:
+@pytest.mark.parametrize("plan", ["patch=2", pytest.param("cfg=2", marks=pytest.mark.breadth)])
+def test_ranks_decode_them_together(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
     """Those of one process to the rounding of 8 bits; the finished image is that of the same plan without them."""
     with ParallelPipeline(plain, devices="cpu") as alone:
         want, _ = previews_of(alone, "cfg=1")
-    for plan in ("patch=2", "cfg=2"):
-        found, image = previews_of(parallel, plan)
-        assert [(step, steps) for step, steps, _ in found] == [(1, 4), (2, 4)]
-        for (_, _, one), (_, _, other) in zip(found, want, strict=True):
-            assert np.abs(pixels(one) - pixels(other)).max() <= 1
-        without = parallel.submit(**{**QUICK, "num_inference_steps": 4}, generator=generator(), plan=plan)
-        assert np.array_equal(pixels(image), pixels(without.result(SECONDS).images[0]))
+    found, image = previews_of(parallel, plan)
+    assert [(step, steps) for step, steps, _ in found] == [(1, 4), (2, 4)]
+    for (_, _, one), (_, _, other) in zip(found, want, strict=True):
+        assert np.abs(pixels(one) - pixels(other)).max() <= 1
+    without = parallel.submit(**{**QUICK, "num_inference_steps": 4}, generator=generator(), plan=plan)
+    assert np.array_equal(pixels(image), pixels(without.result(SECONDS).images[0]))
 
 
-def test_a_call_that_cannot_be_ended_early_is_refused(parallel: ParallelPipeline, hold: Hold) -> None:
-    """In words, on all ranks, which go on with the next call."""
-    with hold(build("wan").pipe), pytest.raises(PlanError, match="makes no images"):
-        tiny = build("wan")
-        previews = Previews(count=1, receive=lambda *_: None, decoded=True)
-        parallel.submit(**tiny.call_kwargs, generator=generator(), plan="patch=2", previews=previews).result(SECONDS)
-    found, _ = previews_of(parallel, "patch=2", count=1)
-    assert len(found) == 1
+def test_a_call_without_images_is_refused_in_words() -> None:
+    with pytest.raises(PlanError, match="WanPipeline makes no images of its scheduler's latents: use previews of the"):
+        previewed(build("wan"))
+
+
+def test_what_fails_in_its_code_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a pipeline that does not end as others do."""
+    tiny = build("sd")
+    monkeypatch.setattr(PreviewDecoder, "_ended", lambda *_: [][1])
+    with pytest.raises(PlanError, match=r"StableDiffusionPipeline cannot be ended early \(IndexError"):
+        previewed(tiny)
+
+
+def test_what_has_been_sent_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that goes on where another was begins to decode behind the recorded calls."""
+    made: list[int] = []
+    monkeypatch.setattr(PreviewDecoder, "image", lambda self, *_: made.append(1))
+    tiny = build("sd")
+    with ParallelPipeline(tiny.pipe, devices="cpu") as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        _, suspended = recorded(pipe, **arguments_of(tiny, num_inference_steps=4))
+        previews = Previews(count=3, receive=lambda *_: None, decoded=True)
+        for count, decoded in ((0, 3), (2, 2), (4, 0)):
+            made.clear()
+            resume = cut(suspended, count)
+            job = pipe.submit(**arguments_of(tiny, num_inference_steps=4), previews=previews, resume=resume)
+            job.result(SECONDS)
+            assert len(made) == decoded
 
 
 def test_pipelines_that_are_refused_before_they_begin() -> None:
     tiny = build("sd")
-    structure = Plan(patch=2, strategy="structure-guidance")
+    structure = Plan(patch=2, strategy="structure")
     with pytest.raises(PlanError, match="latents of its own"):
         PreviewDecoder(tiny.pipe, structure, CPU)
-    tiny.pipe.unet.compile()
+    tiny.pipe.unet._compiled_call_impl = len
     with pytest.raises(PlanError, match="unet of StableDiffusionPipeline is compiled"):
         PreviewDecoder(tiny.pipe, Plan(), CPU)
     with pytest.raises(PlanError, match="changes its denoiser"):
-        PreviewDecoder(diffusers.StableDiffusionPAGPipeline.__new__(diffusers.StableDiffusionPAGPipeline), Plan(), CPU)
+        PreviewDecoder(SimpleNamespace(scheduler=tiny.pipe.scheduler, _set_pag_attn_processor=len), Plan(), CPU)
     with pytest.raises(PlanError, match="has no scheduler"):
         PreviewDecoder(object(), Plan(), CPU)
 

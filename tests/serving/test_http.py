@@ -44,7 +44,6 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"degree": 2}, "degree", "invalid_value", "there are 1 devices"),
     ({"degree": 0}, "degree", "invalid_value", "1"),
     ({"degree": 1, "plan": "single"}, "degree", "invalid_value", "give one of them"),
-    ({"previews": "vae"}, "previews", "unsupported_parameter", "use linear"),
     ({"previews": "none"}, "previews", "invalid_value", "'linear'"),
     ({"response_format": "url", "stream": True}, "response_format", "unsupported_parameter", "stream=true"),
     ({"lora": [{"name": "ink"}]}, "lora.0.name", "lora_not_found", "--lora"),

@@ -68,6 +68,27 @@ def test_partial_images_become_the_image(client: openai.OpenAI, pipe: ParallelPi
     assert last.usage.output_tokens == 12 * 8
 
 
+def test_partial_images_by_the_decoder(client: openai.OpenAI, pipe: ParallelPipeline) -> None:
+    """Those that the pipeline decodes, which the linear ones are not; the finished image is the same."""
+    found: list[Any] = []
+    arguments = {"height": 64, "width": 96, "num_inference_steps": STEPS}
+    previews = Previews(count=2, receive=lambda step, steps, image: found.append(np.asarray(image)), decoded=True)
+    pipe.submit(PROMPT, generator=torch.Generator().manual_seed(7), previews=previews, **arguments).result(120)
+    for way in ("vae", "linear"):
+        stream: Any = client.images.generate(
+            prompt=PROMPT,
+            size="96x64",  # type: ignore[arg-type]
+            stream=True,
+            partial_images=2,
+            extra_body={"seed": 7, "num_inference_steps": STEPS, "previews": way},
+        )
+        *partial, last = list(stream)
+        images = [image_of(each.b64_json) for each in partial]
+        assert len(images) == len(found) == 2
+        assert all(np.array_equal(*pair) == (way == "vae") for pair in zip(images, found, strict=True))
+        assert np.array_equal(image_of(last.b64_json), generated(pipe, 7, num_inference_steps=STEPS))
+
+
 def test_previews_are_the_latents_of_the_scheduler(pipe: ParallelPipeline) -> None:
     found: list[Any] = []
     previews = Previews(count=2, receive=lambda step, steps, latents: found.append((step, steps, latents)))
