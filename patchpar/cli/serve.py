@@ -67,6 +67,7 @@ class ServeFlags:
     max_per_key: Annotated[int | None, more("Requests that may wait of one API key; default: --max-queue.")] = None
     max_per_user: Annotated[int | None, more("The same of one `user` of a key.")] = None
     batch: Annotated[int, more("Requests of small images that are made in one call; 1: none.")] = 1
+    batch_wait_ms: Annotated[int, more("Milliseconds for which an idle server waits for more of them.")] = 0
     policy: Annotated[str, more("Which request is next: latency, throughput, deadline.")] = "latency"
     max_pixels: Annotated[int, more("Largest image, in pixels.")] = 2048 * 2048
     max_steps: Annotated[int, more("Most denoising steps of an image.")] = 150
@@ -155,6 +156,7 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         measured=_measured(request, plan),
         loras=_loras(request.lora),
         batch=request.batch,
+        batch_wait=request.batch_wait_ms / 1000,
         quality_steps=_quality(request),
     )
     settings = _settings(request)

@@ -44,7 +44,14 @@ class JobSuspend:
     job: Job
 
 
-Choice = Callable[[int, Sequence[Job], Sequence[Job]], JobStart | JobSuspend | None]
+@dataclass(frozen=True, slots=True)
+class JobHold:
+    """Start nothing for so many seconds, unless a job comes or ends before."""
+
+    seconds: float
+
+
+Choice = Callable[[int, Sequence[Job], Sequence[Job]], JobStart | JobSuspend | JobHold | None]
 """Chooses the next job by the capacity that is free, the jobs that wait in order, and those that run."""
 
 
@@ -128,7 +135,7 @@ class WorkQueue:
             if isinstance(found, JobSuspend):
                 found.job.suspend()
 
-    def _choice(self) -> JobStart | JobSuspend | None:
+    def _choice(self) -> JobStart | JobSuspend | JobHold | None:
         """Return what `choose` says; the first job if that fails, or starts one without room. Needs the lock.
 
         Else the thread that asks would end, and with the last one the queue.
@@ -219,10 +226,10 @@ class WorkQueue:
     def _next(self) -> Job | None:
         """Wait for a job that there is room for; None when the queue is closed and empty."""
         with self._changed:
-            while (start := self._chosen()) is None:
+            while not isinstance(start := self._chosen(), JobStart):
                 if self._is_closed and not self._waiting:
                     return None
-                self._changed.wait()
+                self._changed.wait(None if start is None else start.seconds)
             job, job.takes = start.job, start.takes
             for each in (job, *start.peers):
                 self._waiting.remove(each)
@@ -234,8 +241,8 @@ class WorkQueue:
             self._update_positions()
             return job
 
-    def _chosen(self) -> JobStart | None:
-        """Return the job that can start now. Needs the lock."""
+    def _chosen(self) -> JobStart | JobHold | None:
+        """Return the job that can start now; None if there is none until something changes. Needs the lock."""
         self._drop_ended()
         if not self._waiting or self._is_paused:
             return None

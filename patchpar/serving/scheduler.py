@@ -6,11 +6,20 @@ from dataclasses import dataclass
 from itertools import islice
 
 from patchpar.serving.job import Job
-from patchpar.serving.job_queue import JobStart, JobSuspend, in_order
+from patchpar.serving.job_queue import JobHold, JobStart, JobSuspend, in_order
 from patchpar.serving.request_error import RequestError
+from patchpar.serving.scheduling.batch_wait import with_batch_wait
 from patchpar.serving.scheduling.learnt_costs import CallShape, LearntCosts
 from patchpar.serving.scheduling.policies import MAX_SUSPENSIONS, Policy, latency, predicted_end
-from patchpar.serving.scheduling.state import NEVER, RunningRequest, ScheduleState, StartRequest, WaitingRequest
+from patchpar.serving.scheduling.state import (
+    NEVER,
+    RunningRequest,
+    ScheduleState,
+    StartRequest,
+    SuspendRequest,
+    WaitForBatch,
+    WaitingRequest,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +49,17 @@ class JobScheduler:
     """Chooses the next job of a queue by a policy, with costs that it learns."""
 
     def __init__(self, policy: Policy, devices: int, costs: LearntCosts) -> None:
-        self._policy, self.devices, self.costs = policy, devices, costs
+        self._policy, self._in_batches = policy, with_batch_wait(policy)
+        self.devices, self.costs = devices, costs
         self._predicted = 0.0, 0.0  # when a prediction was made, and the end that it says
         self.batch = 1
         """Most requests of one call."""
+        self.batch_wait = 0.0
+        """Seconds for which an idle server waits for more of them."""
 
-    def choose(self, free: int, waiting: Sequence[Job], running: Sequence[Job]) -> JobStart | JobSuspend | None:
+    def choose(
+        self, free: int, waiting: Sequence[Job], running: Sequence[Job]
+    ) -> JobStart | JobSuspend | JobHold | None:
         """Return the job to start now, with its number of devices, or one to suspend; None to wait for others to end.
 
         While one is being suspended, nothing takes the devices from the job that it makes room for.
@@ -54,11 +68,14 @@ class JobScheduler:
             return None
         if not all(isinstance(job.facts, JobFacts) for job in waiting):
             return in_order(free, waiting, running)  # the first call of the server is among them
-        first = next(iter(self._policy(self._state(waiting, running))), None)
+        state = self._state(waiting, running)
+        first = next(iter(self._in_batches(state)), None)
         if isinstance(first, StartRequest):
             job = first.request.name
             return JobStart(job, first.degree, self._peers(job, waiting))
-        return None if first is None else JobSuspend(first.request.request.name)
+        if isinstance(first, WaitForBatch):
+            return JobHold(first.until - state.now)
+        return JobSuspend(first.request.request.name) if isinstance(first, SuspendRequest) else None
 
     def _state(self, waiting: Sequence[Job], running: Sequence[Job]) -> ScheduleState:
         """Return what the policy has to know. `waiting`: jobs with facts."""
@@ -72,6 +89,8 @@ class JobScheduler:
             busy=sum(job.takes for job in running if job not in known),
             can_suspend=True,
             resume_seconds=RESUME_SECONDS,
+            batch=self.batch,
+            batch_wait=self.batch_wait,
         )
 
     def seconds_left(self, waiting: Sequence[Job], running: Sequence[Job]) -> float:
@@ -121,6 +140,7 @@ class JobScheduler:
             deadline=facts.deadline,
             priority=facts.priority,
             suspensions=job.suspensions if facts.can_suspend and not job.peers else MAX_SUSPENSIONS,
+            batch_key=facts.batch_key if job.kept is None else None,
         )
 
     def _running(self, job: Job, now: float) -> RunningRequest:

@@ -54,6 +54,7 @@ class ImageService:
         self.files, self.tickets = ImageFiles(settings.kept), SocketTickets()
         self._devices = len(generator.served.devices)
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
+        self.scheduler.batch_wait = self.served.batch_wait
         self._queue = WorkQueue(max_waiting=settings.max_queue, capacity=self._devices, choose=self.scheduler.choose)
         self._calls = ServedCalls(generator, self.scheduler.costs, self.metrics, self._repair)
         self._rules: CallRules | None = None

@@ -14,6 +14,8 @@ from patchpar.serving.scheduling.policies import POLICIES
 from patchpar.stream.web.server import HOME, check_port, is_local, names_of
 
 MAX_BATCH = 32
+MAX_BATCH_WAIT = 10.0
+"""Seconds."""
 QUALITIES = ("low", "medium", "high", "xhigh", "max", "standard", "hd")
 """Values of the field `quality`, beside auto."""
 
@@ -24,9 +26,9 @@ class ServedModel:
 
     `per_request`: the devices that work on a request with an automatic plan; None is all of them, or what a policy
     gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
-    what they are. `loras`: those that requests may select. `batch`: most requests of one call. `quality_steps`: steps
-    by the field `quality`. Raises PlanError for a plan with axis data, two LoRAs of one name, an unknown quality, and
-    numbers out of bounds.
+    what they are. `loras`: those that requests may select. `batch`: most requests of one call; `batch_wait`: seconds
+    for which an idle server waits for them. `quality_steps`: steps by the field `quality`. Raises PlanError for a
+    plan with axis data, two LoRAs of one name, an unknown quality, and numbers out of bounds.
     """
 
     model: str
@@ -37,6 +39,7 @@ class ServedModel:
     measured: tuple[Any, ...] = ()
     loras: tuple[RegisteredLora, ...] = ()
     batch: int = 1
+    batch_wait: float = 0.0
     quality_steps: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,8 +48,7 @@ class ServedModel:
                 f"plan {self.plan}: axis data divides prompts, and a server makes one image after another: use cfg, "
                 "patch or stage"
             )
-        if not is_whole(self.batch, most=MAX_BATCH):
-            raise PlanError(f"--batch {self.batch}: use 1, for none, to {MAX_BATCH}")
+        self._check_batches()
         names = [each.name for each in self.loras]
         if len(set(names)) < len(names):
             raise PlanError(f"--lora: {', '.join(names)}: each needs a name of its own")
@@ -59,6 +61,15 @@ class ServedModel:
         if self.per_request is not None and not is_whole(self.per_request, most=most):
             there_are = "there is 1 device: use 1" if most == 1 else f"there are {most} devices: use 1 to {most}"
             raise PlanError(f"--per-request {self.per_request}: {there_are}")
+
+    def _check_batches(self) -> None:
+        if not is_whole(self.batch, most=MAX_BATCH):
+            raise PlanError(f"--batch {self.batch}: use 1, for none, to {MAX_BATCH}")
+        wait, most = self.batch_wait * 1000, MAX_BATCH_WAIT * 1000
+        if not 0 <= wait <= most:
+            raise PlanError(f"--batch-wait-ms {wait:g}: use 0, for none, to {most:g}")
+        if wait and self.batch == 1:
+            raise PlanError(f"--batch-wait-ms {wait:g}: add --batch, or leave it out")
 
     @property
     def opened_with(self) -> Plan | str:

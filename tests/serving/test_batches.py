@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from patchpar import ParallelPipeline, WorkerDied
+from patchpar import ParallelPipeline, PlanError, WorkerDied
 from patchpar.errors import WorkerOutOfMemory
 from patchpar.serving import generation
 from patchpar.serving.batching import error_of_batch
@@ -90,6 +90,31 @@ def test_requests_that_are_alike_are_joined(batches: Any) -> None:
     made = client.get(f"/v1/jobs/{names[1]}").json()["result"]
     assert (made["patchpar"]["seed"], len(made["data"])) == (2, 1)
     assert "patchpar_batch_size_sum 3.0" in client.get("/metrics").text
+
+
+def test_an_idle_server_waits_for_more(batches: Any) -> None:
+    """At most as long as it may: the first of two is not made alone, and a full batch starts at once."""
+    client, fake, service = batches
+    service.scheduler.batch_wait = 30.0
+    names = [client.post(LATER, json={"size": "64x64", "prompt": prompt}).json()["id"] for prompt in "ab"]
+    time.sleep(0.1)
+    assert service.waiting == 2
+    names.append(client.post(LATER, json={"size": "64x64", "prompt": "c"}).json()["id"])
+    assert ended(client, names) == ["completed"] * 3
+    assert fake.batches == [["a", "b", "c"]]
+    service.scheduler.batch_wait = 0.05
+    begun = time.monotonic()
+    assert client.post(PATH, json={"size": "64x64", "prompt": "alone"}).status_code == 200
+    assert time.monotonic() - begun > 0.05
+    assert len(fake.batches) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "wait", "message"), [(1, 0.05, "add --batch"), (4, -0.001, "to 10000"), (4, 10.001, "use 0, for none")]
+)
+def test_waits_that_are_refused(batch: int, wait: float, message: str) -> None:
+    with pytest.raises(PlanError, match=f"--batch-wait-ms .*{message}"):
+        ServedModel(model="a", devices=("cpu",), batch=batch, batch_wait=wait)
 
 
 def test_a_batch_teaches_nothing_of_one_image(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from patchpar.serving.scheduling.batch_wait import batch_begin, with_batch_wait
 from patchpar.serving.scheduling.policies import MAX_SUSPENSIONS, POLICIES, deadline, latency, throughput
 from patchpar.serving.scheduling.simulation import SimulatedCluster, SimulatedRequest, simulate
 from patchpar.serving.scheduling.state import (
@@ -32,6 +33,7 @@ def request(name: object, costs: StepCosts = SMALL, **facts: float) -> WaitingRe
         costs=costs,
         deadline=facts.get("deadline", NEVER),
         priority=int(facts.get("priority", 0)),
+        batch_key="small" if facts.get("batch") else None,
     )
 
 
@@ -156,3 +158,43 @@ def test_a_policy_that_starts_nothing_is_noticed() -> None:
     with pytest.raises(AssertionError, match="starts nothing"):
         simulate(lambda state: (), EIGHT, [request("a")])
     assert latency(ScheduleState(now=0.0, devices=8)) == throughput(ScheduleState(now=0.0, devices=8)) == ()
+
+
+def ends_of(policy: str, trace: list[WaitingRequest], batch: int = 4, wait: float = 0.5) -> dict[object, float]:
+    """When each request of a trace ends on one device. A small one takes 1 s."""
+    cluster = SimulatedCluster(devices=1, batch=batch, batch_wait=wait)
+    return {each.request.name: each.end for each in simulate(with_batch_wait(POLICIES[policy]), cluster, trace)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_idle_server_waits_for_a_batch_as_long_as_it_may(policy: str) -> None:
+    """Those that come meanwhile are made together; one alone starts when the time is over; without a wait at once."""
+    trace = [request("a", batch=1), request("b", arrival=0.4, batch=1), request("c", arrival=0.6, batch=1)]
+    assert ends_of(policy, trace) == pytest.approx({"a": 2.5, "b": 2.5, "c": 3.5})
+    assert ends_of(policy, trace[:1]) == pytest.approx({"a": 1.5})
+    assert ends_of(policy, trace, wait=0.0) == pytest.approx({"a": 1.0, "b": 3.0, "c": 3.0})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_full_batch_and_other_requests_wait_for_nothing(policy: str) -> None:
+    full = [request("a", batch=1), request("b", arrival=0.2, batch=1)]
+    assert ends_of(policy, full, batch=2) == pytest.approx({"a": 2.2, "b": 2.2})
+    alone = [request("a"), request("b", arrival=0.2)]
+    assert ends_of(policy, alone) == pytest.approx({"a": 1.0, "b": 2.0})
+    other = [request("a", batch=1), request("b", arrival=0.2)]
+    assert min(ends_of(policy, other).values()) == pytest.approx(1.2), "nothing is kept from its devices"
+
+
+def test_a_deadline_is_not_missed_by_waiting() -> None:
+    """The wait ends in time; the control has no deadline."""
+    soon = request("a", deadline=1.3, batch=1)
+    assert ends_of("deadline", [soon]) == pytest.approx({"a": 1.3})
+    assert ends_of("deadline", [request("a", batch=1)]) == pytest.approx({"a": 1.5})
+    late = ScheduleState(now=0.0, devices=1, waiting=(request("a", deadline=0.5, batch=1),), batch=4, batch_wait=0.5)
+    assert batch_begin(late) is None
+
+
+def test_a_busy_server_does_not_wait_for_a_batch() -> None:
+    """What comes while something runs starts when devices are free, as long as it has waited already."""
+    trace = [request("a"), request("b", arrival=0.1, batch=1)]
+    assert ends_of("latency", trace, wait=0.5) == pytest.approx({"a": 1.0, "b": 2.0})

@@ -11,6 +11,7 @@ from patchpar.serving.scheduling.state import (
     ScheduleState,
     StartRequest,
     SuspendRequest,
+    WaitForBatch,
     WaitingRequest,
 )
 
@@ -36,11 +37,17 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedCluster:
-    """`devices`, and whether and at which cost in seconds running requests can be suspended there."""
+    """`devices`, and whether and at which cost in seconds running requests can be suspended there.
+
+    `batch`, `batch_wait`: see ScheduleState. A batch takes as long as its requests one after the other, which is the
+    most that it takes.
+    """
 
     devices: int
     can_suspend: bool = False
     resume_seconds: float = 0.0
+    batch: int = 1
+    batch_wait: float = 0.0
 
 
 class Simulation:
@@ -61,11 +68,11 @@ class Simulation:
         heapq.heapify(arrivals)
         ended: list[SimulatedRequest] = []
         while arrivals or self._waiting or self._running:
-            self._act()
+            begins = self._act()
             ends = min((each.end for each in self._running.values()), default=float("inf"))
             arrives = arrivals[0][0] if arrivals else float("inf")
-            assert min(ends, arrives) < float("inf"), "the policy starts nothing, and nothing runs"
-            self._now = max(self._now, min(ends, arrives))
+            assert min(ends, arrives, begins) < float("inf"), "the policy starts nothing, and nothing runs"
+            self._now = max(self._now, min(ends, arrives, begins))
             while arrivals and arrivals[0][0] <= self._now:
                 _, _, request = heapq.heappop(arrivals)
                 self._first[request.name] = request
@@ -78,14 +85,18 @@ class Simulation:
         del self._running[name]
         return SimulatedRequest(request=self._first[name], end=running.end, starts=self._starts[name])
 
-    def _act(self) -> None:
-        """Do what the policy orders, until it orders nothing."""
+    def _act(self) -> float:
+        """Do what the policy orders, until it orders nothing, or to wait until the time that is returned."""
         while actions := self._policy(self._state()):
             for action in actions:
+                if isinstance(action, WaitForBatch):
+                    assert action.until > self._now, "a policy waits for a later time"
+                    return action.until
                 if isinstance(action, StartRequest):
                     self._start(action)
                 else:
                     self._suspend(action)
+        return float("inf")
 
     def _state(self) -> ScheduleState:
         cluster = self._cluster
@@ -96,17 +107,26 @@ class Simulation:
             running=tuple(self._running.values()),
             can_suspend=cluster.can_suspend,
             resume_seconds=cluster.resume_seconds,
+            batch=cluster.batch,
+            batch_wait=cluster.batch_wait,
         )
 
     def _start(self, start: StartRequest) -> None:
         request = start.request
+        if request.batch_key is not None and request not in self._waiting:
+            return  # it has been joined with one that has started
         assert start.degree in request.degrees, "a request has degrees that it can run on"
         assert start.degree <= self._state().free, "a policy starts on free devices"
         self._waiting.remove(request)
         again = self._cluster.resume_seconds if request.suspensions else 0.0
-        end = self._now + again + request.seconds(start.degree)
-        self._running[request.name] = RunningRequest(request=request, degree=start.degree, end=end)
-        self._starts[request.name] = self._starts.get(request.name, 0) + 1
+        key, most = request.batch_key, self._cluster.batch - 1
+        peers = [each for each in self._waiting if key is not None and each.batch_key == key][:most]
+        end = self._now + again + sum(each.seconds(start.degree) for each in (request, *peers))
+        for each in (request, *peers):
+            degree = 0 if each in peers else start.degree
+            self._running[each.name] = RunningRequest(request=each, degree=degree, end=end)
+            self._starts[each.name] = self._starts.get(each.name, 0) + 1
+        self._waiting = [each for each in self._waiting if each not in peers]
 
     def _suspend(self, suspend: SuspendRequest) -> None:
         """Let a request wait again, with the steps that it has not ended."""

@@ -33,6 +33,8 @@ class StepCosts:
 class WaitingRequest:
     """A request that waits. `steps`: those still to be done. `suspensions`: how often it was suspended.
 
+    `batch_key`: of requests that can be made in one call; None for one that is made alone.
+
     `arrival` and `deadline` in seconds of one clock.
     """
 
@@ -43,6 +45,7 @@ class WaitingRequest:
     deadline: float = NEVER
     priority: int = 0
     suspensions: int = 0
+    batch_key: Any = None
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
@@ -82,7 +85,7 @@ class ScheduleState:
     """Now: requests that wait, in order of arrival, and those that run on some of `devices`.
 
     `can_suspend`: whether a running one can be suspended, to go on later from the step that it has reached, after
-    `resume_seconds` in addition.
+    `resume_seconds` in addition. `batch`: most requests of one call; `batch_wait`: seconds to wait for them.
     """
 
     now: float
@@ -92,6 +95,8 @@ class ScheduleState:
     can_suspend: bool = False
     resume_seconds: float = 0.0
     busy: int = field(default=0)
+    batch: int = 1
+    batch_wait: float = 0.0
 
     @property
     def free(self) -> int:
@@ -114,4 +119,11 @@ class SuspendRequest:
     request: RunningRequest
 
 
-Action = StartRequest | SuspendRequest
+@dataclass(frozen=True, slots=True)
+class WaitForBatch:
+    """Start nothing until then, unless something comes or ends before."""
+
+    until: float
+
+
+Action = StartRequest | SuspendRequest | WaitForBatch
