@@ -69,6 +69,7 @@ class ServeFlags:
     batch: Annotated[int, more("Requests of small images that are made in one call; 1: none.")] = 1
     batch_wait_ms: Annotated[int, more("Milliseconds for which an idle server waits for more of them.")] = 0
     policy: Annotated[str, more("Which request is next: latency, throughput, deadline.")] = "latency"
+    recover: Annotated[str, more("off: a request that loses a worker fails, instead of going on.")] = "on"
     max_pixels: Annotated[int, more("Largest image, in pixels.")] = 2048 * 2048
     max_steps: Annotated[int, more("Most denoising steps of an image.")] = 150
     max_frames: Annotated[int, more("Longest video, in frames.")] = 257
@@ -157,6 +158,7 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         loras=_loras(request.lora),
         batch=request.batch,
         batch_wait=request.batch_wait_ms / 1000,
+        recovers=_recovers(request.recover),
         quality_steps=_quality(request),
     )
     settings = _settings(request)
@@ -188,7 +190,7 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
         "--task": request.task,
     }
     of_images |= {"--quality": request.quality, "--secret-file": request.secret_file}
-    of_images["--trusted-network"] = request.trusted_network or None
+    of_images |= {"--trusted-network": request.trusted_network or None}
     for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
         if value is not None:
             raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")
@@ -249,6 +251,12 @@ def _quality(request: ServeFlags) -> dict[str, int]:
             raise PlanError(f"--quality {part.strip()}: at most {request.max_steps} steps are made, see --max-steps")
         found[name] = int(steps)
     return found
+
+
+def _recovers(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise PlanError(f"--recover {text}: use on or off")
+    return text == "on"
 
 
 def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:

@@ -56,6 +56,7 @@ class PreviewDecoder:
         self._pipe, self._device, self._aside, self._is_callers = pipe, device, aside, is_callers
         self._networks = RecordedNetworks(pipe)
         self._arguments: dict[str, Any] = {}
+        self._begun = GeneratorStates({}, device)
 
     def watching(self, arguments: Mapping[str, Any]) -> HookSet:
         """Return hooks on the networks during the call, whose arguments these are."""
@@ -63,6 +64,7 @@ class PreviewDecoder:
         plain = {name: value for name, value in {"output_type": "pil", "return_dict": True}.items() if name in known}
         others = {name: value for name, value in arguments.items() if name not in CALLBACKS}
         self._arguments = {**others, **plain}
+        self._begun = GeneratorStates(self._arguments, self._device)
         return self._networks.hooks()
 
     def image(self, scheduler: Any, result: Any, estimate: Tensor) -> Any:
@@ -86,13 +88,15 @@ class PreviewDecoder:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Leave generators, and what ranks know of decoded images, as they are."""
-        random = GeneratorStates(self._arguments, self._device)
+        """Leave generators, and what ranks know of decoded images, as they are; meanwhile these are as at the begin."""
+        now = GeneratorStates(self._arguments, self._device)
+        default = not (self._is_callers and generators_of(self._arguments))
         with self._aside(), torch.no_grad():
             try:
+                self._begun.restore(default=default)
                 yield
             finally:
-                random.restore(default=not (self._is_callers and generators_of(self._arguments)))
+                now.restore(default=default)
 
     def _ended(self, scheduler: Any, result: Any) -> tuple[Any, int]:
         """Return the output of a call in which all steps return `result`, and how many there were."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.pytree import map_leaves, tensors_in
+from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.shard.hooks import HookSet
 
@@ -18,7 +19,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RecordedOutput:
-    """What a network has returned, and the shapes of the tensors that it was called with."""
+    """What a network has returned, in lists and dicts of its own, and the shapes of the tensors it was called with."""
 
     shapes: Shapes
     output: Any
@@ -51,12 +52,15 @@ class RecordedNetworks:
         if self._is_denoising:
             self._in_steps[name][shapes] = RecordedOutput(shapes, map_leaves(_without_values, output))
         else:
-            self._encoded[name].append(RecordedOutput(shapes, output))
+            self._encoded[name].append(RecordedOutput(shapes, map_leaves(lambda leaf: leaf, output)))
 
     def stand_ins(self) -> dict[str, "NetworkStandIn"]:
         """Return what can be called instead of the networks that have been called, by the names of these."""
+        encoders = encoders_of(self._pipe)
         return {
-            name: NetworkStandIn(network, self._encoded.get(name, ()), self._in_steps.get(name, {}))
+            name: NetworkStandIn(
+                network, self._encoded.get(name, ()), self._in_steps.get(name, {}), is_encoder=name in encoders
+            )
             for name, network in networks_of(self._pipe).items()
             if name in self._encoded or name in self._in_steps
         }
@@ -65,13 +69,20 @@ class RecordedNetworks:
 class NetworkStandIn:
     """Answers calls of a network by what it has returned; zeros where values are not kept. All else is the network's.
 
-    `encoded`: in order. `in_steps`: by the shapes of arguments, the latest last.
+    `encoded`: in order. `in_steps`: by the shapes of arguments, the latest last. An encoder that is called once more
+    computes, and another network, such as a ControlNet before the second step, answers as before.
     """
 
     def __init__(
-        self, network: nn.Module, encoded: Collection[RecordedOutput], in_steps: Mapping[Shapes, RecordedOutput]
+        self,
+        network: nn.Module,
+        encoded: Collection[RecordedOutput],
+        in_steps: Mapping[Shapes, RecordedOutput],
+        *,
+        is_encoder: bool,
     ) -> None:
         self._network, self._encoded, self._in_steps = network, list(encoded), in_steps
+        self._again = None if is_encoder else next(reversed([*encoded, *in_steps.values()]), None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -82,15 +93,13 @@ class NetworkStandIn:
         return getattr(self._network, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next output for arguments of these shapes, else the latest output."""
+        """Return the next output for arguments of these shapes, else the latest output of it."""
         shapes = _shapes(args, kwargs)
         for number, each in enumerate(self._encoded):
             if each.shapes == shapes:
-                return self._encoded.pop(number).output
-        if not self._in_steps:
-            return self._network(*args, **kwargs)
-        found = self._in_steps.get(shapes) or list(self._in_steps.values())[-1]
-        return map_leaves(_with_memory, found.output)
+                return map_leaves(_own, self._encoded.pop(number).output)
+        found = self._in_steps.get(shapes) or self._again
+        return self._network(*args, **kwargs) if found is None else map_leaves(_own, found.output)
 
 
 def networks_of(pipe: Any) -> dict[str, nn.Module]:
@@ -109,5 +118,6 @@ def _without_values(leaf: Any) -> Any:
     return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
-def _with_memory(leaf: Any) -> Any:
-    return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
+def _own(leaf: Any) -> Any:
+    """Return a copy, which the second call may change, as those of T2I adapters do."""
+    return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf

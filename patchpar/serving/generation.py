@@ -253,8 +253,8 @@ class ImageGenerator:
         self, arguments: Mapping[str, Any], plan: Plan | str, ranks: tuple[int, ...], **options: Any
     ) -> PipelineJob:
         """Begin a call of the pipeline. `options`: of `submit`."""
-        everywhere = len(ranks) == len(self.served.devices)
-        return self.pipe.submit(**arguments, plan=plan, ranks=None if everywhere else ranks, **options)
+        named = None if len(ranks) == len(self.served.devices) else ranks
+        return self.pipe.submit(**arguments, plan=plan, ranks=named, max_retries=self.served.max_retries, **options)
 
     def _finished(self, job: Job, call: PipelineJob, ranks: tuple[int, ...]) -> FinishedCall:
         """Wait for a call, which ends with its job, and report steps. Raises Cancelled, Suspended, and its error."""

@@ -19,6 +19,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 SIDES = (256, 512, 1024, 2048)
 """Of square images with as many pixels as the images, or videos, of a class have at most."""
+RECOVERY_OUTCOMES = ("recovered", "failed")
 PRIORITIES = range(-MAX_PRIORITY, MAX_PRIORITY + 1)
 
 
@@ -59,8 +60,13 @@ class ServerMetrics:
             "patchpar_suspensions_total", "Running requests that were suspended.", registry=registry
         )
         self._recoveries = Counter(
-            "patchpar_recoveries_total", "Times that a call went on after it had lost a worker.", registry=registry
+            "patchpar_recoveries_total",
+            "Losses of a worker by a call, which then went on, or failed.",
+            ["outcome"],
+            registry=registry,
         )
+        for outcome in RECOVERY_OUTCOMES:
+            self._recoveries.labels(outcome)  # so that both are there from the start, as 0
         self._missed = Counter(
             "patchpar_deadlines_missed_total", "Requests whose deadline passed while they waited.", registry=registry
         )
@@ -119,7 +125,11 @@ class ServerMetrics:
 
     def observe_recoveries(self, count: int) -> None:
         """Count calls that were made again after they had lost a worker."""
-        self._recoveries.inc(count)
+        self._recoveries.labels("recovered").inc(count)
+
+    def observe_lost_request(self) -> None:
+        """Count a request that has failed since it has lost a worker."""
+        self._recoveries.labels("failed").inc()
 
     def observe_suspension(self) -> None:
         """Count a running request that waits again."""

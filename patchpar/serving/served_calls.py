@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from patchpar.errors import LaunchError, WorkerError
+from patchpar.errors import LaunchError, RetriesExhausted, WorkerDied, WorkerError, WorkerHung
 from patchpar.pipeline.report import Run
 from patchpar.serving.batching import completed
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
@@ -18,6 +18,8 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.scheduler import check_not_late
 from patchpar.serving.scheduling.learnt_costs import LearntCosts
 
+LOST = (WorkerDied, WorkerHung, RetriesExhausted)
+"""Of a request that has lost a worker, and does not go on."""
 T = TypeVar("T")
 
 
@@ -92,7 +94,9 @@ class ServedCalls:
         except Suspended:
             self._metrics.observe_suspension()
             raise
-        except (WorkerError, LaunchError):
+        except (WorkerError, LaunchError) as error:
+            if isinstance(error, LOST):
+                self._metrics.observe_lost_request()
             self._repair(job.takes)
             raise
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.pipeline.call_placement import MAX_RETRIES
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole
 from patchpar.serving.api_keys import ApiKeys
@@ -27,8 +28,9 @@ class ServedModel:
     `per_request`: the devices that work on a request with an automatic plan; None is all of them, or what a policy
     gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
     what they are. `loras`: those that requests may select. `batch`: most requests of one call; `batch_wait`: seconds
-    for which an idle server waits for them. `quality_steps`: steps by the field `quality`. Raises PlanError for a
-    plan with axis data, two LoRAs of one name, an unknown quality, and numbers out of bounds.
+    for which an idle server waits for them. `quality_steps`: steps by the field `quality`. `recovers`: a request
+    that has lost a worker goes on. Raises PlanError for a plan with axis data, two LoRAs of one name, an unknown
+    quality, and numbers out of bounds.
     """
 
     model: str
@@ -41,6 +43,7 @@ class ServedModel:
     batch: int = 1
     batch_wait: float = 0.0
     quality_steps: Mapping[str, int] = field(default_factory=dict)
+    recovers: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan) and self.plan.data > 1:
@@ -75,6 +78,11 @@ class ServedModel:
     def opened_with(self) -> Plan | str:
         """The plan that the pipeline is opened with: of one that divides weights, each device loads its part."""
         return self.plan if isinstance(self.plan, Plan) and self.plan.divides_weights else "auto"
+
+    @property
+    def max_retries(self) -> int:
+        """How often a request is made again after it has lost a worker."""
+        return MAX_RETRIES if self.recovers else 0
 
     def devices_of(self, plan: Plan | str) -> int:
         """Return how many devices work on a request with this plan."""

@@ -170,7 +170,8 @@ def test_a_response_says_how_often_a_call_was_made_again(
     assert client.post(PATH, json={"prompt": "a"}).json()["patchpar"]["recovered"] == 0
     monkeypatch.setattr(fake, "generate", recovered)
     assert client.post(PATH, json={"prompt": "a", "n": 2}).json()["patchpar"]["recovered"] == 2
-    assert "patchpar_recoveries_total 2.0" in client.get("/metrics").text
+    assert 'patchpar_recoveries_total{outcome="recovered"} 2.0' in client.get("/metrics").text
+    assert 'patchpar_recoveries_total{outcome="failed"} 0.0' in client.get("/metrics").text
 
 
 def test_defaults_of_openai_are_accepted(strict: Any) -> None:

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from patchpar import ParallelPipeline, Plan
+from patchpar import ParallelPipeline, Plan, PlanError, WorkerDied
+from patchpar.cli.serve import ServeFlags, _service
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
@@ -129,6 +131,53 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
         assert client.get("/health/ready").status_code == 200
         metrics = client.get("/metrics").text
         assert 'patchpar_bytes_sent_total{kind="halo",rank="1"}' in metrics
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize(("flag", "retries"), [("on", 2), ("off", 0)])
+def test_whether_a_request_goes_on_after_a_lost_worker(flag: str, retries: int) -> None:
+    """The flag reaches each call; what a call does with it is in tests/pipeline/test_recovery.py."""
+    service: Any = _service(ServeFlags(model="embedded", devices="cpu", recover=flag))
+    given: list[int] = []
+
+    def submit(*, max_retries: int, **_: Any) -> None:
+        given.append(max_retries)
+        raise WorkerDied("rank 0 ended", rank=0)
+
+    generator = service.generator
+    generator._pipe = SimpleNamespace(submit=submit)
+    with pytest.raises(WorkerDied):
+        generator._submit({}, "auto", (0,))
+    assert given == [retries]
+    with pytest.raises(PlanError, match="--recover maybe: use on or off"):
+        _service(ServeFlags(model="embedded", devices="cpu", recover="maybe"))
+
+
+@pytest.mark.breadth
+def test_a_worker_that_is_killed_with_recover_off() -> None:
+    """Its request fails, with the request's ID; the next one has new workers."""
+    served = ServedModel(model="embedded", devices=("cpu", "cpu"), plan=Plan(patch=2), recovers=False)
+    generator = ImageGenerator(served)
+    service = ImageService(generator, ServerSettings())
+    try:
+        service.load()
+        client = client_of(application(service))
+        begun = generator._submit
+
+        def killed(*arguments: Any, **options: Any) -> Any:
+            generator._submit = begun  # type: ignore[method-assign]
+            call = begun(*arguments, **options)
+            until(lambda: call.progress.step >= 1, "a step")
+            os.kill(generator.pipe._state.executor.pids[1], signal.SIGKILL)
+            return call
+
+        generator._submit = killed  # type: ignore[method-assign]
+        response = client.post(PATH, json={**SMALL, "num_inference_steps": 30})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "worker_lost"
+        assert response.headers["x-request-id"] in response.json()["error"]["message"]
+        assert client.post(PATH, json=SMALL).status_code == 200
     finally:
         service.close()
 

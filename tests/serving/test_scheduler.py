@@ -271,6 +271,7 @@ def test_a_server_is_ready_while_one_rank_of_several_is_replaced(four: Any) -> N
     fake.error = WorkerDied("rank 0 ended", rank=0)
     fake.may_warm.clear()
     assert error_of(client.post(PATH, json={"prompt": "a"}), 500)["code"] == "worker_lost"
+    assert 'patchpar_recoveries_total{outcome="failed"} 1.0' in client.get("/metrics").text
     assert client.get("/health/ready").status_code == 200
     assert fake.ranks.states[0] == "lost"
     assert client.post(PATH, json={"prompt": "b"}).status_code == 200, "others serve meanwhile"
