@@ -128,6 +128,17 @@ def test_ranks_decode_them_together(parallel: ParallelPipeline, plain: Any, plan
     assert np.array_equal(pixels(image), pixels(without.result(SECONDS).images[0]))
 
 
+@pytest.mark.breadth
+@pytest.mark.parametrize("strategy", ["fresh-edges", "displaced"])
+def test_messages_on_their_way_are_not_disturbed(parallel: ParallelPipeline, strategy: str) -> None:
+    """With stale values, messages of one step arrive in the next, and the image is decoded between them."""
+    plan = f"patch=2,strategy={strategy}"
+    found, image = previews_of(parallel, plan)
+    assert len(found) == 2
+    without = parallel.submit(**{**QUICK, "num_inference_steps": 4}, generator=generator(), plan=plan)
+    assert np.array_equal(pixels(image), pixels(without.result(SECONDS).images[0]))
+
+
 def test_a_call_without_images_is_refused_in_words() -> None:
     with pytest.raises(PlanError, match="WanPipeline makes no images of its scheduler's latents: use previews of the"):
         previewed(build("wan"))
