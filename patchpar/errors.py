@@ -87,7 +87,14 @@ class WorkerHung(WorkerError):
 
 
 class WorkerOutOfMemory(WorkerError):
-    """A worker's device has too little memory for the call. The worker is alive, and takes the next call."""
+    """A worker's device has too little memory for the call. The worker is alive, and takes the next call.
+
+    `free`: what is free on each rank, in words; empty if that is unknown.
+    """
+
+    def __init__(self, message: str = "", *, rank: int | None = None, cause: str = "", free: str = "") -> None:
+        super().__init__(message, rank=rank, cause=cause)
+        self.free = free
 
 
 class RetriesExhausted(WorkerError):

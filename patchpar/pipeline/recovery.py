@@ -141,6 +141,7 @@ class Recovery:
             f"vae='tiled'. {error}",
             rank=getattr(error, "rank", None),
             cause=getattr(error, "cause", "") or type(error).__name__,
+            free=free,
         ) from error
 
     def _retried(self, error: Exception, attempt: NextAttempt) -> NextAttempt:

@@ -20,7 +20,8 @@ OF_OTHERS = {
     **dict.fromkeys(("complexity", "frame_count", "input_fidelity"), "does not apply here: leave it out"),
 }
 """Fields of other requests, and why they are refused here."""
-
+NOT_MADE = {"output_format": ("gif", "svg")}
+"""Values of OpenAI's that no model of this package can have."""
 
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -114,7 +115,8 @@ def _refusal(error: ValidationError, kind: type[PipelineFields]) -> RequestError
     if first["type"] in ("missing", "string_pattern_mismatch"):
         return _missing(name, first["type"])
     given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"
-    return RequestError(f"{name}{given}: {first['msg']}", param=name, code="invalid_value")
+    code = "unsupported_parameter" if first["input"] in NOT_MADE.get(name, ()) else "invalid_value"
+    return RequestError(f"{name}{given}: {first['msg']}", param=name, code=code)
 
 
 def _missing(name: str, kind: str) -> RequestError:

@@ -137,8 +137,10 @@ def test_a_device_lacks_memory(tmp_path: Path) -> None:
         with pytest.raises(
             WorkerOutOfMemory,
             match=r"ranks \(1,\) lacked memory, before the end of the first step; free now: rank 1 .*GB",
-        ):
+        ) as raised:
             named.result(SECONDS)
+        assert raised.value.free in str(raised.value)
+        assert raised.value.free.startswith("rank 1 ")
         room.write_text("10")
         with pytest.raises(WorkerOutOfMemory, match=r"there is none either for the attempt.*Use a smaller"):
             pipe.submit(**CALL, plan="single").result(SECONDS)

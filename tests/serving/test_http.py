@@ -57,7 +57,9 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"priority": 11}, "priority", "invalid_value", "10"),
     ({"background": "transparent"}, "background", "unsupported_parameter", "opaque"),
     ({"moderation": "low"}, "moderation", "unsupported_parameter", "moderate"),
-    ({"output_format": "gif"}, "output_format", "invalid_value", "'png', 'jpeg' or 'webp'"),
+    ({"output_format": "gif"}, "output_format", "unsupported_parameter", "'png', 'jpeg' or 'webp'"),
+    ({"output_format": "bmp"}, "output_format", "invalid_value", "'png', 'jpeg' or 'webp'"),
+    ({"output_format": ["gif"]}, "output_format", "invalid_value", "'png', 'jpeg' or 'webp'"),
     ({"output_compression": 101}, "output_compression", "invalid_value", "100"),
     ({"n": 0}, "n", "invalid_value", "1"),
     ({"n": 11}, "n", "invalid_value", "10"),
@@ -326,6 +328,15 @@ def test_lost_workers(client: Any, fake: FakeGenerator, service: ImageService) -
     until(lambda: client.get("/health/ready").status_code == 200, "the workers")
     assert fake.warmed == 2
     assert client.post(PATH, json={"prompt": "a"}).status_code == 200
+
+
+def test_what_does_not_fit_is_refused_with_figures(client: Any, fake: FakeGenerator) -> None:
+    """Those of devices, and nothing else of the message."""
+    fake.error = WorkerOutOfMemory("/secret", free="rank 0 0.50 GB of its device")
+    error = error_of(client.post(PATH, json={"prompt": "a"}), 422)
+    assert error["code"] == "out_of_memory"
+    assert "rank 0 0.50 GB of its device" in error["message"]
+    assert "secret" not in error["message"]
 
 
 class OutOfMemoryError(RuntimeError):

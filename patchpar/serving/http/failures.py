@@ -24,7 +24,9 @@ def request_error_of(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, Cancelled):
         return _cancellation_of(error)
     if is_out_of_memory(error):
-        reason = "this image does not fit into the memory of the devices: make it smaller"
+        free = getattr(error, "free", "")
+        figures = f", of which are free now: {free}" if free else ""
+        reason = f"this result does not fit into the memory of the devices{figures}. Make it smaller"
         return RequestError(reason, status=422, code="out_of_memory")
     return _failure_of(error, request_id)
 
