@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,6 +139,27 @@ def test_messages_on_their_way_are_not_disturbed(parallel: ParallelPipeline, str
     assert len(found) == 2
     without = parallel.submit(**{**QUICK, "num_inference_steps": 4}, generator=generator(), plan=plan)
     assert np.array_equal(pixels(image), pixels(without.result(SECONDS).images[0]))
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_lost_between_them(four: ParallelPipeline, rank: int) -> None:
+    """The others go on with the call and with its previews, of which none is missing."""
+    call = {**QUICK, "num_inference_steps": 8}
+    four.submit(**call, plan="patch=2").result(SECONDS)
+    whole = four.submit(**call, plan="patch=2", generator=generator()).result(SECONDS).images[0]
+    steps: list[int] = []
+
+    def receive(step: int, *_: Any) -> None:
+        steps.append(step)
+        if len(steps) == 2:
+            os.kill(four._executor.pids[rank], signal.SIGKILL)
+
+    previews = Previews(count=7, receive=receive, decoded=True)
+    job = four.submit(**call, plan="patch=2", ranks=(0, 1), generator=generator(), previews=previews)
+    assert np.abs(pixels(job.result(SECONDS).images[0]) - pixels(whole)).max() <= 1
+    assert job.retries == 1
+    assert set(steps) == set(range(1, 8))
 
 
 def test_a_call_without_images_is_refused_in_words() -> None:
