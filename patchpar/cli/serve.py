@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 PAGE_MODULES = ("server", "workers", "shared_page")
 PAGE_PATHS = ("/app", "/live/")
+AUTO_BATCH = 8
+"""Requests: whoever is in a batch waits until all of it is made."""
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
@@ -66,7 +68,7 @@ class ServeFlags:
     max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32
     max_per_key: Annotated[int | None, more("Requests that may wait of one API key; default: --max-queue.")] = None
     max_per_user: Annotated[int | None, more("The same of one `user` of a key.")] = None
-    batch: Annotated[int, more("Requests of small images that are made in one call; 1: none.")] = 1
+    batch: Annotated[str, more("Requests of small images that are made in one call: 1, none; auto, 8.")] = "1"
     batch_wait_ms: Annotated[int, more("Milliseconds for which an idle server waits for more of them.")] = 0
     policy: Annotated[str, more("Which request is next: latency, throughput, deadline.")] = "latency"
     recover: Annotated[str, more("off: a request that loses a worker fails, instead of going on.")] = "on"
@@ -156,7 +158,7 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         options={**loading, **given(deadline=request.deadline), **request.trust},
         measured=_measured(request, plan),
         loras=_loras(request.lora),
-        batch=request.batch,
+        batch=_batch(request.batch),
         batch_wait=request.batch_wait_ms / 1000,
         recovers=_recovers(request.recover),
         quality_steps=_quality(request),
@@ -251,6 +253,14 @@ def _quality(request: ServeFlags) -> dict[str, int]:
             raise PlanError(f"--quality {part.strip()}: at most {request.max_steps} steps are made, see --max-steps")
         found[name] = int(steps)
     return found
+
+
+def _batch(text: str) -> int:
+    if text == "auto":
+        return AUTO_BATCH
+    if not (text.isascii() and text.isdigit()):
+        raise PlanError(f"--batch {text}: use auto, or the number of requests that are made in one call")
+    return int(text)
 
 
 def _recovers(text: str) -> bool:

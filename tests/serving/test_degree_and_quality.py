@@ -103,6 +103,14 @@ def test_bad_flags() -> None:
             ServedModel(model="m", devices=("cpu",), quality_steps=wrong)
 
 
+def test_requests_of_one_call_by_a_number_or_automatically() -> None:
+    batches = [_service(ServeFlags(model="embedded", devices="cpu", batch=text)).served.batch for text in ("1", "auto")]
+    assert batches == [1, 8]
+    for text, message in (("many", "use auto"), ("-1", "use auto"), ("33", "to 32"), ("0", "to 32")):
+        with pytest.raises(PlanError, match=f"--batch {text}: .*{message}"):
+            _service(ServeFlags(model="embedded", devices="cpu", batch=text))
+
+
 def test_ranks_of_several_nodes_know_one_another_by_a_secret_file() -> None:
     service = _service(ServeFlags(model="embedded", devices="ray:2", secret_file=Path("my.secret")))
     assert service.served.options["secret_file"] == Path("my.secret")
