@@ -13,6 +13,7 @@ from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.tensor.cut import CutBlock
 from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, FeaturePlan
 from patchpar.shard.tensor.norms import normalized, sums_of
 from patchpar.shard.tensor.proof import BlockProof
@@ -38,6 +39,17 @@ def test_gates_and_their_values_are_held_by_one_rank() -> None:
     assert cut.columns == (FeatureCut("proj", (((0, 10), (20, 30)), ((10, 20), (30, 40)))),)
     assert cut.rows == (FeatureCut("out", (((0, 10),), ((10, 20),))),)
     assert not cut.counts
+
+
+def test_within_autocast_a_row_returns_the_dtype_of_torchs_linear() -> None:
+    block, x = captured("gated").module, torch.randn(3, 20)
+    cut = find_cut(captured("gated"), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = block.out(x)
+        parts = CutBlock(block, cut, 0, lambda path, own: own)
+        found = block.out(x[:, :10])
+        parts.restore(lambda each, own, dim: own)
+    assert found.dtype == wanted.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("size", [2, 3])
