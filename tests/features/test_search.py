@@ -62,6 +62,15 @@ def test_heads_are_held_whole_and_a_norm_over_all_of_them_is_added_up(name: str,
     assert [(each.name, each.values) for each in cut.counts] == [("heads", (1, 2) if size == 2 else (1, 1, 1))]
 
 
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_of_small_values_over_ranks_has_the_eps_of_torchs(dtype: torch.dtype, eps: float | None) -> None:
+    norm = nn.RMSNorm(48, eps=eps).to(dtype)
+    x = (1e-2 * torch.randn(7, 48, generator=torch.Generator().manual_seed(0))).to(dtype)
+    sums = torch.stack([sums_of(norm, part) for part in x.chunk(3, -1)]).sum(0)
+    assert (normalized(norm, x, sums, 48) - norm(x)).norm() <= 1e-2 * norm(x).norm()
+
+
 @pytest.mark.parametrize("mean", [0.0, 3e4])
 def test_a_layer_norm_over_ranks_is_as_precise_as_torchs(mean: float) -> None:
     """Where the mean is large, squares of it are no longer known to the variance in fp32."""
