@@ -30,12 +30,13 @@ WARM = 2  # steps: the first has no past, and the first after it is stale for th
 
 @dataclass(slots=True)
 class Exchange:
-    """One exchange: when it was sent and first waited for, and what left this rank."""
+    """One exchange: when it was sent and first waited for, how long it was waited for, and what left this rank."""
 
     where: str
     sent: float
     num_bytes: int
     needed: float | None = None
+    waited: float = 0.0
 
 
 class Recorder:
@@ -86,7 +87,9 @@ class RecordedWork(Work[Messages]):
             self._send_recv.needed = self._recorder.now()
         start = time.perf_counter()
         yield
-        self._recorder.waited += time.perf_counter() - start
+        waited = time.perf_counter() - start
+        self._recorder.waited += waited
+        self._send_recv.waited += waited
 
 
 def sleeping() -> Any:
@@ -174,7 +177,7 @@ class Steps:
     def record(self, *, without_waits: bool = False) -> dict[str, Any]:
         """One step's exchanges on the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
 
-        `without_waits`: of a clock that does not run while the rank waits for messages.
+        `without_waits`: of a clock that does not run while the rank waits for messages. `waits`: seconds of each.
         """
         self.recorder.without_waits = without_waits
         self._link(0.0, float("inf"), 0)
@@ -184,7 +187,11 @@ class Steps:
         self._steps(1)
         exchanges, end = list(self.recorder.exchanges), self.recorder.now()
         self._steps(1)
-        return {"seconds": end - start, "messages": [_seen(send_recv, start, end) for send_recv in exchanges]}
+        return {
+            "seconds": end - start,
+            "messages": [_seen(send_recv, start, end) for send_recv in exchanges],
+            "waits": [send_recv.waited for send_recv in exchanges],
+        }
 
     def _link(self, latency: float, rate: float, overtake: int) -> None:
         self.line.latency, self.line.rate, self.line.overtake = latency, rate, overtake

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
+from patchpar.pipeline.planner.tune import kernel_rates
 from patchpar.pipeline.planner.tune import rank as rank_module
 from patchpar.pipeline.planner.tune import timer as timer_module
 from patchpar.pipeline.planner.tune import tune as tune_module
@@ -26,6 +27,7 @@ from patchpar.pipeline.planner.tune.rank import TuningRank
 from patchpar.pipeline.planner.tune.real_calls import RandomDenoiser
 from patchpar.pipeline.planner.tune.timer import REPEATS, ROUNDS, DeviceTimer, TimedRun, waited_for_cores
 from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, measured, tune
+from patchpar.plan.replay.measured_device import KernelRate
 from patchpar.plan.replay.measured_machine import MeasuredLink, MeasuredMachine
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard import verification_cache
@@ -273,8 +275,25 @@ def flops(operators: tuple[Operator, ...]) -> int:
     return sum(each.flops for each in operators)
 
 
+@pytest.mark.parametrize(("dtype", "others"), [(torch.float32, {"bfloat16", "float16"}), (torch.half, {"float32"})])
+def test_one_product_is_measured_in_other_dtypes_too(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, others: set[str]
+) -> None:
+    """Both halves count as one."""
+    seconds = {"float32": 4.0, "float16": 2.0, "bfloat16": 1.0}
+
+    def measured_product(timer: DeviceTimer, make: Any, m: int, n: int, k: int) -> KernelRate:
+        return KernelRate(dims=(m, n, k), rate=1.0 / seconds[str(make(1).dtype).removeprefix("torch.")])
+
+    monkeypatch.setattr(kernel_rates, "_product", measured_product)
+    monkeypatch.setattr(DeviceTimer, "best", lambda *_, **__: 1.0)
+    found = measured_device(DeviceTimer(torch.device("cpu")), dtype, "CPU", 2**30)
+    assert found.other_dtypes == {name: seconds[found.dtype] / seconds[name] for name in others}
+
+
 @pytest.mark.breadth
 def test_rates_of_this_processor() -> None:
     found = measured_device(DeviceTimer(torch.device("cpu")), torch.float32, "CPU", 2**30)
+    assert min(found.other_dtypes.values()) > 0
     assert min(each.rate for each in (*found.products, *found.convolutions, *found.attention)) > 1e8
     assert all(points[0].num_bytes < points[-1].num_bytes for points in found.moving.values())

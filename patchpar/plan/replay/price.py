@@ -72,6 +72,9 @@ class CostAssumptions:
         if isinstance(device, MeasuredDevice):
             launch = device.launch if self.launch else 0.0
             yield f"{device.name}: kernels by rates measured in {device.dtype}, times {device.scale:.2f}"
+            if device.other_dtypes:
+                others = (f"{rate:.2f} times as fast in {name}" for name, rate in device.other_dtypes.items())
+                yield f"products: {', '.join(others)}, by one of them"
             yield f"process: measured, {1e6 * (launch or device.overhead):.1f} µs per kernel"
             return
         yield (
