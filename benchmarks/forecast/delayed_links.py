@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedStep, bare_latency, replayed_step
+from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
 from benchmarks.page import contents, write_page
 from patchpar.launch.local import LocalExecutor
 from patchpar.pipeline.planner.tune.timer import PREEMPTED
+from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.link_model import LinkModel, TimedMessage
+from patchpar.strategies import parse_strategy
 
 STRATEGIES = (
     "exact",
@@ -42,7 +44,7 @@ OFF = 0.05
 TRIES = 3
 """Of steps on a link, as long as a rank waits too long for a core."""
 RECORDED = 5
-"""Steps of a strategy; an odd number."""
+"""Turns of a strategy; an odd number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +63,22 @@ class Row:
         return self.replayed / self.real - 1
 
 
-def recorded(ranks: LocalExecutor) -> RecordedRanks:
-    """Return what the ranks do in a step: of several, the median of each time."""
-    steps = [ranks.call("record", without_waits=True, expected=60.0) for _ in range(RECORDED)]
-    return RecordedRanks.of([list(map(_step, of_ranks)) for of_ranks in steps])
+def steps_of_turn(strategy: str) -> int:
+    """Return the steps after which a strategy does the same again: layers of cached partials are refreshed in turn."""
+    context = parse_strategy(strategy).policy.context
+    return context.refresh if isinstance(context, CachedPartials) else 1
 
 
-def _step(found: Mapping[str, Any]) -> RecordedStep:
+def recorded(ranks: LocalExecutor, strategy: str) -> RecordedRanks:
+    """Return what the ranks do in a turn: of several, the median of each time."""
+    steps = steps_of_turn(strategy)
+    turns = [ranks.call("record", steps, without_waits=True, expected=60.0) for _ in range(RECORDED)]
+    return RecordedRanks.of(steps, [list(map(_turn, of_ranks)) for of_ranks in turns])
+
+
+def _turn(found: Mapping[str, Any]) -> RecordedTurn:
     messages = tuple(TimedMessage(*times) for _, *times in found["messages"])
-    return RecordedStep(seconds=found["seconds"], messages=messages, waits=tuple(found["waits"]))
+    return RecordedTurn(seconds=found["seconds"], messages=messages, waits=tuple(found["waits"]))
 
 
 class Measured(NamedTuple):
@@ -95,31 +104,39 @@ def measured(ranks: LocalExecutor, link: LinkModel, timed: int) -> Measured:
     return found[min(found)]
 
 
-def links(seen: RecordedStep, options: argparse.Namespace) -> Iterator[LinkModel]:
+def links(seen: RecordedRanks, options: argparse.Namespace) -> Iterator[LinkModel]:
     """Yield links of each latency without a limit, and such that the strategy's bytes keep busy for some part."""
-    sent = sum(message.num_bytes for message in seen.messages)
+    sent = sum(message.num_bytes for message in seen.ranks[0].messages)
     for milliseconds in options.latency or LATENCIES_MS:
         yield LinkModel(latency=1e-3 * milliseconds, overtake=options.overtake)
     for milliseconds in options.latency or LATENCIES_OF_LOADS:
         for load in options.load or LOADS:
-            rate = sent / (load * seen.seconds)
+            rate = sent / (load * seen.ranks[0].seconds)
             yield LinkModel(latency=1e-3 * milliseconds, rate=rate, overtake=options.overtake)
 
 
 def rows_of(ranks: LocalExecutor, strategy: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Measure one strategy on every link, the bare one between any two."""
+    """Measure one strategy on every link, the bare one between any two; of several rounds the median by its error."""
     ranks.call("prepare", strategy, "sleeping", expected=120.0)
-    seen = recorded(ranks)
-    before = measured(ranks, LinkModel(), options.steps)
-    for link in links(seen.ranks[0], options):
-        real = measured(ranks, link, options.steps)
-        after = measured(ranks, LinkModel(), options.steps)
-        computing = [statistics.fmean(pair) for pair in zip(before.computing, after.computing, strict=True)]
-        bare = statistics.fmean((before.seconds, after.seconds))
-        found = replayed_step(seen, link, computing, bare_latency(seen, computing, bare))
-        yield Row(strategy=strategy, link=link, bare=bare, real=real.seconds, replayed=found)
-        before = after
+    seen = recorded(ranks, strategy)
+    timed = -(-options.steps // seen.steps) * seen.steps
+    before = measured(ranks, LinkModel(), timed)
+    for link in links(seen, options):
+        rounds: list[Row] = []
+        for _ in range(options.rounds):
+            real, after = measured(ranks, link, timed), measured(ranks, LinkModel(), timed)
+            rounds.append(compared(strategy, seen, link, real.seconds, (before, after)))
+            before = after
+        yield sorted(rounds, key=lambda row: row.off)[len(rounds) // 2]
     ranks.call("release", expected=60.0)
+
+
+def compared(strategy: str, seen: RecordedRanks, link: LinkModel, real: float, bare: tuple[Measured, Measured]) -> Row:
+    """Return a step of `real` seconds beside its replay, between two measurements on the bare link."""
+    computing = [statistics.fmean(pair) for pair in zip(*(each.computing for each in bare), strict=True)]
+    seconds = statistics.fmean(each.seconds for each in bare)
+    replayed = replayed_step(seen, link, computing, bare_latency(seen, computing, seconds))
+    return Row(strategy=strategy, link=link, bare=seconds, real=real, replayed=replayed)
 
 
 COLUMNS = ("strategy", "link", "bare, ms", "real, ms", "replayed, ms", "off")
@@ -153,7 +170,8 @@ def lines(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield (
         "By `python -m benchmarks.forecast.delayed_links`. Two ranks run a small UNet whose layers sleep, behind a "
         "transport that delays messages. `bare`: the step on the link as it is, before and after. `replayed`: what was "
-        "recorded on the bare link, where messages arrive no earlier than by the latency and the rate of the row."
+        "recorded on the bare link, where messages arrive no earlier than by the latency and the rate of the row. Of "
+        "three rounds each row is the one with the median error."
     )
     yield ""
     yield (
@@ -173,7 +191,8 @@ def main() -> None:
     parser.add_argument("--strategy", action="append", help=f"default: {', '.join(STRATEGIES)}")
     parser.add_argument("--latency", type=float, action="append", help=f"milliseconds; default: {LATENCIES_MS}")
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}, at {LATENCIES_OF_LOADS} ms")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps on each link")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps on each link, at least")
+    parser.add_argument("--rounds", type=int, default=3, help="of each link, of which the median counts")
     parser.add_argument("--overtake", type=int, default=0, help="bytes that need not queue behind more; 0: one queue")
     parser.add_argument("--write", type=Path, help="also write the page to this file, and keep its other strategies")
     options = parser.parse_args()

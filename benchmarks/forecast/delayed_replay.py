@@ -1,5 +1,7 @@
 """Steps of two ranks as programs: recorded on the bare link, and replayed behind a transport that delays messages.
 
+What is recorded is a turn: as many steps in a row as a strategy takes until it does the same again, in most cases one.
+
 A rank waits until the bare link has brought a message, receives it, and then until the delayed link would have. So the
 bare link is below the other: its time is hidden in that of a slower one. In the replay each rank's messages take both
 ways, through a resource with the latency and the rate of the delayed link, and by a rank that stands for the bare one.
@@ -19,16 +21,17 @@ from patchpar.plan.replay.topology import Resource, Route, Topology
 
 LONGEST_BARE, HALVINGS = 0.01, 16
 """Seconds; and the halvings by which the latency of the bare link is found."""
-STEPS, SETTLED = 10, 4
+STEPS, SETTLED = 12, 4
 """Steps that are replayed, and those at the beginning that are left out: old values are known, and queues as long."""
-RANKS = 2
+RANKS, TURN = 2, "turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
-    """A step of one rank on the bare link: its seconds without waits, and its exchanges in order.
+class RecordedTurn:
+    """A turn of one rank on the bare link: its seconds without waits, and its exchanges in order.
 
-    `waits`: seconds that the rank waited for the message of each exchange, which may have been here before.
+    The age of a message counts turns. `waits`: seconds that the rank waited for the message of each exchange, which may
+    have been here before.
     """
 
     seconds: float
@@ -36,35 +39,37 @@ class RecordedStep:
     waits: tuple[float, ...]
 
     @classmethod
-    def median_of(cls, steps: Sequence[RecordedStep]) -> RecordedStep:
-        """Return one step for an odd number of steps of a rank: the median of each time."""
+    def median_of(cls, turns: Sequence[RecordedTurn]) -> RecordedTurn:
+        """Return one for an odd number of turns of a rank: the median of each time."""
         messages = tuple(
             replace(alike[0], sent=median(each.sent for each in alike), needed=median(each.needed for each in alike))
-            for alike in zip(*(step.messages for step in steps), strict=True)
+            for alike in zip(*(turn.messages for turn in turns), strict=True)
         )
-        waits = tuple(map(median, zip(*(step.waits for step in steps), strict=True)))
-        return cls(seconds=median(step.seconds for step in steps), messages=messages, waits=waits)
+        waits = tuple(map(median, zip(*(turn.waits for turn in turns), strict=True)))
+        return cls(seconds=median(turn.seconds for turn in turns), messages=messages, waits=waits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRanks:
-    """A step of each of two ranks. `receiving`: seconds of receiving the message of each exchange once it is here."""
+    """A turn of each of two ranks, of so many steps. `receiving`: seconds of receiving each message once it is here."""
 
-    ranks: tuple[RecordedStep, ...]
+    steps: int
+    ranks: tuple[RecordedTurn, ...]
     receiving: tuple[float, ...]
 
     @classmethod
-    def of(cls, steps: Sequence[Sequence[RecordedStep]]) -> RecordedRanks:
-        """Return one for an odd number of steps of both ranks: in each, the later rank only receives."""
-        least = [map(min, zip(*(rank.waits for rank in ranks), strict=True)) for ranks in steps]
+    def of(cls, steps: int, turns: Sequence[Sequence[RecordedTurn]]) -> RecordedRanks:
+        """Return one for an odd number of turns of both ranks: in each, the later rank only receives."""
+        least = [map(min, zip(*(rank.waits for rank in ranks), strict=True)) for ranks in turns]
         return cls(
-            ranks=tuple(map(RecordedStep.median_of, zip(*steps, strict=True))),
+            steps=steps,
+            ranks=tuple(map(RecordedTurn.median_of, zip(*turns, strict=True))),
             receiving=tuple(map(median, zip(*least, strict=True))),
         )
 
 
 class Event(NamedTuple):
-    """A wait or a send of exchange `number` of all steps, in seconds of computing since the beginning."""
+    """A wait or a send of exchange `number` of all turns, in seconds of computing since the beginning."""
 
     at: float
     is_wait: bool
@@ -73,13 +78,12 @@ class Event(NamedTuple):
 
 
 def tape_of(recorded: RecordedRanks, rank: int, computing: float, overtake: int) -> Tape:
-    """Return the program of one of two ranks, which computes for so many seconds in a step."""
-    own, other = recorded.ranks[rank], recorded.ranks[1 - rank]
-    found, now, step = list[TapeEntry](), 0.0, 0
-    for event in _events(own, other, computing):
-        while event.at >= step * computing:
-            found += [Kernel("compute", max(0.0, step * computing - now)), Boundary(f"step {step}", is_step=True)]
-            now, step = max(now, step * computing), step + 1
+    """Return the program of one of two ranks, which computes for so many seconds in a turn."""
+    own, found, now, turn = recorded.ranks[rank], list[TapeEntry](), 0.0, 0
+    for event in _events(recorded, rank, computing):
+        while event.at >= turn * computing:
+            found += [Kernel("compute", max(0.0, turn * computing - now)), Boundary(TURN, is_step=True)]
+            now, turn = max(now, turn * computing), turn + 1
         found.append(Kernel("compute", max(0.0, event.at - now)))
         now = max(now, event.at)
         if event.is_wait:
@@ -89,16 +93,17 @@ def tape_of(recorded: RecordedRanks, rank: int, computing: float, overtake: int)
         elif num_bytes := int(own.messages[event.exchange].num_bytes):
             found.append(Send(event.number, (_bare(rank),), "", 0))
             found.append(Send(event.number, (1 - rank,), "", num_bytes, bulk=0 < overtake < num_bytes))
-    return (*found, Kernel("compute", max(0.0, STEPS * computing - now)))
+    return (*found, Kernel("compute", max(0.0, STEPS // recorded.steps * computing - now)))
 
 
-def _events(own: RecordedStep, other: RecordedStep, computing: float) -> list[Event]:
-    scale, count, events = computing / own.seconds, len(own.messages), list[Event]()
-    for step in range(STEPS):
+def _events(recorded: RecordedRanks, rank: int, computing: float) -> list[Event]:
+    own, other, events = recorded.ranks[rank], recorded.ranks[1 - rank], list[Event]()
+    scale, count = computing / own.seconds, len(own.messages)
+    for turn in range(STEPS // recorded.steps):
         for exchange, message in enumerate(own.messages):
-            events.append(Event(step * computing + scale * message.sent, False, step * count + exchange, exchange))
-            if step >= message.age and other.messages[exchange].num_bytes:
-                needed, sent_in = step * computing + scale * message.needed, step - message.age
+            events.append(Event(turn * computing + scale * message.sent, False, turn * count + exchange, exchange))
+            if turn >= message.age and other.messages[exchange].num_bytes:
+                needed, sent_in = turn * computing + scale * message.needed, turn - message.age
                 events.append(Event(needed, True, sent_in * count + exchange, exchange))
     return sorted(events)
 
@@ -118,11 +123,11 @@ def _passed_on(tape: Tape, rank: int) -> Tape:
 
 
 def replayed_step(recorded: RecordedRanks, link: LinkModel, computing: Sequence[float], bare: float) -> float:
-    """Return the seconds of a later step of two ranks, each with one way out, that compute for so many seconds.
+    """Return the seconds of a later step of two ranks, each with one way out, that compute for so many seconds in it.
 
     `bare`: seconds of a message on the bare link.
     """
-    tapes = [tape_of(recorded, rank, computing[rank], link.overtake) for rank in range(RANKS)]
+    tapes = [tape_of(recorded, rank, recorded.steps * computing[rank], link.overtake) for rank in range(RANKS)]
 
     def path(a: int, b: int) -> Route:
         if max(a, b) >= RANKS:
@@ -130,8 +135,9 @@ def replayed_step(recorded: RecordedRanks, link: LinkModel, computing: Sequence[
         return Route((Resource(f"out {a}", link.rate),), link.latency)
 
     found = replay([*tapes, *map(_passed_on, tapes, range(RANKS))], Topology(path))
-    starts = [each.start for each in found.intervals if each.rank == 0 and each.name.startswith("step ")]
-    return (found.ends[0] - starts[SETTLED]) / (STEPS - SETTLED)
+    starts = [each.start for each in found.intervals if each.rank == 0 and each.name == TURN]
+    later = starts[SETTLED // recorded.steps :]
+    return (found.ends[0] - later[0]) / (len(later) * recorded.steps)
 
 
 def bare_latency(recorded: RecordedRanks, computing: Sequence[float], step: float) -> float:

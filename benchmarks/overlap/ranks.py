@@ -174,17 +174,18 @@ class Steps:
         times = self._steps(timed)
         return WaitedSteps(times, (self.recorder.waited - before) / timed, (waited_for_cores() - for_cores) / timed)
 
-    def record(self, *, without_waits: bool = False) -> dict[str, Any]:
-        """One step's exchanges on the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
+    def record(self, steps: int = 1, *, without_waits: bool = False) -> dict[str, Any]:
+        """Exchanges on the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
 
-        `without_waits`: of a clock that does not run while the rank waits for messages. `waits`: seconds of each.
+        Of so many steps in a row, the first of which has a number that they divide. `without_waits`: of a clock that
+        does not run while the rank waits for messages. `waits`: seconds of each.
         """
         self.recorder.without_waits = without_waits
         self._link(0.0, float("inf"), 0)
         self.meet.same(torch.zeros(1))
-        self._steps(1)
+        self._steps(1 + -(self.clock.evaluation + 1) % steps)
         self.recorder.exchanges, start = [], self.recorder.now()
-        self._steps(1)
+        self._steps(steps)
         exchanges, end = list(self.recorder.exchanges), self.recorder.now()
         self._steps(1)
         return {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedStep, bare_latency, replayed_step
+from benchmarks.forecast.delayed_links import STRATEGIES, steps_of_turn
+from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
 from patchpar.plan.link_model import LinkModel, TimedMessage
 
 STEP, BARE, RECEIVING, BYTES = 0.1, 1e-3, 2e-3, 1000
@@ -14,8 +15,8 @@ COMPUTING = (STEP, STEP)
 def ranks(age: int = 0, waits: float = RECEIVING) -> RecordedRanks:
     """Both compute and exchange the same; a message is needed at once, in this step or a later one."""
     message = TimedMessage(STEP / 2, STEP / 2, BYTES, age)
-    step = RecordedStep(seconds=STEP, messages=(message,), waits=(waits,))
-    return RecordedRanks.of([(step, step)])
+    step = RecordedTurn(seconds=STEP, messages=(message,), waits=(waits,))
+    return RecordedRanks.of(1, [(step, step)])
 
 
 def seconds(link: LinkModel, recorded: RecordedRanks) -> float:
@@ -44,14 +45,31 @@ def test_the_latency_of_the_bare_link_is_found_from_a_step_on_it() -> None:
     assert bare_latency(ranks(), COMPUTING, STEP) == 0.0
 
 
-def test_of_several_steps_each_time_is_the_median_and_the_later_rank_tells_how_long_receiving_takes() -> None:
-    """In the last step both were disturbed. Which rank comes later changes from step to step."""
+def test_a_turn_of_several_steps_is_replayed_as_they_follow_each_other() -> None:
+    """Of two steps only the first exchanges. Control: with such a message in both, both wait."""
 
-    def recorded(sent: float, *waits: float) -> list[RecordedStep]:
+    def turn(*sent: float) -> RecordedRanks:
+        messages = tuple(TimedMessage(at, at, BYTES) for at in sent)
+        step = RecordedTurn(seconds=2 * STEP, messages=messages, waits=(0.0,) * len(sent))
+        return RecordedRanks.of(2, [(step, step)])
+
+    link = LinkModel(latency=2e-2)
+    assert seconds(link, turn(STEP / 2)) == pytest.approx(STEP + 1e-2)
+    assert seconds(link, turn(STEP / 2, 3 * STEP / 2)) == pytest.approx(STEP + 2e-2)
+
+
+def test_layers_of_cached_partials_are_refreshed_in_turn() -> None:
+    assert [steps_of_turn(each) for each in STRATEGIES] == [1] * (len(STRATEGIES) - 1) + [4]
+
+
+def test_of_several_turns_each_time_is_the_median_and_the_later_rank_tells_how_long_receiving_takes() -> None:
+    """In the last both were disturbed. Which rank comes later changes from turn to turn."""
+
+    def recorded(sent: float, *waits: float) -> list[RecordedTurn]:
         message = TimedMessage(sent, sent + 0.01, BYTES, 1)
-        return [RecordedStep(seconds=2 * sent, messages=(message,), waits=(wait,)) for wait in waits]
+        return [RecordedTurn(seconds=2 * sent, messages=(message,), waits=(wait,)) for wait in waits]
 
-    found = RecordedRanks.of([recorded(0.05, 0.002, 0.03), recorded(0.052, 0.04, 0.0022), recorded(0.3, 0.5, 0.6)])
+    found = RecordedRanks.of(1, [recorded(0.05, 0.002, 0.03), recorded(0.052, 0.04, 0.0022), recorded(0.3, 0.5, 0.6)])
     assert found.receiving == (0.0022,)
     assert [rank.messages for rank in found.ranks] == [(TimedMessage(0.052, 0.062, BYTES, 1),)] * 2
     assert [rank.seconds for rank in found.ranks] == [0.104, 0.104]
