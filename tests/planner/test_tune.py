@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
-from patchpar.pipeline.planner.tune import kernel_rates
+from patchpar.pipeline.planner.tune import kept_machine, kernel_rates
 from patchpar.pipeline.planner.tune import rank as rank_module
 from patchpar.pipeline.planner.tune import timer as timer_module
 from patchpar.pipeline.planner.tune import tune as tune_module
@@ -210,7 +210,7 @@ def test_devices_of_each_kind_have_rates_of_their_own(tmp_path: Path) -> None:
     assert [kept.of(DEVICES).device_at(number).scale for number in (0, 3)] == pytest.approx([2.2, 10.4])
 
 
-def test_figures_are_kept_by_device_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_kept_by_machine_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptMachines(VerificationCache(tmp_path))
     with pytest.raises(PlanError, match=r"run patchpar tune --devices cpu:2"):
         kept.of(DEVICES)
@@ -219,6 +219,10 @@ def test_figures_are_kept_by_device_and_version(tmp_path: Path, monkeypatch: pyt
     assert kept.find(("cpu",)) is None
     kept.scale(DEVICES, 1.5)
     assert kept.of(DEVICES).device.scale == 1.5 * DEVICE.scale
+    for name, other in (("available_cores", 999), ("hardware", ("another",))):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(kept_machine, name, lambda other=other: other)
+            assert kept.find(DEVICES) is None, "several machines may have one home folder"
     monkeypatch.setattr(verification_cache.importlib.metadata, "version", lambda package: "99")
     assert kept.find(DEVICES) is None
 
