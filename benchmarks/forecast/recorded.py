@@ -34,5 +34,6 @@ class RecordedModel:
             machine,
             steps=steps,
             warm_up_steps=simulated.warm_up_steps,
+            turn=simulated.turn,
             assumed=assumed,
         ).on()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from patchpar.launch.host_memory import CONTEXT_BYTES
@@ -44,6 +45,17 @@ class PhaseForecast:
             "launch": self.launch,
             "exposed": dict(self.exposed),
         }
+
+    @classmethod
+    def mean_of(cls, phases: Sequence["PhaseForecast"]) -> "PhaseForecast":
+        """Return the mean of several."""
+        kinds = dict.fromkeys(kind for each in phases for kind in each.exposed)
+        return cls(
+            seconds=fmean(each.seconds for each in phases),
+            compute=fmean(each.compute for each in phases),
+            launch=fmean(each.launch for each in phases),
+            exposed={kind: fmean(each.exposed.get(kind, 0.0) for each in phases) for kind in kinds},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +147,9 @@ class Forecast:
 class PlanForecasts:
     """Forecasts of a plan whose ranks are recorded, on the devices of a machine in any order.
 
-    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last. Tapes are priced
-    once, and orders of devices with the same links have one replay. Raises PlanError for more ranks than devices, and
-    for a dtype that the device has no rate for.
+    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last `turn` in the mean.
+    Tapes are priced once, and orders of devices with the same links have one replay. Raises PlanError for more ranks
+    than devices, and for a dtype that the device has no rate for.
     """
 
     def __init__(
@@ -148,6 +160,7 @@ class PlanForecasts:
         *,
         steps: int,
         warm_up_steps: int,
+        turn: int = 1,
         assumed: CostAssumptions = ASSUMED,
     ) -> None:
         plan_fits(plan, machine)
@@ -157,17 +170,18 @@ class PlanForecasts:
         self._topology, self._pairs = machine.topology(), pairs_of(ranks.tapes)
         self._replays: dict[object, Replayed] = {}
         parts = [steps_of(tape) for tape in ranks.tapes]
-        self._last = [name for name in parts[0] if name not in ("", ENCODE, DECODE)][-1]
-        self._last_step = parts[0][self._last]
+        steps_in_order = [name for name in parts[0] if name not in ("", ENCODE, DECODE)]
+        self._later = steps_in_order[min(1, len(steps_in_order) - 1) :][-turn:]
+        self._last_step = parts[0][self._later[-1]]
         self._make = partial(
             Forecast,
             plan=plan,
             machine=machine,
             steps=steps,
             warm_up_steps=min(warm_up_steps, steps),
-            bytes_sent=[bytes_sent(each[self._last]) for each in parts],
+            bytes_sent=[_mean_bytes([each[name] for name in self._later]) for each in parts],
             memory=[memory_of(rank) for rank in ranks.ranks],
-            flops=[_flops(each[self._last]) for each in parts],
+            flops=[sum(_flops(each[name]) for name in self._later) // len(self._later) for each in parts],
         )
 
     def on(self, order: tuple[int, ...] = ()) -> Forecast:
@@ -180,17 +194,18 @@ class PlanForecasts:
             self._replays[form] = self._replayed(devices, topology)
         replayed = self._replays[form]
         phases = _phases(replayed)
-        in_order = [name for name in phases if name not in (ENCODE, DECODE)]
-        first, step = phases[in_order[0]], phases[in_order[-1]]
+        first = next(phase for name, phase in phases.items() if name not in (ENCODE, DECODE))
+        step = PhaseForecast.mean_of([phases[name] for name in self._later])
         kinds = {each.name: each for each in devices}.values()
-        priced = steps_of(self._tape(0, devices[0]))[self._last]
+        priced = steps_of(self._tape(0, devices[0]))
+        launches = (entry.host for name in self._later for entry in priced[name] if isinstance(entry, Kernel))
         return self._make(
             phases=phases,
             first=first,
             step=step,
             replayed=replayed,
             order=order,
-            launching=sum(entry.host for entry in priced if isinstance(entry, Kernel)),
+            launching=sum(launches) / len(self._later),
             work=DividedWork.of(self._last_step, devices[0], self._assumed),
             calls=calls_of(self._last_step),
             rounds=len(list(groupby(each.where for each in self._last_step if isinstance(each, Wait)))),
@@ -218,6 +233,11 @@ class PlanForecasts:
             prices = self._prices.setdefault(device.name, Prices(device, self._assumed))
             self._priced[key] = prices.of(self._recorded[rank])
         return self._priced[key]
+
+
+def _mean_bytes(steps: Sequence[Tape]) -> dict[str, int]:
+    total = sum(map(bytes_sent, steps), Counter[str]())
+    return {kind: size // len(steps) for kind, size in total.items()}
 
 
 def _flops(tape: Tape) -> int:

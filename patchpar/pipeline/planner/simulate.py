@@ -16,6 +16,7 @@ from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecas
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
 from patchpar.pipeline.planner.machine_names import machine_of
+from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
@@ -27,16 +28,22 @@ if TYPE_CHECKING:
 
 GRAPHS = "graphs"
 EXACT_STEPS, STALE_STEPS = 1, 4
-"""Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three."""
+"""Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three.
+
+Where layers are refreshed in turn, as many more as it takes until all have been."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSteps:
-    """The plan as it is recorded, and how many of the steps of its first kind the call really has."""
+    """The plan as it is recorded, and how many of the steps of its first kind the call really has.
+
+    `turn`: how many of the recorded steps, the last ones, later ones are like.
+    """
 
     plan: Plan
     recorded: int
     warm_up_steps: int
+    turn: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> "SimulatedSteps":
@@ -48,9 +55,10 @@ class SimulatedSteps:
             )
         if not plan.strategy.policy.remembers or plan.patch == 1:
             return cls(plan=plan, recorded=EXACT_STEPS, warm_up_steps=0)
-        warm_up = plan.strategy.policy.warmup_steps
+        warm_up, context = plan.strategy.policy.warmup_steps, plan.strategy.policy.context
+        turn = context.refresh if isinstance(context, CachedPartials) else 1
         short = replace(plan, strategy=replace(plan.strategy, warmup_steps=1))
-        return cls(plan=short, recorded=STALE_STEPS, warm_up_steps=warm_up)
+        return cls(plan=short, recorded=STALE_STEPS - 1 + turn, warm_up_steps=warm_up, turn=turn)
 
 
 class Simulator:
@@ -109,6 +117,7 @@ class Simulator:
                 self.machine,
                 steps=self.call.steps,
                 warm_up_steps=steps.warm_up_steps,
+                turn=steps.turn,
                 assumed=self._assumed,
             )
         return replace(self._forecasts[plan].on(order), plan=plan)
