@@ -94,14 +94,14 @@ def measured(ranks: LocalExecutor, link: LinkModel, timed: int) -> Measured:
     Again, where other processes disturb them; of TRIES that were disturbed, those with the shortest waits for cores.
     """
     settle = 1 if link == LinkModel() else 2
-    found: dict[float, Measured] = {}
-    while len(found) < TRIES and min(found, default=1.0) > PREEMPTED:
-        of_ranks = ranks.call("measure_waits", (link.latency, link.rate, link.overtake), settle, timed, expected=600.0)
-        steps = [statistics.fmean(each.seconds) for each in of_ranks]
-        computing = tuple(mean - each.messages for mean, each in zip(steps, of_ranks, strict=True))
-        disturbed = max(each.cores / mean for mean, each in zip(steps, of_ranks, strict=True))
-        found[disturbed] = Measured(steps[0], computing)
-    return found[min(found)]
+    tries: list[tuple[float, Measured]] = []
+    while len(tries) < TRIES and all(disturbed > PREEMPTED for disturbed, _ in tries):
+        found = ranks.call("measure_waits", (link.latency, link.rate, link.overtake), settle, timed, expected=600.0)
+        steps = [statistics.fmean(each.seconds) for each in found]
+        computing = tuple(mean - each.messages for mean, each in zip(steps, found, strict=True))
+        disturbed = max(each.cores / mean for mean, each in zip(steps, found, strict=True))
+        tries.append((disturbed, Measured(steps[0], computing)))
+    return min(tries)[1]
 
 
 def links(seen: RecordedRanks, options: argparse.Namespace) -> Iterator[LinkModel]:
