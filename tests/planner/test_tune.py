@@ -223,7 +223,7 @@ def test_figures_are_kept_by_machine_and_version(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(kept_machine, name, lambda other=other: other)
             assert kept.find(DEVICES) is None, "several machines may have one home folder"
-    monkeypatch.setattr(verification_cache.importlib.metadata, "version", lambda package: "99")
+    monkeypatch.setattr(verification_cache, "versions", lambda: {"torch": "99"})
     assert kept.find(DEVICES) is None
 
 

@@ -269,7 +269,7 @@ class DividedWork:
 def part_of(operator: Operator, parts: int) -> Operator:
     """Return an operator with a part of the rows, rounded up; its bytes are divided too, those of weights as well."""
     dims = (-(-operator.dims[0] // parts), *operator.dims[1:]) if operator.dims else ()
-    return replace(operator, flops=operator.flops // parts, num_bytes=operator.num_bytes // parts, dims=dims)
+    return Operator(operator.name, operator.dtype, operator.flops // parts, operator.num_bytes // parts, dims)
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:
