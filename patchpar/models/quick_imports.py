@@ -35,13 +35,16 @@ class DeferredModule(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         answer = self.__dict__[DEFERRAL].answers.get(name)
         if answer is not None:
-            return answer(self, name)
+            found = self.__dict__[name] = answer(self, name)  # torch asks for some of them thousands of times
+            return found
         return getattr(self.run(), name)
 
     def run(self) -> ModuleType:
         """Return the module after it has run, with what was to be decorated."""
-        loader, decorations, _ = (self.__dict__.pop(key) for key in (LOADER, DECORATIONS, DEFERRAL))
+        loader, decorations, deferral = (self.__dict__.pop(key) for key in (LOADER, DECORATIONS, DEFERRAL))
         self.__class__ = ModuleType  # type: ignore[assignment]  # as importlib.util.LazyLoader does
+        for name in deferral.answers:
+            self.__dict__.pop(name, None)
         loader.exec_module(self)
         for decorate in decorations:
             decorate(self)
@@ -153,7 +156,9 @@ SYMBOLS = Deferral(
 ALGEBRA = Deferral(module="sympy", answers={"Basic": lambda *_: NoInstances}, alone=frozenset())
 NETWORKS = ("models.transformers", "models.autoencoders", "models.unets", "hooks")
 PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
-DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, *PACKAGES)
+DOWNLOADS = Deferral(module="requests", alone=frozenset())
+"""For images and videos by URL."""
+DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, DOWNLOADS, *PACKAGES)
 
 
 SCANNING, SCAN, NAMES = "transformers.utils.import_utils", "create_import_structure_from_path", "fetch__all__"
