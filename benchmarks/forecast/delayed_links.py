@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
 from benchmarks.page import contents, write_page
 from patchpar.launch.local import LocalExecutor
+from patchpar.pipeline.planner.forecast import steps_of_turn
 from patchpar.pipeline.planner.tune.timer import PREEMPTED
-from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.link_model import LinkModel, TimedMessage
-from patchpar.strategies import parse_strategy
+from patchpar.plan.plan import Plan
 
 STRATEGIES = (
     "exact",
@@ -63,15 +63,9 @@ class Row:
         return self.replayed / self.real - 1
 
 
-def steps_of_turn(strategy: str) -> int:
-    """Return the steps after which a strategy does the same again: layers of cached partials are refreshed in turn."""
-    context = parse_strategy(strategy).policy.context
-    return context.refresh if isinstance(context, CachedPartials) else 1
-
-
 def recorded(ranks: LocalExecutor, strategy: str) -> RecordedRanks:
     """Return what the ranks do in a turn: of several, the median of each time."""
-    steps = steps_of_turn(strategy)
+    steps = steps_of_turn(Plan(patch=2, strategy=strategy))
     turns = [ranks.call("record", steps, without_waits=True, expected=60.0) for _ in range(RECORDED)]
     return RecordedRanks.of(steps, [list(map(_turn, of_ranks)) for of_ranks in turns])
 

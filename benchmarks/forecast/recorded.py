@@ -34,6 +34,5 @@ class RecordedModel:
             machine,
             steps=steps,
             warm_up_steps=simulated.warm_up_steps,
-            turn=simulated.turn,
             assumed=assumed,
         ).on()

@@ -15,7 +15,7 @@ WHOLE, NUMBER = re.compile(r"-?[0-9]{1,9}"), re.compile(r"-?[0-9]{1,9}(\.[0-9]{1
 def plain_arguments(
     parameters: Iterable[Any], given: Mapping[str, Any], hints: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the values of arguments, as the command line has them, by their parameters' names; None if one is not plain.
+    """Return the values of what is `given` on the command line, by name; None unless all are plain.
 
     `hints`: the types of the parameters. Those that are not given are left out.
     """
@@ -27,12 +27,11 @@ def plain_arguments(
         if value is None:
             continue
         parameter = by_name.get(name)
-        if parameter is None or name not in hints or parameter.callback is not None or getattr(parameter, "multiple", 0):
+        if parameter is None or parameter.callback is not None:
             return None
-        converted = _converted(hints[name], value)
-        if converted is None:
+        found[name] = _converted(hints.get(name), value)
+        if found[name] is None:
             return None
-        found[name] = converted
     return found
 
 

@@ -74,7 +74,7 @@ def available_cores() -> int:
 
 @cache
 def hardware() -> tuple[str, ...]:
-    """Return the model of the CPU and the PCI ids of all cards that compute, which tell machines of one kind from others.
+    """Return the model of the CPU and the PCI ids of all cards that compute, by which kinds of machines differ.
 
     As Linux knows them; empty elsewhere. Asks neither torch nor a driver, which would take memory of each card.
     """

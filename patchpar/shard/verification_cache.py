@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Return the version of a package, from the first lines of its metadata: the others are longer than many modules."""
+    """Return the version of a package, from the first lines of its metadata: there may be thousands of others."""
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.forecast.delayed_links import STRATEGIES, steps_of_turn
 from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
 from patchpar.plan.link_model import LinkModel, TimedMessage
 
@@ -24,7 +23,7 @@ def seconds(link: LinkModel, recorded: RecordedRanks) -> float:
 
 
 def test_a_message_comes_over_the_slower_of_both_links_and_not_over_one_after_the_other() -> None:
-    """What the transport does: `DelayedWork` waits for the bare link, receives, and sleeps until the time of arrival."""
+    """As `DelayedWork` does, which waits for the bare link, receives, and sleeps until the time of arrival."""
     fresh = ranks()
     assert seconds(LinkModel(), fresh) == pytest.approx(STEP + BARE + RECEIVING)
     assert seconds(LinkModel(latency=2e-4), fresh) == pytest.approx(STEP + BARE + RECEIVING)
@@ -56,10 +55,6 @@ def test_a_turn_of_several_steps_is_replayed_as_they_follow_each_other() -> None
     link = LinkModel(latency=2e-2)
     assert seconds(link, turn(STEP / 2)) == pytest.approx(STEP + 1e-2)
     assert seconds(link, turn(STEP / 2, 3 * STEP / 2)) == pytest.approx(STEP + 2e-2)
-
-
-def test_layers_of_cached_partials_are_refreshed_in_turn() -> None:
-    assert [steps_of_turn(each) for each in STRATEGIES] == [1] * (len(STRATEGIES) - 1) + [4]
 
 
 def test_of_several_turns_each_time_is_the_median_and_the_later_rank_tells_how_long_receiving_takes() -> None:

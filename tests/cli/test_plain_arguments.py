@@ -36,7 +36,7 @@ def parsed(words: str) -> dict[str, Any] | str:
     command = GROUP.commands["plan"]
     try:
         found = command.make_context("plan", shlex.split(words)).params
-    except Exception as error:  # of click, whose classes typer has copies of
+    except Exception as error:  # noqa: BLE001 (of click, whose classes typer has copies of)
         return f"{type(error).__name__}: {error}"
     values = {each.name: each.default for each in command.params} | found
     return {name: value for name, value in values.items() if name != folded_help.HELP_ALL}  # whose callback acts

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from patchpar.pipeline.planner.forecast import Forecast, PlanForecasts
+from patchpar.pipeline.planner.forecast import Forecast, PlanForecasts, steps_of_turn
 from patchpar.pipeline.planner.image_ranks import ranks_of_image
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
-from patchpar.pipeline.planner.simulate import STALE_STEPS, SimulatedSteps
+from patchpar.pipeline.planner.simulate import EXACT_STEPS, STALE_STEPS, SimulatedSteps
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.tape import Boundary, Operator, Send, TapeEntry, Wait
 
-PLAN, BYTES = Plan(patch=2), 10**9
+BYTES = 10**9
 
 
 def recorded(rank: int, steps: int) -> RecordedRank:
@@ -32,9 +32,9 @@ def recorded(rank: int, steps: int) -> RecordedRank:
 
 
 def forecast(turn: int, steps: int = 5) -> Forecast:
-    ranks = ranks_of_image(PLAN, lambda rank: recorded(rank, steps))
-    machine = Machine.parse("2xH100")
-    return PlanForecasts(ranks, PLAN, machine, steps=9, warm_up_steps=1, turn=turn).on()
+    plan = Plan(patch=2, strategy=f"fresh-edges:context=partials,refresh={turn}")
+    ranks = ranks_of_image(plan, lambda rank: recorded(rank, steps))
+    return PlanForecasts(ranks, plan, Machine.parse("2xH100"), steps=9, warm_up_steps=1).on()
 
 
 def test_a_later_step_is_the_mean_of_a_turn() -> None:
@@ -55,9 +55,18 @@ def test_the_first_step_is_no_later_one_where_a_call_has_fewer_steps_than_a_turn
     assert [sent["kv"] for sent in forecast(turn=4, steps=1).bytes_sent] == [10 * BYTES] * 2
 
 
-def test_a_turn_of_cached_partials_is_recorded_whole() -> None:
-    """Else the layers that the fourth step refreshes, of a UNet the widest ones, would stand for all."""
-    found = SimulatedSteps.of(Plan.parse("patch=2,strategy=fresh-edges:context=partials,refresh=3"))
-    assert (found.recorded, found.turn) == (STALE_STEPS + 2, 3)
-    other = SimulatedSteps.of(Plan.parse("patch=2,strategy=fresh-edges"))
-    assert (other.recorded, other.turn) == (STALE_STEPS, 1)
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        ("patch=2,strategy=fresh-edges:context=partials,refresh=3", 3),
+        ("patch=2,strategy=fresh-edges", 1),
+        ("patch=2,strategy=displaced", 1),
+        ("strategy=fresh-edges:context=partials", None),
+        ("patch=2", None),
+    ],
+)
+def test_a_turn_of_cached_partials_is_recorded_whole(plan: str, steps: int | None) -> None:
+    """Else the layers that the fourth step refreshes would stand for all."""
+    found = SimulatedSteps.of(Plan.parse(plan))
+    assert found.recorded == (EXACT_STEPS if steps is None else STALE_STEPS - 1 + steps)
+    assert steps_of_turn(Plan.parse(plan)) == (steps or 1)

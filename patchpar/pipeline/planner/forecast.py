@@ -13,6 +13,7 @@ from patchpar.models.dry_run.kernel_buffers import TILES
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
+from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.fold import links_of, moved, pairs_of, replay_groups
 from patchpar.plan.replay.machine import Machine
@@ -39,12 +40,8 @@ class PhaseForecast:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "seconds": self.seconds,
-            "compute": self.compute,
-            "launch": self.launch,
-            "exposed": dict(self.exposed),
-        }
+        times = {"seconds": self.seconds, "compute": self.compute, "launch": self.launch}
+        return times | {"exposed": dict(self.exposed)}
 
     @classmethod
     def mean_of(cls, phases: Sequence["PhaseForecast"]) -> "PhaseForecast":
@@ -147,9 +144,9 @@ class Forecast:
 class PlanForecasts:
     """Forecasts of a plan whose ranks are recorded, on the devices of a machine in any order.
 
-    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last `turn` in the mean.
-    Tapes are priced once, and orders of devices with the same links have one replay. Raises PlanError for more ranks
-    than devices, and for a dtype that the device has no rate for.
+    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last ones, of one turn
+    (`steps_of_turn`), in the mean. Tapes are priced once, and orders of devices with the same links have one replay.
+    Raises PlanError for more ranks than devices, and for a dtype that the device has no rate for.
     """
 
     def __init__(
@@ -160,7 +157,6 @@ class PlanForecasts:
         *,
         steps: int,
         warm_up_steps: int,
-        turn: int = 1,
         assumed: CostAssumptions = ASSUMED,
     ) -> None:
         plan_fits(plan, machine)
@@ -171,7 +167,7 @@ class PlanForecasts:
         self._replays: dict[object, Replayed] = {}
         parts = [steps_of(tape) for tape in ranks.tapes]
         steps_in_order = [name for name in parts[0] if name not in ("", ENCODE, DECODE)]
-        self._later = steps_in_order[min(1, len(steps_in_order) - 1) :][-turn:]
+        self._later = steps_in_order[min(1, len(steps_in_order) - 1) :][-steps_of_turn(plan) :]
         self._last_step = parts[0][self._later[-1]]
         self._make = partial(
             Forecast,
@@ -233,6 +229,12 @@ class PlanForecasts:
             prices = self._prices.setdefault(device.name, Prices(device, self._assumed))
             self._priced[key] = prices.of(self._recorded[rank])
         return self._priced[key]
+
+
+def steps_of_turn(plan: Plan) -> int:
+    """Return the steps after which a plan does the same again: layers of cached partials are refreshed in turn."""
+    context = plan.strategy.policy.context if plan.patch > 1 else None
+    return context.refresh if isinstance(context, CachedPartials) else 1
 
 
 def _mean_bytes(steps: Sequence[Tape]) -> dict[str, int]:

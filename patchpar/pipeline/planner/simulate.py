@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model
 from patchpar.models.quick_imports import quick_imports
-from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits
+from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits, steps_of_turn
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
 from patchpar.pipeline.planner.machine_names import machine_of
-from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
@@ -35,15 +34,11 @@ Where layers are refreshed in turn, as many more as it takes until all have been
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSteps:
-    """The plan as it is recorded, and how many of the steps of its first kind the call really has.
-
-    `turn`: how many of the recorded steps, the last ones, later ones are like.
-    """
+    """The plan as it is recorded, and how many of the steps of its first kind the call really has."""
 
     plan: Plan
     recorded: int
     warm_up_steps: int
-    turn: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> "SimulatedSteps":
@@ -55,10 +50,9 @@ class SimulatedSteps:
             )
         if not plan.strategy.policy.remembers or plan.patch == 1:
             return cls(plan=plan, recorded=EXACT_STEPS, warm_up_steps=0)
-        warm_up, context = plan.strategy.policy.warmup_steps, plan.strategy.policy.context
-        turn = context.refresh if isinstance(context, CachedPartials) else 1
+        warm_up = plan.strategy.policy.warmup_steps
         short = replace(plan, strategy=replace(plan.strategy, warmup_steps=1))
-        return cls(plan=short, recorded=STALE_STEPS - 1 + turn, warm_up_steps=warm_up, turn=turn)
+        return cls(plan=short, recorded=STALE_STEPS - 1 + steps_of_turn(plan), warm_up_steps=warm_up)
 
 
 class Simulator:
@@ -117,7 +111,6 @@ class Simulator:
                 self.machine,
                 steps=self.call.steps,
                 warm_up_steps=steps.warm_up_steps,
-                turn=steps.turn,
                 assumed=self._assumed,
             )
         return replace(self._forecasts[plan].on(order), plan=plan)
