@@ -81,7 +81,7 @@ def previewed(tiny: Tiny) -> tuple[list[Any], Any, Counter[str]]:
     scheduler = tiny.pipe.scheduler
 
     def after(result: Any) -> None:
-        found.append([decoder.image(scheduler, result, result[0] * scale) for scale in (1.0, 1.1)])
+        found.append([decoder.image(scheduler, result, result[0] * scale) for scale in (1.0, 2.0)])
 
     with counted(tiny.pipe) as calls, decoder.watching(arguments), stepping(scheduler, after):
         output = tiny.pipe(**arguments)
