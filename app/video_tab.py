@@ -1,5 +1,6 @@
 """The tab Video: a video from a prompt, by a model of its own that generates videos."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,7 +50,9 @@ class VideoTab(JobTab):
     async def generate(self, owner: str, plan: str, *fields: Any) -> AsyncIterator[Any]:
         """The button. `fields`: in the order of NAMES."""
         request = VideoJobRequest.of(**dict(zip(NAMES, fields, strict=True)))
-        job = self.submit(owner, request, preset_or_plan(plan, self._state.workers.count))
+        preset = preset_or_plan(plan, self._state.workers.count)
+        # Reads the files of the model, which must not block other pages.
+        job = await asyncio.to_thread(self.submit, owner, request, preset)
         async for update in self._updates(owner, job):
             yield update
 
