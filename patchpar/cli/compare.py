@@ -54,10 +54,7 @@ class CompareFlags(HostFlags, ImageFlags):
         """Return the files of all images: of each plan, of the single process, and of the differences."""
         sides = self.sides()
         differences = [_difference_of(side, sides) for side in sides]
-        return {
-            name: names_for(with_word(self.output, name), self.images)
-            for name in (*sides, "single", *differences)
-        }
+        return {name: names_for(with_word(self.output, name), self.images) for name in (*sides, "single", *differences)}
 
 
 class ComparedRun(NamedTuple):

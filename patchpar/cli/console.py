@@ -28,7 +28,7 @@ def friendly_errors(debug: bool) -> Iterator[None]:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except Exception as error:  # noqa: BLE001 (outermost handler: every error is printed)
+    except Exception as error:  # outermost handler: every error is printed
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader(1):
             raise  # click ends quietly
         if debug:

@@ -17,7 +17,6 @@ from patchpar.models.image_file import read_image_file
 from patchpar.models.task import RequestedTask
 from patchpar.stream.web.video_file import frames_of
 
-
 MOST_FPS = 1000
 
 
