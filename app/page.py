@@ -1,6 +1,7 @@
 """The page: tabs, theme, page load and unload."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from .sessions import PAGE_NAME_JS
 from .state import AppState
 
 STYLE = Path(__file__).with_name("style.css")
+YES = "yes"
+ENABLING_JS = """(...tabs) => tabs.flatMap((tab, number) => Array({counts}[number]).fill(
+  tab === "{yes}" ? {{__type__: "update"}} : {{__type__: "update", interactive: true}}))"""
+"""Enables the buttons that start a run, of tabs that do not get their last job back, which says whether it is over."""
 CACHE = (600, 3600)  # seconds: how often files are deleted, and from which age: previews, results, uploads
 FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # no font is downloaded
 
@@ -75,8 +80,7 @@ def build(state: AppState) -> gr.Blocks:
         if chooser is not None:
             chooser.connect(page, owner, title)
         _welcome(page, state, owner, page_name, (image, edited, pair, high_res, *videos, stream))
-        loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
-        loaded.then(_filling(state, forms), forms.components, forms.components, show_progress="hidden")
+        _follow_loading(page, state, forms, ready)
     return page
 
 
@@ -89,30 +93,46 @@ def _video_tab(state: AppState, owner: gr.State) -> list[Any]:
 
 
 def _welcome(page: gr.Blocks, state: AppState, owner: gr.State, page_name: gr.Textbox, tabs: tuple[Any, ...]) -> None:
-    """A page that connects gets its jobs back; a page that disconnects loses them after a grace period."""
+    """A page that connects gets its jobs back; a page that disconnects loses them after a grace period.
+
+    Only tabs that have something are filled: with each message of a job the browser updates all that an event of the
+    page has ever filled.
+    """
 
     @reports_errors()
-    def connect(name: str, request: gr.Request) -> str:
-        return state.sessions.connect(str(request.session_hash), name)
+    def connect(name: str, request: gr.Request) -> tuple[str, ...]:
+        found = state.sessions.connect(str(request.session_hash), name)
+        return found, *(YES if tab.has_something(found) else "" for tab, _ in tabs)
 
     @reports_errors()
     def disconnect(request: gr.Request) -> None:
         state.sessions.disconnect(str(request.session_hash))
 
-    connected = page.load(connect, page_name, owner, js=PAGE_NAME_JS, show_progress="hidden")
-    for tab, filled in tabs:
-        connected.then(tab.resume, owner, filled, show_progress="hidden")
+    resumed = [gr.Textbox(visible="hidden") for _ in tabs]
+    connected = page.load(connect, page_name, [owner, *resumed], js=PAGE_NAME_JS, show_progress="hidden")
+    starts = [[each for each in filled if getattr(each, "variant", "") == "primary"] for _, filled in tabs]
+    enabling = ENABLING_JS.format(counts=[*map(len, starts)], yes=YES)
+    connected.then(None, resumed, [*chain.from_iterable(starts)], js=enabling, show_progress="hidden")
+    for has_something, (tab, filled) in zip(resumed, tabs, strict=True):
+        has_something.change(tab.resume, owner, filled, show_progress="hidden")
     page.unload(disconnect)
 
 
-def _filling(state: AppState, forms: Forms) -> Callable[..., Any]:
-    """The handler that sets the fields to the defaults of the loaded model."""
+def _follow_loading(page: gr.Blocks, state: AppState, forms: Forms, ready: gr.HTML) -> None:
+    """Show how the model is loaded. Then the fields get its defaults, if it has others than they have at first."""
+
+    @reports_errors()
+    def ask() -> str:
+        return "" if forms.has_defaults_of(_known(state)) else YES
 
     @reports_errors()
     def fill(*values: Any) -> list[Any]:
         return forms.filled(_known(state), values)
 
-    return fill
+    has_others = gr.Textbox(visible="hidden")
+    loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
+    loaded.then(ask, None, has_others, show_progress="hidden")
+    has_others.change(fill, forms.components, forms.components, show_progress="hidden")
 
 
 def _known(state: AppState) -> Defaults:

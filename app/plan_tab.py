@@ -18,7 +18,7 @@ from .machine_plans import HEAD, MACHINES, MachinePlans, plans_on
 from .requests import MAX_STEPS, as_whole, check_whole
 from .state import AppState
 
-NOT_YET = "The model is being loaded: try again in a moment."
+NOT_YET = "The model is not loaded yet: try again when it is. An image that is generated loads it."
 
 
 def failed(message: str) -> tuple[str, str, str]:
