@@ -10,9 +10,8 @@ from . import html
 from .edit import MAX_SIDE, ImageEdit, edit
 from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
 from .handler_errors import reports_errors
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .loras import loras_of
 from .mask_editor import mask_editor
 from .requests import MAX_PROMPT, MAX_STEPS, MIN_SIDE

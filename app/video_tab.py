@@ -9,9 +9,8 @@ import gradio as gr
 from . import html
 from .fields import GUIDANCE, clears_error, seed_field
 from .handler_errors import reports_errors
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .presets import Preset, preset_or_plan
 from .requests import MAX_PROMPT
 from .state import AppState
