@@ -40,10 +40,6 @@ class ImageTab(JobTab):
         super().__init__(state, show, failed)
         self.history = HistoryPanel(state)
 
-    def has_something(self, owner: str) -> bool:
-        """Its last job, or images of the history."""
-        return super().has_something(owner) or bool(self._state.history.names(owner))
-
     @reports_errors(lambda message: (html.failure(message), gr.skip(), gr.skip()))
     def choose(self, label: str) -> tuple[Any, Any, Any]:
         """A preset was selected: (its meaning, custom plan and strategy, emptied unless custom)."""

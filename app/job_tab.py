@@ -23,10 +23,6 @@ class JobTab:
         self.resume = reports_errors(failed)(self._resume)
         """The page was reloaded: its last job of this tab."""
 
-    def has_something(self, owner: str) -> bool:
-        """Whether a page that is reloaded gets something back in this tab."""
-        return self._state.job_queue.job_of(owner, self.kind) is not None
-
     def _queue(self, owner: str, work: Callable[[Job], Any]) -> Job:
         """Queue a job of this tab. Raises PlanError."""
         return self._state.job_queue.submit(owner, self.kind, work)

@@ -83,6 +83,11 @@ class AppState:
         facts = {**more, "Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
         self.history.add(owner, add_parameters(image.image, request, facts))
 
+    def kinds_of(self, owner: str) -> list[str]:
+        """The kinds of jobs that a page gets back when it is reloaded; its history comes back like an image."""
+        images = ["image"] if self.history.names(owner) else []
+        return [*images, *self.job_queue.kinds_of(owner)]
+
     @property
     def uploads(self) -> Path:
         """Gradio's folder of uploads, previews and results; Gradio deletes them after an hour."""
