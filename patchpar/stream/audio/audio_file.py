@@ -77,7 +77,8 @@ def _decoded(container: Any, rate: int, name: str, most: float) -> Tensor:
         pieces += [made.to_ndarray().mean(0) for made in resampler.resample(None)]
     except av.FFmpegError as error:
         seconds = sum(map(len, pieces)) / rate
-        raise PlanError(f"{name} is broken after {seconds:.1f} s: {error.strerror}. Repair it, or cut it there") from error
+        where = f"after {seconds:.1f} s: {error.strerror}"
+        raise PlanError(f"{name} is broken {where}. Repair it, or cut it there") from error
     return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.zeros(0)
 
 
