@@ -20,10 +20,10 @@ from patchpar.cli.output_files import check_can_write
 from patchpar.cli.pipeline_changes import loras_of, scheduler_name
 from patchpar.cli.shutdown import ended_by_signals
 from patchpar.errors import PlanError
-from patchpar.models.task import RequestedTask
 
 if TYPE_CHECKING:
     from patchpar import Plan
+    from patchpar.models.task import RequestedTask
 
 F = TypeVar("F")
 
@@ -147,6 +147,8 @@ class ImageFlags(SizedFlags):
 
     def task(self, verb: str) -> RequestedTask:
         """Return what is requested of the model."""
+        from patchpar.models.task import RequestedTask
+
         return RequestedTask(
             verb=verb,
             has_image=self.image is not None,
