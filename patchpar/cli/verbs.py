@@ -28,7 +28,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             module="generate",
             flags="GenerateFlags",
             command="generate",
-            example='"a red house on the left" --devices 2 -o house.png',
+            example='"a tree on the left" --devices 2 -o tree.png',
         ),
         "upscale": Verb(
             module="upscale", flags="UpscaleFlags", command="enlarge", example="house.png --scale 2 --devices 2"
@@ -67,13 +67,13 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             module="compare",
             flags="CompareFlags",
             command="compare",
-            example='"a red house on the left" --devices 2 --plan patch=2',
+            example='"a tree on the left" --devices 2 --plan patch=2',
         ),
         "bench": Verb(
             module="bench.command",
             flags="BenchFlags",
             command="bench",
-            example='"a red house on the left" --devices cpu:2 --strategy pcpp',
+            example='"a tree on the left" --devices cpu:2 --strategy pcpp',
         ),
         "simulate": Verb(
             module="simulate",

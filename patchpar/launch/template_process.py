@@ -7,6 +7,7 @@ instead, and the report says why.
 A worker that has ended is not reaped until the caller closes its report socket: until then nobody else has its id.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -35,7 +36,7 @@ VARY = frozenset({"PYTEST_CURRENT_TEST"})
 
 
 def main(requests: int, lifeline: int, idle_seconds: int) -> None:
-    """Serve requests, which arrive at descriptor `requests`. Also returns in each worker, when that has ended."""
+    """Serve requests, which arrive at descriptor `requests`, and end the process; in each fork of it, be the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starting process handles ctrl-C
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
@@ -44,6 +45,11 @@ def main(requests: int, lifeline: int, idle_seconds: int) -> None:
     worker = template.serve()
     if worker is not None:
         worker.run()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)  # a Python that ends would report what gc.freeze() keeps as leaks of libraries: nanobind's print them
 
 
 @dataclass(slots=True)

@@ -60,19 +60,17 @@ def _at_level(starts: tuple[int, ...], group_rank: int, own_rows: int) -> Bands 
 def starts_of(units: int, group_ranks: int, ratio: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return where the units of each rank start, and their end: as evenly as can be, or by a `ratio`.
 
-    Each rank has one at least, if there are as many; what remains after rounding down goes to the ranks that lack most.
+    Each rank has one at least, if there are as many. The rank that takes longest, its units over its part of the ratio,
+    takes as little as it can: rounding to the nearest numbers can give a slow rank one more, for which all wait.
     """
     if not ratio or units < group_ranks:
         each, more = divmod(units, group_ranks)
         return tuple(each * before + min(before, more) for before in range(group_ranks + 1))
-    wanted = [units * part / sum(ratio) for part in ratio]
-    sizes = [max(1, int(size)) for size in wanted]
-    for _ in range(abs(units - sum(sizes))):
-        lacks = [size - want for size, want in zip(sizes, wanted, strict=True)]
-        if sum(sizes) < units:
-            sizes[lacks.index(min(lacks))] += 1
-        else:
-            sizes[max((rank for rank in range(group_ranks) if sizes[rank] > 1), key=lacks.__getitem__)] -= 1
+    certain = [int(units * part / sum(ratio)) - group_ranks for part in ratio]  # what each has in any case
+    sizes = [max(1, size) for size in certain]
+    while sum(sizes) < units:
+        after_one_more = [(size + 1) / part for size, part in zip(sizes, ratio, strict=True)]
+        sizes[after_one_more.index(min(after_one_more))] += 1
     return tuple(accumulate(sizes, initial=0))
 
 

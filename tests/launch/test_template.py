@@ -214,6 +214,17 @@ def test_an_idle_template_ends_and_the_next_worker_gets_another(monkeypatch):
     assert all_gone(pids_of(own))
 
 
+def test_a_template_ends_without_a_word(monkeypatch, module, capfd):
+    """Also where a library counts what is left when Python ends, as Triton does. Handlers of `atexit` run."""
+    own = templates.Templates(idle_seconds=0)
+    monkeypatch.setattr(templates, "TEMPLATES", own)
+    name, _ = module("import atexit, sys\natexit.register(print, 'handler of atexit', file=sys.stderr)")
+    with LocalExecutor(["cpu"], PLAIN, preload=[name, "triton"]) as executor:
+        executor.call("rank")
+    assert all_gone(pids_of(own))
+    assert capfd.readouterr() == ("", "handler of atexit\n")
+
+
 def test_few_templates_stay_without_workers(monkeypatch):
     own = templates.Templates(idle_templates=1)
     monkeypatch.setattr(templates, "TEMPLATES", own)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise, product
+
 import pytest
 
 from patchpar.plan.bands import Bands, Stencil, split_bands, starts_of
@@ -38,6 +41,23 @@ def test_bands_differ_by_one_unit_at_most_and_the_last_takes_the_remainder() -> 
 )
 def test_bands_in_a_ratio(total: int, unit: int, ratio: tuple[int, ...], starts: tuple[int, ...]) -> None:
     assert split_bands(total, len(ratio), unit, ratio).starts == starts
+
+
+@pytest.mark.parametrize("units", [3, 9, 16])
+@pytest.mark.parametrize("ratio", [(21, 11, 1), (2, 2, 1), (1, 1, 1), (5, 3, 97), (100, 90, 10)])
+def test_no_other_parts_end_sooner(units: int, ratio: tuple[int, ...]) -> None:
+    """A step is over when the last rank has computed its part."""
+
+    def seconds(sizes: Sequence[int]) -> float:
+        return max(size / part for size, part in zip(sizes, ratio, strict=True))
+
+    found = [after - before for before, after in pairwise(starts_of(units, 3, ratio))]
+    parts = (each for each in product(range(1, units), repeat=3) if sum(each) == units)
+    assert seconds(found) == min(map(seconds, parts))
+
+
+def test_a_slow_rank_gets_no_part_for_which_all_wait() -> None:
+    assert starts_of(16, 2, (21, 11)) == (0, 11, 16)
 
 
 @pytest.mark.parametrize("units", [2, 5, 17, 64])

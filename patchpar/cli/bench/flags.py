@@ -96,7 +96,7 @@ class BenchFlags:
         found = [*(self.prompt or ()), *(() if self.prompts is None else prompts_in(self.prompts))]
         if not found:
             raise PlanError(
-                'no prompt: give one, such as patchpar bench "a red house on the left", or a file with --prompts'
+                'no prompt: give one, such as patchpar bench "a tree on the left", or a file with --prompts'
             )
         return list(dict.fromkeys(found))
 
