@@ -4,27 +4,28 @@
     python -m benchmarks.forecast.delayed_links --strategy displaced --load 0.6 --latency 5
 
 Ranks run steps of a small UNet whose layers sleep, which takes no processor time, behind a transport that brings
-messages no earlier than a link would. What each rank computes between its exchanges is recorded once, on the bare link.
+messages no earlier than a link would. What each rank computes between its exchanges is recorded on the bare link.
 Replayed with the latency and the rate of each link, it should take as long as the real step there. On the bare link,
-before and after, a step without its waits tells how long ranks compute now, and its waits the latency of that link.
+before and after, a step without its waits tells how long ranks compute now, and its waits the latency of that link, by
+which messages come below the delayed one, so that this hides it (`delayed_replay`).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
 from benchmarks.page import contents, write_page
 from patchpar.launch.local import LocalExecutor
+from patchpar.pipeline.planner.forecast import steps_of_turn
 from patchpar.pipeline.planner.tune.timer import PREEMPTED
 from patchpar.plan.link_model import LinkModel, TimedMessage
-from patchpar.plan.replay.replay import replay
-from patchpar.plan.replay.tape import Boundary, Kernel, Send, Tape, TapeEntry, Wait
-from patchpar.plan.replay.topology import Resource, Route, Topology
+from patchpar.plan.plan import Plan
 
 STRATEGIES = (
     "exact",
@@ -42,26 +43,8 @@ LOADS = (0.3, 0.6, 1.0, 1.5)
 OFF = 0.05
 TRIES = 3
 """Of steps on a link, as long as a rank waits too long for a core."""
-LONGEST_BARE, HALVINGS = 0.01, 16
-"""Seconds; and the halvings by which the latency of the bare link is found."""
-STEPS, SETTLED = 10, 4
-"""Steps that are replayed, and those at the beginning that are left out: old values are known, and queues as long."""
-
-
-class Recorded(NamedTuple):
-    """One step of one rank on the bare link: its seconds without waits, and its exchanges in order."""
-
-    seconds: float
-    messages: tuple[TimedMessage, ...]
-
-
-class Event(NamedTuple):
-    """A wait or a send of exchange `number`, in seconds of computing since the beginning."""
-
-    at: float
-    is_wait: bool
-    number: int
-    num_bytes: int
+RECORDED = 5
+"""Turns of a strategy; an odd number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,58 +63,16 @@ class Row:
         return self.replayed / self.real - 1
 
 
-def tape_of(own: Recorded, other: Recorded, rank: int, computing: float, overtake: int) -> Tape:
-    """Return the program of one of two ranks, which computes for so many seconds in a step."""
-    bare, scale, count = computing, computing / own.seconds, len(own.messages)
-    events = []
-    for step in range(STEPS):
-        for number, message in enumerate(own.messages):
-            at = step * bare + scale * message.sent
-            events.append(Event(at, False, step * count + number, int(message.num_bytes)))
-            if step >= message.age and other.messages[number].num_bytes:
-                needed = step * bare + scale * message.needed
-                events.append(Event(needed, True, (step - message.age) * count + number, 0))
-    found, now, step = list[TapeEntry](), 0.0, 0
-    for event in sorted(events):
-        while event.at >= step * bare:
-            found += [Kernel("compute", max(0.0, step * bare - now)), Boundary(f"step {step}", is_step=True)]
-            now, step = max(now, step * bare), step + 1
-        found.append(Kernel("compute", max(0.0, event.at - now)))
-        now = max(now, event.at)
-        if event.is_wait:
-            found.append(Wait(event.number, 1 - rank, 0))
-        elif event.num_bytes:
-            found.append(Send(event.number, (1 - rank,), "", event.num_bytes, bulk=0 < overtake < event.num_bytes))
-    return (*found, Kernel("compute", max(0.0, STEPS * bare - now)))
+def recorded(ranks: LocalExecutor, strategy: str) -> RecordedRanks:
+    """Return what the ranks do in a turn: of several, the median of each time."""
+    steps = steps_of_turn(Plan(patch=2, strategy=strategy))
+    turns = [ranks.call("record", steps, without_waits=True, expected=60.0) for _ in range(RECORDED)]
+    return RecordedRanks.of(steps, [list(map(_turn, of_ranks)) for of_ranks in turns])
 
 
-def replayed_step(ranks: Sequence[Recorded], link: LinkModel, computing: Sequence[float]) -> float:
-    """Return the seconds of a later step of two ranks, each with one way out, that compute for so many seconds."""
-    tapes = [tape_of(ranks[rank], ranks[1 - rank], rank, computing[rank], link.overtake) for rank in range(2)]
-    topology = Topology(lambda a, b: Route((Resource(f"out {a}", link.rate),), link.latency))
-    found = replay(tapes, topology)
-    starts = [each.start for each in found.intervals if each.rank == 0 and each.name.startswith("step ")]
-    return (found.ends[0] - starts[SETTLED]) / (STEPS - SETTLED)
-
-
-def bare_latency(ranks: Sequence[Recorded], computing: Sequence[float], bare: float) -> float:
-    """Return the latency with which a step on the bare link takes `bare` seconds, at most LONGEST_BARE."""
-    low, high = 0.0, LONGEST_BARE
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        is_less = replayed_step(ranks, LinkModel(latency=middle), computing) < bare
-        low, high = (middle, high) if is_less else (low, middle)
-    return low
-
-
-def recorded(ranks: LocalExecutor) -> list[Recorded]:
-    """Return what each rank does in a step: of three, the one that took neither longest nor shortest."""
-    tries = sorted(
-        (ranks.call("record", without_waits=True, expected=60.0) for _ in range(3)), key=lambda each: each[0]["seconds"]
-    )
-    return [
-        Recorded(found["seconds"], tuple(TimedMessage(*rest) for _, *rest in found["messages"])) for found in tries[1]
-    ]
+def _turn(found: Mapping[str, Any]) -> RecordedTurn:
+    messages = tuple(TimedMessage(*times) for _, *times in found["messages"])
+    return RecordedTurn(seconds=found["seconds"], messages=messages, waits=tuple(found["waits"]))
 
 
 class Measured(NamedTuple):
@@ -142,42 +83,54 @@ class Measured(NamedTuple):
 
 
 def measured(ranks: LocalExecutor, link: LinkModel, timed: int) -> Measured:
-    """Return the mean of steps on `link`, once they have settled; again, where other processes disturb them."""
+    """Return the mean of steps on `link`, once they have settled.
+
+    Again, where other processes disturb them; of TRIES that were disturbed, those with the shortest waits for cores.
+    """
     settle = 1 if link == LinkModel() else 2
-    for _ in range(TRIES):
+    tries: list[tuple[float, Measured]] = []
+    while len(tries) < TRIES and all(disturbed > PREEMPTED for disturbed, _ in tries):
         found = ranks.call("measure_waits", (link.latency, link.rate, link.overtake), settle, timed, expected=600.0)
         steps = [statistics.fmean(each.seconds) for each in found]
-        if all(each.cores <= PREEMPTED * mean for mean, each in zip(steps, found, strict=True)):
-            break
-    return Measured(steps[0], tuple(mean - each.messages for mean, each in zip(steps, found, strict=True)))
+        computing = tuple(mean - each.messages for mean, each in zip(steps, found, strict=True))
+        disturbed = max(each.cores / mean for mean, each in zip(steps, found, strict=True))
+        tries.append((disturbed, Measured(steps[0], computing)))
+    return min(tries)[1]
 
 
-def links(seen: Recorded, options: argparse.Namespace) -> Iterator[LinkModel]:
+def links(seen: RecordedRanks, options: argparse.Namespace) -> Iterator[LinkModel]:
     """Yield links of each latency without a limit, and such that the strategy's bytes keep busy for some part."""
-    sent = sum(message.num_bytes for message in seen.messages)
+    sent = sum(message.num_bytes for message in seen.ranks[0].messages)
     for milliseconds in options.latency or LATENCIES_MS:
         yield LinkModel(latency=1e-3 * milliseconds, overtake=options.overtake)
     for milliseconds in options.latency or LATENCIES_OF_LOADS:
         for load in options.load or LOADS:
-            rate = sent / (load * seen.seconds)
+            rate = sent / (load * seen.ranks[0].seconds)
             yield LinkModel(latency=1e-3 * milliseconds, rate=rate, overtake=options.overtake)
 
 
 def rows_of(ranks: LocalExecutor, strategy: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Measure one strategy on every link, the bare one between any two."""
+    """Measure one strategy on every link, the bare one between any two; of several rounds the median by its error."""
     ranks.call("prepare", strategy, "sleeping", expected=120.0)
-    seen = recorded(ranks)
-    before = measured(ranks, LinkModel(), options.steps)
-    for link in links(seen[0], options):
-        real = measured(ranks, link, options.steps)
-        after = measured(ranks, LinkModel(), options.steps)
-        computing = [statistics.fmean(pair) for pair in zip(before.computing, after.computing, strict=True)]
-        bare = statistics.fmean((before.seconds, after.seconds))
-        latency = link.latency + bare_latency(seen, computing, bare)
-        found = replayed_step(seen, replace(link, latency=latency), computing)
-        yield Row(strategy=strategy, link=link, bare=bare, real=real.seconds, replayed=found)
-        before = after
+    seen = recorded(ranks, strategy)
+    timed = -(-options.steps // seen.steps) * seen.steps
+    before = measured(ranks, LinkModel(), timed)
+    for link in links(seen, options):
+        rounds: list[Row] = []
+        for _ in range(options.rounds):
+            real, after = measured(ranks, link, timed), measured(ranks, LinkModel(), timed)
+            rounds.append(compared(strategy, seen, link, real.seconds, (before, after)))
+            before = after
+        yield sorted(rounds, key=lambda row: row.off)[len(rounds) // 2]
     ranks.call("release", expected=60.0)
+
+
+def compared(strategy: str, seen: RecordedRanks, link: LinkModel, real: float, bare: tuple[Measured, Measured]) -> Row:
+    """Return a step of `real` seconds beside its replay, between two measurements on the bare link."""
+    computing = [statistics.fmean(pair) for pair in zip(*(each.computing for each in bare), strict=True)]
+    seconds = statistics.fmean(each.seconds for each in bare)
+    replayed = replayed_step(seen, link, computing, bare_latency(seen, computing, seconds))
+    return Row(strategy=strategy, link=link, bare=seconds, real=real, replayed=replayed)
 
 
 COLUMNS = ("strategy", "link", "bare, ms", "real, ms", "replayed, ms", "off")
@@ -211,7 +164,8 @@ def lines(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield (
         "By `python -m benchmarks.forecast.delayed_links`. Two ranks run a small UNet whose layers sleep, behind a "
         "transport that delays messages. `bare`: the step on the link as it is, before and after. `replayed`: what was "
-        "recorded on the bare link, with the latency and the rate of the row on top of its own."
+        "recorded on the bare link, where messages arrive no earlier than by the latency and the rate of the row. Of "
+        "three rounds each row is the one with the median error."
     )
     yield ""
     yield (
@@ -231,7 +185,8 @@ def main() -> None:
     parser.add_argument("--strategy", action="append", help=f"default: {', '.join(STRATEGIES)}")
     parser.add_argument("--latency", type=float, action="append", help=f"milliseconds; default: {LATENCIES_MS}")
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}, at {LATENCIES_OF_LOADS} ms")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps on each link")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps on each link, at least")
+    parser.add_argument("--rounds", type=int, default=3, help="of each link, of which the median counts")
     parser.add_argument("--overtake", type=int, default=0, help="bytes that need not queue behind more; 0: one queue")
     parser.add_argument("--write", type=Path, help="also write the page to this file, and keep its other strategies")
     options = parser.parse_args()

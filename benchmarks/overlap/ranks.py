@@ -30,12 +30,13 @@ WARM = 2  # steps: the first has no past, and the first after it is stale for th
 
 @dataclass(slots=True)
 class Exchange:
-    """One exchange: when it was sent and first waited for, and what left this rank."""
+    """One exchange: when it was sent and first waited for, how long it was waited for, and what left this rank."""
 
     where: str
     sent: float
     num_bytes: int
     needed: float | None = None
+    waited: float = 0.0
 
 
 class Recorder:
@@ -86,7 +87,9 @@ class RecordedWork(Work[Messages]):
             self._send_recv.needed = self._recorder.now()
         start = time.perf_counter()
         yield
-        self._recorder.waited += time.perf_counter() - start
+        waited = time.perf_counter() - start
+        self._recorder.waited += waited
+        self._send_recv.waited += waited
 
 
 def sleeping() -> Any:
@@ -171,20 +174,25 @@ class Steps:
         times = self._steps(timed)
         return WaitedSteps(times, (self.recorder.waited - before) / timed, (waited_for_cores() - for_cores) / timed)
 
-    def record(self, *, without_waits: bool = False) -> dict[str, Any]:
-        """One step's exchanges on the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
+    def record(self, steps: int = 1, *, without_waits: bool = False) -> dict[str, Any]:
+        """Exchanges on the bare link, as (exchange point, sent, needed, bytes, age) in seconds of computing.
 
-        `without_waits`: of a clock that does not run while the rank waits for messages.
+        Of so many steps in a row, the first of which has a number that they divide. `without_waits`: of a clock that
+        does not run while the rank waits for messages. `waits`: seconds of each.
         """
         self.recorder.without_waits = without_waits
         self._link(0.0, float("inf"), 0)
         self.meet.same(torch.zeros(1))
-        self._steps(1)
+        self._steps(1 + -(self.clock.evaluation + 1) % steps)
         self.recorder.exchanges, start = [], self.recorder.now()
-        self._steps(1)
+        self._steps(steps)
         exchanges, end = list(self.recorder.exchanges), self.recorder.now()
         self._steps(1)
-        return {"seconds": end - start, "messages": [_seen(send_recv, start, end) for send_recv in exchanges]}
+        return {
+            "seconds": end - start,
+            "messages": [_seen(send_recv, start, end) for send_recv in exchanges],
+            "waits": [send_recv.waited for send_recv in exchanges],
+        }
 
     def _link(self, latency: float, rate: float, overtake: int) -> None:
         self.line.latency, self.line.rate, self.line.overtake = latency, rate, overtake

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from patchpar.cli.verbs import LazyVerbs
+from patchpar.cli.verbs import VERBS, LazyVerbs, command_of
 from patchpar.models.absent_libraries import leave_out_libraries
 
 RECORDING = ("plan", "simulate")
@@ -51,8 +51,11 @@ def main() -> None:
     """Entry point of the `patchpar` command."""
     # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
-    if sys.argv[1:2] in ([verb] for verb in RECORDING):
+    verb = next(iter(sys.argv[1:]), "")
+    if verb in RECORDING:
         _record_only()
+    if verb in VERBS:
+        command_of(verb).main(args=sys.argv[2:], prog_name=f"{app.info.name} {verb}")  # the group reads nothing
     app()
 
 

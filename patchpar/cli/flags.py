@@ -20,11 +20,10 @@ from patchpar.cli.output_files import check_can_write
 from patchpar.cli.pipeline_changes import loras_of, scheduler_name
 from patchpar.cli.shutdown import ended_by_signals
 from patchpar.errors import PlanError
-from patchpar.models.size_grid import check_sides
-from patchpar.models.task import RequestedTask
 
 if TYPE_CHECKING:
     from patchpar import Plan
+    from patchpar.models.task import RequestedTask
 
 F = TypeVar("F")
 
@@ -130,6 +129,8 @@ class SizedFlags(ModelFlags):
 
     def check_model(self, task: RequestedTask) -> Path | None:
         """Check the size too, unless it is that to which an image is resized. Raises PlanError."""
+        from patchpar.models.size_grid import check_sides
+
         folder = ModelFlags.check_model(self, task)
         if getattr(self, "image", None) is None:
             check_sides(folder, height=self.height, width=self.width)
@@ -159,6 +160,8 @@ class ImageFlags(SizedFlags):
 
     def task(self, verb: str) -> RequestedTask:
         """Return what is requested of the model."""
+        from patchpar.models.task import RequestedTask
+
         return RequestedTask(
             verb=verb,
             has_image=self.image is not None,

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from patchpar.cli.plain_arguments import plain_arguments
+
 MORE = "more"
 """Panel of flags that are in the help of `--help-all` only."""
 ALL = "patchpar.help_all"
@@ -22,12 +24,16 @@ class FoldedHelp(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line. Raises BadParameter: of two values click takes the last one without a word."""
-        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        found, rest, order = self.make_parser(ctx).parse_args(args=list(args))
         for each in order:
             if isinstance(each, TyperOption) and _takes_one(each) and order.count(each) > 1:
                 message = f"it is given {order.count(each)} times, but takes one value"
                 raise typer.BadParameter(message, ctx=ctx, param=each)
-        return super().parse_args(ctx, args)
+        plain = None if rest else plain_arguments(self.params, found, getattr(self.callback, "__annotations__", {}))
+        if plain is None:
+            return super().parse_args(ctx, args)
+        ctx.params.update(plain)
+        return []
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the flags that belong into this help."""

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patchpar.errors import PlanError
-from patchpar.models.files import HUB_NAME
-from patchpar.models.task import diffusers_folder
 
 CLASS = re.compile(r"^class (\w+Scheduler)\(", re.MULTILINE)
 
@@ -23,6 +21,8 @@ class LoraFlag(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "LoraFlag":
         """Return the LoRA of `PATH[:scale]`. Raises PlanError for no such file or folder, or a scale that is none."""
+        from patchpar.models.files import HUB_NAME
+
         source, colon, scale = text.rpartition(":")
         if not colon or Path(text).expanduser().exists():
             source, scale = text, "1"
@@ -46,6 +46,8 @@ def loras_of(texts: Sequence[str] | None) -> list[LoraFlag]:
 
 def scheduler_name(text: str) -> str:
     """Return the name of a scheduler class of diffusers; its ending may be left out. Raises PlanError."""
+    from patchpar.models.task import diffusers_folder
+
     files = diffusers_folder("schedulers").glob("scheduling_*.py")
     known = {name for file in files for name in CLASS.findall(file.read_text(encoding="utf-8"))}
     name = text if text.endswith("Scheduler") else f"{text}Scheduler"

@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from patchpar.comm.pytree import leaves, map_leaves
+from patchpar.comm.pytree import leaves, map_leaves, tensors_in
 
 _METADATA = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
 _METADATA |= {"is_contiguous", "is_floating_point", "is_complex", "is_inference"}
@@ -129,7 +129,17 @@ class BandedTensor(Tensor):
             found = _by_bands(name, func, args, kwargs, sources)
             if found is not NotImplemented:
                 return found
-        return func(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+        found = func(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+        for x in leaves((args, kwargs)):
+            if isinstance(x, BandedTensor) and x._source.computed and _has_memory_of(x, found):
+                x._source.complete()  # a plain tensor, through which these bands may change unseen
+        return found
+
+
+def _has_memory_of(x: BandedTensor, found: Any) -> bool:
+    """Whether a result is, or has, a view of `x`, of any shape."""
+    own = _plain(x).untyped_storage().data_ptr()  # 0 on the meta device
+    return own != 0 and any(each.untyped_storage().data_ptr() == own for each in map(_plain, tensors_in(found)))
 
 
 def _by_bands(name: str, func: Callable[..., Any], args: Any, kwargs: Any, sources: Sequence[_Source]) -> Any:
@@ -139,7 +149,7 @@ def _by_bands(name: str, func: Callable[..., Any], args: Any, kwargs: Any, sourc
         return NotImplemented
     result = func(*map_leaves(_plain, args), **map_leaves(_plain, kwargs))  # of what is not here: for its shape
     results = [result] if isinstance(result, Tensor) else list(result)
-    if not all(map(source.cuts, results)):
+    if not all(isinstance(x, Tensor) and source.cuts(x) for x in results):
         return NotImplemented
     args, kwargs = map_leaves(_kept, (args, kwargs))
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.rendezvous import this_host
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +142,8 @@ def card_id(device: str) -> str:
     """
     if not is_accelerator(device):
         return ""
+    from patchpar.launch.rendezvous import this_host  # sockets, for many programs that ask for no card
+
     properties = getattr(device_module(kind_of(device)), "get_device_properties", None)
     found = None if properties is None else properties(device)
     uuid = getattr(found, "uuid", None)

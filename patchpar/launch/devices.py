@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from patchpar.errors import PlanError
@@ -14,6 +17,10 @@ from patchpar.plan.scalars import is_whole, plain
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "davinci[0-9]*")
 """In /dev: NVIDIA, AMD, NVIDIA under WSL, Intel (and any other that renders), Ascend."""
+CPU_FILE, PCI_DEVICES = Path("/proc/cpuinfo"), Path("/sys/bus/pci/devices")
+"""On Linux: a paragraph for each core, and a folder for each card."""
+CARD_CLASSES = ("0x03", "0x12")
+"""What class codes of PCI begin with: display controllers, processing accelerators."""
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
 RAY = "ray"
@@ -63,6 +70,34 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@cache
+def hardware() -> tuple[str, ...]:
+    """Return the model of the CPU and the PCI ids of all cards that compute, by which kinds of machines differ.
+
+    As Linux knows them; empty elsewhere. Asks neither torch nor a driver, which would take memory of each card.
+    """
+    cards = sorted(f"{_word(each / 'vendor')}:{_word(each / 'device')}" for each in _cards())
+    return (*_processor(), *cards)
+
+
+def _processor() -> Iterator[str]:
+    with suppress(OSError), CPU_FILE.open() as lines:
+        fields = (line.partition(":") for line in lines)
+        yield from islice((value.strip() for name, _, value in fields if name.strip() == "model name"), 1)
+
+
+def _cards() -> Iterator[Path]:
+    if PCI_DEVICES.is_dir():
+        yield from (each for each in PCI_DEVICES.iterdir() if _word(each / "class").startswith(CARD_CLASSES))
+
+
+def _word(file: Path) -> str:
+    """Return what a small file holds; nothing of one that cannot be read."""
+    with suppress(OSError):
+        return file.read_text().strip()
+    return ""
 
 
 def count_of(kind: str) -> int:

@@ -11,7 +11,7 @@ from patchpar.models.changed_modules import ChangingFinder
 
 LIBRARIES = (
     *("accelerate", "peft", "bitsandbytes", "torchao", "optimum", "deepspeed", "xformers", "flash_attn"),
-    *("sklearn", "pandas", "wandb", "triton"),
+    *("sklearn", "pandas", "wandb", "triton", "psutil"),
 )
 DISTRIBUTED = "torch.distributed"
 """Says that it is not available, so that no tensors over several processes are imported."""

@@ -52,7 +52,7 @@ def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = Diffusi
         refuse_other_weights(folder / part.name)
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed those of all GPUs too
             pipe = kind.from_pretrained(str(folder), use_safetensors=True, **options)
     except PatchparError:
         raise

@@ -1,12 +1,12 @@
 """Imports of diffusers and transformers without what takes seconds and is needed by few programs.
 
 Both import torch._dynamo, torch's compiler, to decorate a few functions, and operators on the meta device ask for
-symbolic shapes, which need sympy. Inside `quick_imports` these modules are empty at first: each answers what is asked
-of it where nothing is compiled or symbolic, and runs when anything else is asked. Packages of diffusers that import all
-of their modules run when a name is looked up in them; an import of one of their modules does not run the others.
-diffusers also lists the files of every installed package; the list is made when something is looked up in it.
-transformers reads all its files for the names in them, twice, since it remembers 128 folders of some 500. torch looks
-at all modules to note the line where an operator is defined.
+symbolic shapes, which need sympy; torch imports its exporter, and diffusers requests. Inside `quick_imports` these
+modules are empty at first: each answers what is asked of it where nothing is compiled or symbolic, and runs when
+anything else is asked. Packages of diffusers that import all of their modules run when a name is looked up in them; an
+import of one of their modules does not run the others. diffusers also lists the files of every installed package; the
+list is made when something is looked up in it. transformers reads all its files for the names in them, twice, since it
+remembers 128 folders of some 500. torch looks at all modules to note the line where an operator is defined.
 """
 
 import importlib.metadata
@@ -35,13 +35,16 @@ class DeferredModule(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         answer = self.__dict__[DEFERRAL].answers.get(name)
         if answer is not None:
-            return answer(self, name)
+            found = self.__dict__[name] = answer(self, name)  # torch asks for some of them thousands of times
+            return found
         return getattr(self.run(), name)
 
     def run(self) -> ModuleType:
         """Return the module after it has run, with what was to be decorated."""
-        loader, decorations, _ = (self.__dict__.pop(key) for key in (LOADER, DECORATIONS, DEFERRAL))
+        loader, decorations, deferral = (self.__dict__.pop(key) for key in (LOADER, DECORATIONS, DEFERRAL))
         self.__class__ = ModuleType  # type: ignore[assignment]  # as importlib.util.LazyLoader does
+        for name in deferral.answers:
+            self.__dict__.pop(name, None)
         loader.exec_module(self)
         for decorate in decorations:
             decorate(self)
@@ -153,7 +156,10 @@ SYMBOLS = Deferral(
 ALGEBRA = Deferral(module="sympy", answers={"Basic": lambda *_: NoInstances}, alone=frozenset())
 NETWORKS = ("models.transformers", "models.autoencoders", "models.unets", "hooks")
 PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
-DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, *PACKAGES)
+DOWNLOADS = Deferral(module="requests", alone=frozenset())
+"""For images and videos by URL."""
+EXPORT = Deferral(module="torch.export")
+DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, EXPORT, DOWNLOADS, *PACKAGES)
 
 
 SCANNING, SCAN, NAMES = "transformers.utils.import_utils", "create_import_structure_from_path", "fetch__all__"

@@ -27,6 +27,7 @@ from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values,
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.verification import every_rank_has
+from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.weights.sharded import ShardedWeights
 
 log = logging.getLogger(__name__)
@@ -103,12 +104,13 @@ def _is_cast(model: str, options: Mapping[str, Any]) -> bool:
 
 
 class HeldWeights:
-    """The networks of one rank's pipeline that are in shards before a plan is installed. `connect`: to other ranks."""
+    """The networks of one rank's pipeline that are in shards while no plan is installed. `connect`: to other ranks."""
 
     def __init__(self, rank: int, device: torch.device, connect: Callable[[], Communicator]) -> None:
         self._rank, self._device, self._connect = rank, device, connect
         self._held: dict[nn.Module, ShardedWeights | None] = {}
         self._plan: Plan | None = None
+        self._ranks: Sequence[int] | None = None  # of the plan; None for the first ones
 
     def free_memory(self, world_size: int, *, everywhere: bool, releases: bool = False) -> FreeMemory:
         """Return what is free for a model here; with `everywhere`, the least of all ranks, on all of them.
@@ -153,7 +155,7 @@ class HeldWeights:
         casts = DeferredCasts() if casts is None else casts
         try:
             self._refuse(pipe, plan, axis, together=not is_loaded and axis.size > 1)
-            self._plan, self._held = plan, {}
+            self._plan, self._ranks, self._held = plan, None, {}
             for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.copy):
                 self._held[network] = weights
         except BaseException:
@@ -182,12 +184,16 @@ class HeldWeights:
         return bool(self._held)
 
     def take(self, plan: Plan, ranks: Sequence[int] | None = None) -> Held:
-        """Return the networks in shards for `plan` on `ranks`, which installs them; otherwise these are made whole."""
-        if self._plan is None or not self._fits(plan, ranks):
+        """Return the networks in shards for `plan` on `ranks`, which is installed next; others are made whole."""
+        if not self._fits(plan, ranks):
             self.give_back()
-            return {}
-        held, self._held, self._plan = self._held, {}, None
+        held, self._held = self._held, {}
+        self._plan, self._ranks = plan, ranks
         return held
+
+    def keep(self, held: Held) -> None:
+        """Keep the networks of the plan of the last `take`, which has been uninstalled."""
+        self._held.update(held)
 
     def give_back_for(self, method: str) -> None:
         """Make all weights whole if this method of the pipeline, or of a network, may use their values. Collective."""
@@ -195,13 +201,13 @@ class HeldWeights:
             self.give_back()
 
     def give_back(self) -> None:
-        """Make all weights whole. Collective. Raises ExchangeError; PlanError where they do not fit, and stay."""
+        """Make all weights whole. Collective. Raises ExchangeError; PlanError where they do not fit, and all stay."""
         held = [x for x in self._held.values() if x is not None]
         if held:
             comm = self._connect()
             for weights in held:
                 weights.join(comm)
-                weights.restore()
+            restore_all(held)
         self._held, self._plan = {}, None
 
     def _divides(self, plan: Plan | None, ranks: Sequence[int] | None = None) -> bool:
@@ -216,7 +222,8 @@ class HeldWeights:
         mine = self._plan
         return (
             mine is not None
+            and self._divides(mine, self._ranks)
             and self._divides(plan, ranks)
-            and (mine.weights, mine.resident, self._axis(mine))
+            and (mine.weights, mine.resident, self._axis(mine, self._ranks))
             == (plan.weights, plan.resident, self._axis(plan, ranks))
         )

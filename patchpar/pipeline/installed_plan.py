@@ -41,6 +41,7 @@ from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.whole_denoiser import WholeDenoiser
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
@@ -187,22 +188,22 @@ class InstalledPlan:
     def _denoisers(self) -> list[nn.Module]:
         return list(denoisers_of(self.pipe).values())
 
-    def restore(self) -> None:
-        """Remove all hooks: the pipeline is as before `install_denoisers`."""
+    def uninstall(self) -> Held:
+        """Remove all hooks; return the networks that stay in shards, for another plan. Raises ExchangeError."""
         self.known.keep(self.patched)
-        for patched in self.patched:
-            patched.restore()
+        for each in (*self.patched, *self.tensors):
+            each.restore()
+        held, self._held = self._held if self.weights is None else self.weights.end(), {}
         self._hooks.close()
         if self.vaes is not None:
             self.vaes.restore()
-        self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
-        self.mesh = self.comm = None
-        weights, self.weights = self.weights, None
-        if weights is not None:
-            weights.restore()
-        tensors, self.tensors = self.tensors, []
-        for tensor in tensors:
-            tensor.restore()
+        self.mesh = self.comm = self.guidance = self.vaes = self.weights = None
+        self.patched, self.tensors, self._hooked = [], [], []
+        return held
+
+    def restore(self) -> None:
+        """Uninstall, and make all weights whole: the pipeline is as before. Raises as `uninstall`."""
+        restore_all(filter(None, self.uninstall().values()))
 
     def forget(self, method: str = "") -> None:
         """Discard what is known of the pipeline's modules, which `method` may change now; make their weights whole.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, is_name_of_denoiser
 from patchpar.pipeline.divided_features import DividedFeatures, move
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
@@ -25,6 +25,7 @@ from patchpar.shard.weights.host_segment import all_can_map
 from patchpar.shard.weights.host_store import HostStore, refuse_without_host_memory
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.packed import CopyMemory, copy_memory, packed_blocks, resident_of
+from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.shard.weights.stores import BlockStore, DeviceShards
@@ -35,16 +36,26 @@ NEED_NO_VALUES = frozenset(
     {
         *("load_lora_weights", "unload_lora_weights", "unload_lora", "set_adapters", "set_adapter"),
         *("delete_adapters", "enable_lora", "disable_lora", "enable_adapters", "disable_adapters"),
-        *("set_progress_bar_config", "enable_lora_hotswap"),
+        *("set_progress_bar_config", "enable_lora_hotswap", "set_ip_adapter_scale"),
+        *("enable_freeu", "disable_freeu", "enable_cache", "disable_cache"),
+        *("enable_vae_tiling", "disable_vae_tiling", "enable_vae_slicing", "disable_vae_slicing"),
     }
 )
-"""Methods that put modules beside weights or take them away, and read and change no weight, by their last name."""
+"""Methods that put modules beside weights or take them away, or set switches, by their last name.
+
+They read and change no weight.
+"""
 log = logging.getLogger(__name__)
 
 
 def needs_no_values(method: str) -> bool:
-    """Return whether a method of a pipeline, or "transformer.method" of a network, leaves weights as they are."""
-    return method.rpartition(".")[2] in NEED_NO_VALUES
+    """Return whether a method of a pipeline, or "transformer.method" of a network, leaves divided weights as they are.
+
+    As do all methods of other components, such as "vae.enable_tiling".
+    """
+    owner, is_of_component, _ = method.partition(".")
+    is_divided = is_name_of_denoiser(owner) or owner.startswith(ENCODER)
+    return (bool(is_of_component) and not is_divided) or method.rpartition(".")[2] in NEED_NO_VALUES
 
 
 def refuse_before_dividing(pipe: Any, plan: Plan, axis: Axis, device: torch.device) -> None:
@@ -171,9 +182,10 @@ class InstalledWeights:
             return
         self._catch_up()
         network = tensor.denoiser
-        held = self._held.pop(network, None)
+        held = self._held.get(network)
         if held is not None:
             self._keep_what_is_read_outside(held, plain, call)
+            del self._held[network]
         divide, blocks = partial(self._features_of, network, plain, call), tensor.weights
         if held is None and isinstance(blocks, DividedFeatures):
             blocks.divide = divide
@@ -211,11 +223,16 @@ class InstalledWeights:
             self._sharded[network] = self._shard(network, network.forward, (args, kwargs))
         except UnsupportedModel as error:  # the same on all ranks
             _log_whole(name, self._axis, error)
+        except BaseException:
+            del self._sharded[network]
+            raise
 
     def _shard(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights | None:
-        found = self._held.pop(network) if network in self._held else self._new(network)
+        found = self._held[network] if network in self._held else self._new(network)
+        self._held[network] = found  # until its first call, which may fail
         if found is not None:
             self._keep_what_is_read_outside(found, plain, call)
+        del self._held[network]
         return found
 
     def _keep_what_is_read_outside(
@@ -251,10 +268,9 @@ class InstalledWeights:
     def gather(self) -> None:
         """Make all weights whole, since they may be changed or read now; the next call shards them again. Collective.
 
-        Raises ExchangeError.
+        Raises PlanError, with nothing changed, where they do not fit a device together. Raises ExchangeError.
         """
-        for weights in filter(None, (*self._sharded.values(), *self._held.values())):
-            weights.restore()
+        restore_all(filter(None, (*self._sharded.values(), *self._held.values())))
         self._sharded.clear()
         self._held.clear()
 
@@ -269,10 +285,12 @@ class InstalledWeights:
                     "first image, or use weights=whole"
                 )
 
-    def restore(self) -> None:
-        """Make all weights whole and remove the hooks. Collective. Raises ExchangeError."""
+    def end(self) -> dict[nn.Module, ShardedWeights | None]:
+        """Remove the hooks; return the networks in shards, which stay so. Raises ExchangeError."""
+        self.finish()
         self._hooks.close()
-        self.gather()
+        every = {**self._held, **self._sharded}
+        return {network: weights for network, weights in every.items() if weights is None or weights.in_slots}
 
 
 def _copied(leaf: Any) -> Any:

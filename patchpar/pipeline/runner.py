@@ -180,7 +180,7 @@ class PipelineRunner:
         self._encoders.give_back()
 
     def _uninstall(self) -> None:
-        self._installed.restore()
+        self._held.keep(self._installed.uninstall())
         self._installed_for = CallOptions(plan=Plan()).to_install
 
     def _connected(self) -> Transport:
@@ -221,7 +221,7 @@ class PipelineRunner:
         if self._installation != options.installation:
             self._uninstall()
             self._installation = options.installation
-        if self._installed_for != options.to_install:
+        if self._installed_for != options.to_install or self._held.is_divided:
             self.install(**options.to_install)
         self._encoders.arrange(self.pipe, options.plan, options.members)
         if options.same_everywhere:

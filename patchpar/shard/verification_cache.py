@@ -10,9 +10,11 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from patchpar.plan.json_files import read_object
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+PACKAGES = ("patchpar", "torch", "diffusers")
 NOWHERE = Path(os.devnull)  # no file can be made below it
 
 
@@ -53,8 +56,7 @@ class VerificationCache:
 
     def key(self, facts: Mapping[str, Any]) -> str:
         """Return a name for a set of facts and the versions of patchpar, torch and diffusers."""
-        versions = {name: _version(name) for name in ("patchpar", "torch", "diffusers")}
-        text = json.dumps({**facts, "versions": versions}, sort_keys=True, default=str)
+        text = json.dumps({**facts, "versions": versions()}, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
@@ -80,8 +82,18 @@ class VerificationCache:
             draft.replace(file)
 
 
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of what results depend on, by package; "unknown" for one that is not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
 def _version(package: str) -> str:
+    """Return the version of a package, from the first lines of its metadata: there may be thousands of others."""
     try:
-        return importlib.metadata.version(package)
+        found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+    head = (found.read_text("METADATA") or "").partition("\n\n")[0]
+    of_lines = re.search(r"^Version: *(\S+)", head, re.MULTILINE)
+    return found.version if of_lines is None else of_lines[1]

@@ -46,7 +46,7 @@ def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int
         assert each is not None
         in_slots = {id(packed.tensor) for block in each.blocks for packed in block.tensors}
         whole = {key: x for key, x in whole.items() if key not in in_slots}
-        found += sum(x.numel() for x in each._slots) + (each._store.num_bytes if weights == "sharded" else 0)
+        found += sum(x.numel() for x in each._slots) + (each.store.num_bytes if weights == "sharded" else 0)
     found += sum(x.numel() * x.element_size() for x in whole.values())
     wanted = memory_of(plan, networks).ranks[0]
     number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))

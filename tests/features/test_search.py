@@ -13,6 +13,7 @@ from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.tensor.cut import CutBlock
 from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, FeaturePlan
 from patchpar.shard.tensor.norms import normalized, sums_of
 from patchpar.shard.tensor.proof import BlockProof
@@ -40,6 +41,17 @@ def test_gates_and_their_values_are_held_by_one_rank() -> None:
     assert not cut.counts
 
 
+def test_within_autocast_a_row_returns_the_dtype_of_torchs_linear() -> None:
+    block, x = captured("gated").module, torch.randn(3, 20)
+    cut = find_cut(captured("gated"), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = block.out(x)
+        parts = CutBlock(block, cut, 0, lambda path, own: own)
+        found = block.out(x[:, :10])
+        parts.restore(lambda each, own, dim: own)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["fused", "fused, layer norm"])
 def test_heads_are_held_whole_and_a_norm_over_all_of_them_is_added_up(name: str, size: int) -> None:
@@ -48,6 +60,15 @@ def test_heads_are_held_whole_and_a_norm_over_all_of_them_is_added_up(name: str,
     assert paths(cut.rows) == {"out"}
     assert paths(cut.norms) == {"norm"}
     assert [(each.name, each.values) for each in cut.counts] == [("heads", (1, 2) if size == 2 else (1, 1, 1))]
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_of_small_values_over_ranks_has_the_eps_of_torchs(dtype: torch.dtype, eps: float | None) -> None:
+    norm = nn.RMSNorm(48, eps=eps).to(dtype)
+    x = (1e-2 * torch.randn(7, 48, generator=torch.Generator().manual_seed(0))).to(dtype)
+    sums = torch.stack([sums_of(norm, part) for part in x.chunk(3, -1)]).sum(0)
+    assert (normalized(norm, x, sums, 48) - norm(x)).norm() <= 1e-2 * norm(x).norm()
 
 
 @pytest.mark.parametrize("mean", [0.0, 3e4])

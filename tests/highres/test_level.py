@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
+from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding, refuse_without_signal
 
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [
@@ -78,3 +78,17 @@ def test_what_cannot_be_done() -> None:
     clipped = SimpleNamespace(config={"thresholding": True})
     with pytest.raises(PlanError, match="thresholding=False"):
         refuse_thresholding(clipped)
+
+
+@pytest.mark.parametrize("kind", ["v_prediction", "sample"])
+def test_noise_is_not_interpolated_where_there_is_nothing_else(kind: str) -> None:
+    """The prediction is divided by the signal, which schedulers with zero terminal SNR begin without."""
+    own = {"prediction_type": kind, "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+    for scheduler in (diffusers.DDIMScheduler(**BETAS, **own), diffusers.EulerDiscreteScheduler(**BETAS, **own)):
+        scheduler.set_timesteps(4)
+        first, second = (level_of(scheduler, time) for time in scheduler.timesteps[:2])
+        assert abs(first.per_noise) > 1e3
+        with pytest.raises(PlanError, match=r"at time 0\.999 there is nothing else .*use space=x0"):
+            refuse_without_signal(first, "eps")
+        refuse_without_signal(first, "x0")
+        refuse_without_signal(second, "eps")

@@ -45,6 +45,20 @@ def test_one_device(one: ParallelPipeline) -> None:
     assert torch.equal(one(**call()).images, got)
 
 
+@pytest.mark.parametrize("options", [{"guide": "flow", "switch": 0.9}, {"preset": "paper", "shared_noise": 0.0}])
+def test_prompts_of_the_same_seed_are_no_branches_of_guidance(options: dict[str, Any]) -> None:
+    """Without guidance: each has its own guide, and its own words in the mask."""
+    prompts, case = ["a red house", "two trees at night"], Case(options=options)
+    with ParallelPipeline(build("sd").pipe, devices="cpu:1", plan=Plan(strategy=case.strategy)) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        given = [{"prompt": each, "generator": [torch.Generator().manual_seed(0)]} for each in prompts]
+        alone = [pipe(**call(guidance_scale=1.0, **each)).images for each in given]
+        seeds = [torch.Generator().manual_seed(0) for _ in prompts]
+        together: Tensor = pipe(**call(guidance_scale=1.0, prompt=prompts, generator=seeds)).images
+    assert relative(together, torch.cat(alone)) < LIMIT
+    assert relative(*alone) > 1e-3
+
+
 @pytest.mark.breadth
 def test_two_devices() -> None:
     plan = Plan(patch=2, strategy=CASE.strategy)

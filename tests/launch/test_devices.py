@@ -146,3 +146,21 @@ def test_choosing_devices_does_not_import_torch_where_there_is_no_gpu():
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "patchpar.launch.devices" in modules
     assert "torch" not in modules
+
+
+def test_hardware_is_the_processor_and_all_cards_that_compute(monkeypatch, tmp_path):
+    """Two equal GPUs and an accelerator, beside a network card; without such files nothing is known."""
+    cards = [("0x030200", "0x2330"), ("0x030200", "0x2330"), ("0x120000", "0x74a1"), ("0x020000", "0x1017")]
+    for number, (kind, device) in enumerate(cards):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        for name, value in (("class", kind), ("vendor", "0x10de"), ("device", device)):
+            (folder / name).write_text(f"{value}\n")
+    processor = tmp_path / "cpuinfo"
+    processor.write_text("processor\t: 0\nmodel name\t: EPYC\n\nprocessor\t: 1\nmodel name\t: EPYC\n")
+    monkeypatch.setattr(devices, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "CPU_FILE", processor)
+    assert devices.hardware.__wrapped__() == ("EPYC", "0x10de:0x2330", "0x10de:0x2330", "0x10de:0x74a1")
+    monkeypatch.setattr(devices, "PCI_DEVICES", tmp_path / "none")
+    monkeypatch.setattr(devices, "CPU_FILE", tmp_path / "none")
+    assert devices.hardware.__wrapped__() == ()

@@ -127,6 +127,10 @@ def test_functions(name: str, stays: bool) -> None:
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
 
 
+def test_a_function_that_returns_no_tensor() -> None:
+    assert banded(torch.randn(2, 4, 4)).type() == "torch.FloatTensor"
+
+
 def test_a_tensor_that_changes_later_counts_as_it_was() -> None:
     x, y = torch.randn(2, 4, 4), torch.ones(2, 4, 4)
     found = banded(x) + y
@@ -145,3 +149,14 @@ def test_what_was_computed_of_a_tensor_that_changes_later_counts_too(write: str)
         results.append((twice, once, x))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found.whole() if isinstance(found, BandedTensor) else found, wanted)
+
+
+@pytest.mark.parametrize("view", ["x[:, 1]", "x.mT", "x.flatten(1)", "x.split(2, 1)[0]"])
+def test_what_was_computed_of_a_tensor_that_changes_through_a_view_counts_too(view: str) -> None:
+    values = torch.randn(2, 4, 4)
+    results = []
+    for x in (banded(values), values.clone()):
+        twice = x * 2
+        eval(view).zero_()
+        results.append(twice.whole() if isinstance(twice, BandedTensor) else twice)
+    assert torch.equal(*results)

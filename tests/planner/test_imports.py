@@ -9,7 +9,7 @@ from pathlib import Path
 WITHOUT = (
     *("torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("sympy.core", "accelerate.utils", "peft.tuners", "pandas.core", "diffusers.models.transformers.transformer_flux"),
-    "triton.runtime",
+    *("triton.runtime", "torch.export.custom_ops", "requests.sessions", "psutil"),
 )
 """Modules by which those that run are known: deferred ones are there, and empty."""
 NEEDED = "diffusers.models.unets.unet_2d_condition"

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
+from patchpar.pipeline.planner.tune import kept_machine, kernel_rates
 from patchpar.pipeline.planner.tune import rank as rank_module
 from patchpar.pipeline.planner.tune import timer as timer_module
 from patchpar.pipeline.planner.tune import tune as tune_module
@@ -26,6 +27,7 @@ from patchpar.pipeline.planner.tune.rank import TuningRank
 from patchpar.pipeline.planner.tune.real_calls import RandomDenoiser
 from patchpar.pipeline.planner.tune.timer import REPEATS, ROUNDS, DeviceTimer, TimedRun, waited_for_cores
 from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, measured, tune
+from patchpar.plan.replay.measured_device import KernelRate
 from patchpar.plan.replay.measured_machine import MeasuredLink, MeasuredMachine
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard import verification_cache
@@ -208,7 +210,7 @@ def test_devices_of_each_kind_have_rates_of_their_own(tmp_path: Path) -> None:
     assert [kept.of(DEVICES).device_at(number).scale for number in (0, 3)] == pytest.approx([2.2, 10.4])
 
 
-def test_figures_are_kept_by_device_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_kept_by_machine_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptMachines(VerificationCache(tmp_path))
     with pytest.raises(PlanError, match=r"run patchpar tune --devices cpu:2"):
         kept.of(DEVICES)
@@ -217,7 +219,11 @@ def test_figures_are_kept_by_device_and_version(tmp_path: Path, monkeypatch: pyt
     assert kept.find(("cpu",)) is None
     kept.scale(DEVICES, 1.5)
     assert kept.of(DEVICES).device.scale == 1.5 * DEVICE.scale
-    monkeypatch.setattr(verification_cache.importlib.metadata, "version", lambda package: "99")
+    for name, other in (("available_cores", 999), ("hardware", ("another",))):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(kept_machine, name, lambda other=other: other)
+            assert kept.find(DEVICES) is None, "several machines may have one home folder"
+    monkeypatch.setattr(verification_cache, "versions", lambda: {"torch": "99"})
     assert kept.find(DEVICES) is None
 
 
@@ -273,8 +279,25 @@ def flops(operators: tuple[Operator, ...]) -> int:
     return sum(each.flops for each in operators)
 
 
+@pytest.mark.parametrize(("dtype", "others"), [(torch.float32, {"bfloat16", "float16"}), (torch.half, {"float32"})])
+def test_one_product_is_measured_in_other_dtypes_too(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, others: set[str]
+) -> None:
+    """Both halves count as one."""
+    seconds = {"float32": 4.0, "float16": 2.0, "bfloat16": 1.0}
+
+    def measured_product(timer: DeviceTimer, make: Any, m: int, n: int, k: int) -> KernelRate:
+        return KernelRate(dims=(m, n, k), rate=1.0 / seconds[str(make(1).dtype).removeprefix("torch.")])
+
+    monkeypatch.setattr(kernel_rates, "_product", measured_product)
+    monkeypatch.setattr(DeviceTimer, "best", lambda *_, **__: 1.0)
+    found = measured_device(DeviceTimer(torch.device("cpu")), dtype, "CPU", 2**30)
+    assert found.other_dtypes == {name: seconds[found.dtype] / seconds[name] for name in others}
+
+
 @pytest.mark.breadth
 def test_rates_of_this_processor() -> None:
     found = measured_device(DeviceTimer(torch.device("cpu")), torch.float32, "CPU", 2**30)
+    assert min(found.other_dtypes.values()) > 0
     assert min(each.rate for each in (*found.products, *found.convolutions, *found.attention)) > 1e8
     assert all(points[0].num_bytes < points[-1].num_bytes for points in found.moving.values())

@@ -27,15 +27,18 @@ def without(folder: Path, file: str, ending: str) -> Path:
     return folder
 
 
-def test_random_numbers_of_an_encoder_are_those_of_every_rank(tmp_path: Path) -> None:
-    ending = "encoder.layers.0.self_attn.q_proj.weight"
+def test_random_numbers_of_an_encoder_are_those_of_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, of_gpus = "encoder.layers.0.self_attn.q_proj.weight", list[int]()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", of_gpus.append)
     folder = without(tmp_path, "text_encoder/model.fp16.safetensors", ending)
     found = []
     for seed in range(2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
+        of_gpus.clear()
         encoder = load_pipeline(str(folder), OPTIONS).text_encoder
         assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers do not move on"
+        assert not of_gpus, "nor those that are sampled on a GPU"
         found += [weight for name, weight in encoder.named_parameters() if name.endswith(ending)]
     assert torch.equal(*found)
     assert found[0].float().std() > 0

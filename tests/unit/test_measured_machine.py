@@ -28,7 +28,7 @@ from patchpar.plan.replay.measured_machine import (
     classes_of,
     shared_rate,
 )
-from patchpar.plan.replay.price import AS_GRAPH, Prices, kernel_seconds
+from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, Prices, kernel_seconds
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Kernel, Operator, Send, Tape, Wait
 
@@ -69,6 +69,20 @@ def test_another_dtype_is_refused_and_halves_count_as_one() -> None:
     with pytest.raises(PlanError, match=r"measured in float32.*tune --dtype bfloat16"):
         DEVICE.seconds(product(64, 64, 64, "bfloat16"))
     assert replace(DEVICE, dtype="float16").seconds(product(64, 64, 64, "bfloat16")) > 0
+
+
+def test_products_in_another_dtype_are_as_much_slower_as_one_of_them_was_measured() -> None:
+    """A network in half precision keeps some layers in float32; without the second rate no plan of it had a price."""
+    device = replace(DEVICE, dtype="bfloat16", other_dtypes={"float32": 0.25})
+    attention = Operator("attention", "bfloat16", 3 * 10**9, 8, (1024, 256, 64))
+    for operator in (product(64, 64, 64, "bfloat16"), attention):
+        slower = replace(operator, dtype="float32")
+        assert device.seconds(slower) == pytest.approx(4 * device.seconds(operator))
+    tape = (product(64, 64, 64, "bfloat16"), product(64, 64, 64), Operator("add", "float32", 0, 1000))
+    assert len(Prices(device).of(tape)) == 1
+    assert "0.25 times as fast in float32" in " ".join(ASSUMED.lines(device))
+    with pytest.raises(PlanError, match="float64"):
+        device.seconds(product(64, 64, 64, "float64"))
 
 
 @pytest.mark.parametrize(("scale", "overhead"), [(1.15, 5e-5), (1.0, 0.0), (2.5, 1e-4)])
@@ -152,5 +166,5 @@ def test_a_device_that_no_link_reaches_is_named() -> None:
 
 def test_a_measurement_comes_back_from_its_file() -> None:
     links = (LinkClass(pairs=((0, 1),), latency=1e-5, rate=1e9),)
-    machine = MeasuredMachine(device=DEVICE, devices=2, links=links)
+    machine = MeasuredMachine(device=replace(DEVICE, other_dtypes={"float16": 0.5}), devices=2, links=links)
     assert decoded(MeasuredMachine, json.loads(json.dumps(asdict(machine)))) == machine

@@ -40,7 +40,7 @@ def test_other_facts_are_another_verification(tmp_path: Path, change: dict[str, 
 
 def test_other_versions_are_another_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = VerificationCache(tmp_path).key(FACTS)
-    monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "99")
+    monkeypatch.setattr(module, "versions", lambda: {"torch": "99"})
     assert VerificationCache(tmp_path).key(FACTS) != before
 
 

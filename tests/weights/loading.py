@@ -59,7 +59,7 @@ def changed_before_the_first_call(this: PoolRank, folder: str, plan: str) -> dic
     """Methods between loading and the first call, and a first call with another plan: weights are as they were."""
     plain, kept = load_pipeline(folder, with_dtype({"torch_dtype": torch.float32})), {}
     runner = PipelineRunner(this.context)
-    for what, method in {"needs none": "disable_lora", "needs all": "vae.enable_slicing"}.items():
+    for what, method in {"needs none": "disable_lora", "needs all": "transformer.eval"}.items():
         runner.load(folder, {"torch_dtype": torch.float32}, 0, Plan.parse(plan))
         if what == "needs none":
             runner._held.give_back_for(method)

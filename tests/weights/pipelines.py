@@ -76,6 +76,34 @@ def _weights(pipe: Any) -> dict[str, Tensor]:
     return {f"{name}.{key}": x for name, net in networks.items() for key, x in net.state_dict().items()}
 
 
+def in_turn(this: PoolRank, name: str, plans: list[str]) -> dict[str, Any] | None:
+    """Calls by several plans in turn, where whole weights do not fit, against the same plans with whole weights."""
+    built, whole = tiny.build(name), tiny.build(name)
+    before = {key: x.clone() for key, x in _weights(built.pipe).items()}
+    runners = [PipelineRunner(this.context) for _ in range(2)]
+    for runner, each in zip(runners, (built, whole), strict=True):
+        runner.adopt(each.pipe)
+    equal, made = [], []
+    init = ShardedWeights.__init__
+
+    def count(weights: ShardedWeights, network: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(type(network).__name__)
+        init(weights, network, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedWeights, "__init__", count)
+        patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        for plan in plans:
+            runs = [_run(runners[0], built.call_kwargs, f"{plan},weights=sharded")]
+            runs.append(_run(runners[1], built.call_kwargs, plan))
+            if runs[0] is not None and runs[1] is not None:
+                equal += [torch.equal(a, b) for a, b in zip(runs[0]["latents"], runs[1]["latents"], strict=True)]
+    for runner in runners:
+        runner.restore()
+    restored = all(torch.equal(x, before[key]) for key, x in _weights(built.pipe).items())
+    return {"equal": equal, "made": made, "restored": restored}
+
+
 def compiled(this: PoolRank, name: str, plan: str, kind: str, backend: str) -> dict[str, Any] | None:
     """Latents of compiled blocks with divided weights, against the same blocks with whole ones; and what was traced."""
     from torch._dynamo.utils import counters  # takes seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,20 @@ import torch
 
 from patchpar import ParallelPipeline, Plan
 from patchpar.errors import PlanError, UnsupportedModel, WorkerDied
+from patchpar.launch.inline import InlineContext
+from patchpar.models.dry_run.dry_run import weight_bytes
+from patchpar.pipeline.messages import CallOptions, CallResult
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.shard.weights.packed import blocks_of
 from patchpar.shard.weights.sharded import SLOTS
 from tests import tiny
 from tests.breadth import first_of
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
 from tests.weights.networks import NETWORKS
-from tests.weights.pipelines import _weights
+from tests.weights.pipelines import SEED, STEPS, _run, _weights
 
+DIVIDED = ("text_encoder", "text_encoder_2", "transformer")
 ON_RANKS = "tests.weights.on_ranks"
 CASES = [
     ("flux", "patch=1"),
@@ -157,3 +165,116 @@ def test_whole_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
         with pytest.raises(PlanError, match=r"GiB when they are whole, more than is free.*close the pipeline"):
             pipe.restore()
+
+
+def blocks_in_slots(pipe: Any) -> dict[str, bool]:
+    """Whether weights of the first block of each divided network are views of a slot, by the network's name."""
+    first = {name: next(iter(blocks_of(getattr(pipe, name)).values())) for name in DIVIDED}
+    views = {name: next(block.parameters()) for name, block in first.items()}
+    return {name: x.untyped_storage().nbytes() > x.numel() * x.element_size() for name, x in views.items()}
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_weights_that_do_not_fit_together_stay_where_they_are(monkeypatch: pytest.MonkeyPatch, is_called: bool) -> None:
+    """Not those of one network alone, which would fit; the plan goes on, and may end when there is room."""
+    built = tiny.build("flux")
+    before = {key: x.clone() for key, x in _weights(built.pipe).items()}
+    room = max(weight_bytes(getattr(built.pipe, name)) for name in DIVIDED)
+    runner, plan = PipelineRunner(InlineContext("cpu")), "weights=hosted"
+    runner.adopt(built.pipe, Plan.parse(plan))
+    wanted = _run(runner, built.call_kwargs, plan) if is_called else None
+    monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: room)
+    for refused in (runner.restore, partial(runner.apply, "fuse_lora", (), {})):
+        with pytest.raises(PlanError, match=r"blocks of \w+, \w+.* take .*GiB when they are whole"):
+            refused()
+        assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, True)
+    found = _run(runner, built.call_kwargs, plan)
+    assert found is not None
+    assert found["received"]["host"] > 0
+    monkeypatch.undo()
+    runner.restore()
+    assert all(torch.equal(x, before[key]) for key, x in _weights(built.pipe).items())
+    if wanted is not None:
+        assert found["received"] == wanted["received"]
+        assert all(map(torch.equal, found["latents"], wanted["latents"]))
+
+
+def test_another_plan_of_the_same_ranks_takes_over_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where whole weights would not fit; a plan that divides them otherwise is refused, and the first goes on."""
+    built, latents = tiny.build("flux"), []
+    before = {key: x.clone() for key, x in _weights(built.pipe).items()}
+    runner = PipelineRunner(InlineContext("cpu"))
+    runner.adopt(built.pipe)
+    hosted, changed = CallOptions(plan=Plan(weights="hosted"), verify=False), {"vae": "tiled"}
+    for number, options in enumerate((hosted, replace(hosted, **changed), hosted)):
+        if number:
+            monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        call = {**built.call_kwargs, "num_inference_steps": 1, "output_type": "latent"}
+        found = runner.generate({**call, "generator": torch.Generator().manual_seed(0)}, options)
+        assert isinstance(found, CallResult)
+        latents.append(found.output.images)
+        assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, True)
+        if number:
+            with pytest.raises(PlanError, match="when they are whole"):
+                runner.generate(call, CallOptions(plan=Plan(), verify=False))
+    assert all(torch.equal(each, latents[0]) for each in latents)
+    monkeypatch.undo()
+    runner.restore()
+    assert all(torch.equal(x, before[key]) for key, x in _weights(built.pipe).items())
+
+
+def test_methods_that_need_no_weights_leave_them_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, plan = tiny.build("flux"), "weights=hosted"
+    runner = PipelineRunner(InlineContext("cpu"))
+    runner.adopt(built.pipe, Plan.parse(plan))
+    _run(runner, built.call_kwargs, plan)
+    monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+    for name in ("vae.enable_tiling", "vae.disable_tiling", "scheduler.set_shift", "enable_lora"):
+        runner.apply(name, (1.0,) if name == "scheduler.set_shift" else (), {})
+    assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, True)
+    for name in ("transformer.half", "text_encoder_2.half", "fuse_lora"):  # the control
+        with pytest.raises(PlanError, match=f"{name}\\(\\) may read or change any weight"):
+            runner.apply(name, (), {})
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder_2"])
+def test_a_first_call_that_fails_leaves_weights_divided(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A failure says nothing of code that reads weights outside of their blocks."""
+    built, plan = tiny.build("flux"), "weights=hosted"
+    before = {key: x.clone() for key, x in _weights(built.pipe).items()}
+    wanted = tiny.latents(built, seed=SEED, steps=STEPS)
+    runner = PipelineRunner(InlineContext("cpu"))
+    runner.adopt(built.pipe, Plan.parse(plan))
+    last = list(blocks_of(getattr(built.pipe, name)).values())[-1]
+    failing = last.register_forward_pre_hook(lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        _run(runner, built.call_kwargs, plan)
+    failing.remove()
+    assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, True)
+    found = _run(runner, built.call_kwargs, plan)
+    assert found is not None
+    assert found["received"]["host"] > 0
+    assert torch.equal(found["latents"][0], wanted)
+    runner.restore()
+    assert all(torch.equal(x, before[key]) for key, x in _weights(built.pipe).items())
+
+
+def test_adapters_that_were_there_before_their_weights_were_divided_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig
+
+    built, alone = tiny.build("flux"), tiny.build("flux")
+    for each in (built, alone):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            each.pipe.transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]))
+    wanted = [tiny.latents(alone, steps=1)]
+    alone.pipe.unload_lora_weights()
+    wanted.append(tiny.latents(alone, steps=1))
+    with ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted") as pipe:
+        monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        call = {**built.call_kwargs, "num_inference_steps": 1, "output_type": "latent"}
+        found = [pipe(**call, generator=torch.Generator().manual_seed(0)).images]
+        pipe.unload_lora_weights()
+        found.append(pipe(**call, generator=torch.Generator().manual_seed(0)).images)
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(*found)

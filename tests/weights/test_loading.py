@@ -54,7 +54,7 @@ def test_the_shards_of_all_ranks_are_the_bytes_of_the_model(flux: str, dtype: to
             continue
         of_plain, in_blocks = dict(networks[0].named_parameters()), set[int]()
         for index, block in enumerate(held[0].blocks):
-            whole = torch.cat([weights._store._shards[index] for weights in held])
+            whole = torch.cat([weights.store._shards[index] for weights in held])
             names = {id(x): path for path, x in networks[1].named_parameters()}
             for packed in block.tensors:
                 if id(packed.tensor) in names:
@@ -137,9 +137,10 @@ def test_methods_before_the_first_call(flux: str) -> None:
     def on_rank(transport: Any) -> tuple[bool, bool, bool]:
         comms[transport.rank] = Communicator(transport)
         held, pipe = ranks[transport.rank], pipes[transport.rank]
-        held.give_back_for("disable_lora")
+        for name in ("disable_lora", "vae.enable_slicing", "transformer.enable_cache"):
+            held.give_back_for(name)
         kept = len(held._held) == 3
-        held.give_back_for("vae.enable_slicing")
+        held.give_back_for("transformer.fuse_qkv_projections")
         same = zip(pipe.transformer.parameters(), plain.transformer.parameters(), strict=True)
         return kept, not held._held, all(torch.equal(x, y) for x, y in same)
 

@@ -53,6 +53,16 @@ def test_step_caches(ranks: Any, name: str, plan: str, cache: Any) -> None:
 
 
 @pytest.mark.breadth
+def test_plans_of_the_same_ranks_take_over_what_is_divided(ranks: Any) -> None:
+    """As guided and unguided calls with plan="auto"; nothing is made whole, for which there would be no room."""
+    found = ranks.run("tests.weights.pipelines:in_turn", 4, "wan", ["cfg=2", "patch=2", "cfg=2"])[:2]
+    assert found[0]["equal"] == [True] * 6
+    for each in found:
+        assert len(each["made"]) == len(set(each["made"])) >= 2, "each network once"
+        assert each["restored"]
+
+
+@pytest.mark.breadth
 def test_adapters_come_and_go_beside_sharded_weights(ranks: Any, tmp_path: Path) -> None:
     first, second, *_ = ranks.run("tests.weights.pipelines:adapted", 4, "patch=2", str(tmp_path))
     assert first["equal"] == [True] * 10

@@ -121,7 +121,7 @@ def _with_random_weights(denoiser: Any, config: dict[str, Any]) -> nn.Module:
     if count > MOST_WEIGHTS:
         raise UnsupportedModel(f"a model of {count / 1e9:.1f} billion weights is too large to be searched")
     with torch.random.fork_rng([]):
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)  # those of GPUs are the caller's
         found: nn.Module = kind.from_config(config).float().eval().requires_grad_(requires_grad=False)
         for weight in found.parameters():
             if not weight.any():

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from patchpar.launch.host_memory import CONTEXT_BYTES
@@ -12,6 +13,7 @@ from patchpar.models.dry_run.kernel_buffers import TILES
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
+from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.fold import links_of, moved, pairs_of, replay_groups
 from patchpar.plan.replay.machine import Machine
@@ -38,12 +40,19 @@ class PhaseForecast:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "seconds": self.seconds,
-            "compute": self.compute,
-            "launch": self.launch,
-            "exposed": dict(self.exposed),
-        }
+        times = {"seconds": self.seconds, "compute": self.compute, "launch": self.launch}
+        return times | {"exposed": dict(self.exposed)}
+
+    @classmethod
+    def mean_of(cls, phases: Sequence["PhaseForecast"]) -> "PhaseForecast":
+        """Return the mean of several."""
+        kinds = dict.fromkeys(kind for each in phases for kind in each.exposed)
+        return cls(
+            seconds=fmean(each.seconds for each in phases),
+            compute=fmean(each.compute for each in phases),
+            launch=fmean(each.launch for each in phases),
+            exposed={kind: fmean(each.exposed.get(kind, 0.0) for each in phases) for kind in kinds},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +144,9 @@ class Forecast:
 class PlanForecasts:
     """Forecasts of a plan whose ranks are recorded, on the devices of a machine in any order.
 
-    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last. Tapes are priced
-    once, and orders of devices with the same links have one replay. Raises PlanError for more ranks than devices, and
-    for a dtype that the device has no rate for.
+    `warm_up_steps` of the `steps` are like the first that was recorded, the others like the last ones, of one turn
+    (`steps_of_turn`), in the mean. Tapes are priced once, and orders of devices with the same links have one replay.
+    Raises PlanError for more ranks than devices, and for a dtype that the device has no rate for.
     """
 
     def __init__(
@@ -157,17 +166,18 @@ class PlanForecasts:
         self._topology, self._pairs = machine.topology(), pairs_of(ranks.tapes)
         self._replays: dict[object, Replayed] = {}
         parts = [steps_of(tape) for tape in ranks.tapes]
-        self._last = [name for name in parts[0] if name not in ("", ENCODE, DECODE)][-1]
-        self._last_step = parts[0][self._last]
+        steps_in_order = [name for name in parts[0] if name not in ("", ENCODE, DECODE)]
+        self._later = steps_in_order[min(1, len(steps_in_order) - 1) :][-steps_of_turn(plan) :]
+        self._last_step = parts[0][self._later[-1]]
         self._make = partial(
             Forecast,
             plan=plan,
             machine=machine,
             steps=steps,
             warm_up_steps=min(warm_up_steps, steps),
-            bytes_sent=[bytes_sent(each[self._last]) for each in parts],
+            bytes_sent=[_mean_bytes([each[name] for name in self._later]) for each in parts],
             memory=[memory_of(rank) for rank in ranks.ranks],
-            flops=[_flops(each[self._last]) for each in parts],
+            flops=[sum(_flops(each[name]) for name in self._later) // len(self._later) for each in parts],
         )
 
     def on(self, order: tuple[int, ...] = ()) -> Forecast:
@@ -180,17 +190,18 @@ class PlanForecasts:
             self._replays[form] = self._replayed(devices, topology)
         replayed = self._replays[form]
         phases = _phases(replayed)
-        in_order = [name for name in phases if name not in (ENCODE, DECODE)]
-        first, step = phases[in_order[0]], phases[in_order[-1]]
+        first = next(phase for name, phase in phases.items() if name not in (ENCODE, DECODE))
+        step = PhaseForecast.mean_of([phases[name] for name in self._later])
         kinds = {each.name: each for each in devices}.values()
-        priced = steps_of(self._tape(0, devices[0]))[self._last]
+        priced = steps_of(self._tape(0, devices[0]))
+        launches = (entry.host for name in self._later for entry in priced[name] if isinstance(entry, Kernel))
         return self._make(
             phases=phases,
             first=first,
             step=step,
             replayed=replayed,
             order=order,
-            launching=sum(entry.host for entry in priced if isinstance(entry, Kernel)),
+            launching=sum(launches) / len(self._later),
             work=DividedWork.of(self._last_step, devices[0], self._assumed),
             calls=calls_of(self._last_step),
             rounds=len(list(groupby(each.where for each in self._last_step if isinstance(each, Wait)))),
@@ -218,6 +229,17 @@ class PlanForecasts:
             prices = self._prices.setdefault(device.name, Prices(device, self._assumed))
             self._priced[key] = prices.of(self._recorded[rank])
         return self._priced[key]
+
+
+def steps_of_turn(plan: Plan) -> int:
+    """Return the steps after which a plan does the same again: layers of cached partials are refreshed in turn."""
+    context = plan.strategy.policy.context if plan.patch > 1 else None
+    return context.refresh if isinstance(context, CachedPartials) else 1
+
+
+def _mean_bytes(steps: Sequence[Tape]) -> dict[str, int]:
+    total = sum(map(bytes_sent, steps), Counter[str]())
+    return {kind: size // len(steps) for kind, size in total.items()}
 
 
 def _flops(tape: Tape) -> int:

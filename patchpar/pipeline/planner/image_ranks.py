@@ -48,7 +48,7 @@ class ImageRanks:
 def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRanks:
     """Return the ranks of the first image of a plan. Raises what `record` raises, PlanError if ranks do not match."""
     size = plan.world_size // plan.data
-    found: dict[int, RecordedRank] = {}
+    found = {0: record(0)}  # first, as it refuses plans that cannot be, before all ranks are looked at
     differ = plan.ratio or plan.stage * plan.tensor > 1
     kept = set(range(size if differ else 0))  # that have to be recorded themselves
     while True:

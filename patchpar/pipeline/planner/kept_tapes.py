@@ -5,7 +5,8 @@ Read without torch. A file holds the programs of the ranks that were recorded, o
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -109,8 +110,17 @@ def model_digest(folder: Path) -> str:
 
 def _source() -> list[int]:
     """Return what changes with the code of this package, also between two versions: a tape is what its code does."""
-    stats = [file.stat() for file in Path(patchpar.__file__).parent.rglob("*.py")]
+    stats = [file.stat() for file in _sources(str(Path(patchpar.__file__).parent))]
     return [len(stats), sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)]
+
+
+def _sources(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield the files of Python in a folder and those in it; several times as fast as `Path.rglob`."""
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".py"):
+            yield entry
+        elif entry.name != "__pycache__" and entry.is_dir(follow_symlinks=False):
+            yield from _sources(entry.path)
 
 
 def _written(found: Found) -> dict[str, Any]:

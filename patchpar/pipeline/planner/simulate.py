@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model
 from patchpar.models.quick_imports import quick_imports
-from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits
+from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits, steps_of_turn
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
 from patchpar.pipeline.planner.machine_names import machine_of
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 GRAPHS = "graphs"
 EXACT_STEPS, STALE_STEPS = 1, 4
-"""Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three."""
+"""Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three.
+
+Where layers are refreshed in turn, as many more as it takes until all have been."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class SimulatedSteps:
             return cls(plan=plan, recorded=EXACT_STEPS, warm_up_steps=0)
         warm_up = plan.strategy.policy.warmup_steps
         short = replace(plan, strategy=replace(plan.strategy, warmup_steps=1))
-        return cls(plan=short, recorded=STALE_STEPS, warm_up_steps=warm_up)
+        return cls(plan=short, recorded=STALE_STEPS - 1 + steps_of_turn(plan), warm_up_steps=warm_up)
 
 
 class Simulator:

@@ -28,9 +28,10 @@ PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
 """Bytes per second of a x16 port in one direction, as copies between two cards reach it, by generation."""
 PCIE_LATENCY = 30e-6
 CARDS_OF_A_ROOT = 4
+MOST_DEVICES = 100_000
 FORM = "8xH100-nvlink, 4xRTX4090-pcie4, 1xRTX5090+2xRTX4090-pcie4 or 2x(4xL40-pcie4)-eth100"
-_HOST = re.compile(r"(?:(\d+)x)?([a-z][a-z0-9 ]*)(?:-(nvlink|pcie\d|[a-z0-9]+))?", re.IGNORECASE)
-_CLUSTER = re.compile(r"(\d+)x\((.*)\)-([a-z]+)(\d+)", re.IGNORECASE)
+_HOST = re.compile(r"(?:(\d{1,9})x)?([a-z][a-z0-9 ]*)(?:-(nvlink|pcie\d|[a-z0-9]+))?", re.IGNORECASE)
+_CLUSTER = re.compile(r"(\d{1,9})x\((.*)\)-([a-z]+)(\d{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class Machine:
         if not int(hosts) or not int(gbits):
             raise PlanError(f"machine {text!r}: hosts and Gbit/s are numbers of at least 1, as in {FORM}")
         host = cls._host(inside, text)
+        _check_count(int(hosts) * host.devices_per_host, text)
         return cls(
             device=host.device,
             devices_per_host=host.devices_per_host,
@@ -78,6 +80,7 @@ class Machine:
             raise PlanError(f"machine {whole!r} cannot be read: use the form {FORM}")
         if any(count is not None and not int(count) for count, *_ in parts):
             raise PlanError(f"machine {whole!r} has no device: use a number of at least 1, as in {FORM}")
+        _check_count(sum(int(count or 1) for count, *_ in parts), whole)
         devices = [device for count, name, _ in parts for device in [device_named(name)] * int(count or 1)]
         link = _link_of(devices, parts[-1][-1], whole)
         is_mixed = any(each != devices[0] for each in devices)
@@ -156,6 +159,11 @@ class Machine:
         kinds = groupby(self.device_at(number).name for number in range(self.devices_per_host))
         host = f"{'+'.join(f'{len(list(alike))}x{name}' for name, alike in kinds)}-{self.link}"
         return f"{self.hosts}x({host})-{self.network}" if self.network else host
+
+
+def _check_count(devices: int, whole: str) -> None:
+    if devices > MOST_DEVICES:
+        raise PlanError(f"machine {whole!r} has {devices:,} devices: use at most {MOST_DEVICES:,}")
 
 
 def _link_of(devices: Sequence[DeviceSpec], asked: str | None, whole: str) -> str:

@@ -8,7 +8,7 @@ device that runs beside the process the overhead is what the process takes for a
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from patchpar.errors import PlanError
@@ -43,7 +43,8 @@ class MeasuredDevice:
     """Rates of one device in `dtype`. `memory` in bytes. `beside_host`: it runs beside the process that launches.
 
     `moving`: by COPY, FUNCTION and NORM, sorted by bytes. A call takes `scale` times the sum of its kernels, and
-    `overhead` seconds for each of them.
+    `overhead` seconds for each of them. `other_dtypes`: how many times as fast as in `dtype` products are in others, in
+    which a network in half precision keeps some of its layers.
     """
 
     name: str
@@ -56,6 +57,7 @@ class MeasuredDevice:
     moving: Mapping[str, tuple[MovedBytes, ...]]
     scale: float = 1.0
     overhead: float = 0.0
+    other_dtypes: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of one operator. Raises PlanError for a product in a dtype that was not measured."""
@@ -66,18 +68,24 @@ class MeasuredDevice:
         """Return the seconds by rates alone. Raises PlanError, see `seconds`."""
         if not operator.flops:
             return _between(self.moving[kind_of(operator.name)], operator.num_bytes)
-        if not self._knows(operator.dtype):
-            raise PlanError(
-                f"{operator.name} in {operator.dtype}: {self.name} was measured in {self.dtype}; measure it again with "
-                f"patchpar tune --dtype {operator.dtype}"
-            )
+        as_fast = self._as_fast_in(operator)
         if operator.name == "attention":
-            return operator.flops / _rate(self.attention, operator.dims[1:])
+            return operator.flops / (as_fast * _rate(self.attention, operator.dims[1:]))
         rates = self.convolutions if "convolution" in operator.name else self.products
-        return operator.flops / _rate(rates, operator.dims)
+        return operator.flops / (as_fast * _rate(rates, operator.dims))
 
-    def _knows(self, dtype: str) -> bool:
-        return dtype == self.dtype or (dtype in HALF and self.dtype in HALF)
+    def _as_fast_in(self, operator: Operator) -> float:
+        """Return how many times as fast as in the measured dtype a product is in its own."""
+        dtype = operator.dtype
+        if dtype == self.dtype or (dtype in HALF and self.dtype in HALF):
+            return 1.0
+        found = self.other_dtypes.get(dtype)
+        if found is None:
+            raise PlanError(
+                f"{operator.name} in {dtype}: {self.name} was measured in {self.dtype}; measure it again with "
+                f"patchpar tune --dtype {dtype}"
+            )
+        return found
 
     @property
     def launch(self) -> float:

@@ -72,6 +72,9 @@ class CostAssumptions:
         if isinstance(device, MeasuredDevice):
             launch = device.launch if self.launch else 0.0
             yield f"{device.name}: kernels by rates measured in {device.dtype}, times {device.scale:.2f}"
+            if device.other_dtypes:
+                others = (f"{rate:.2f} times as fast in {name}" for name, rate in device.other_dtypes.items())
+                yield f"products: {', '.join(others)}, by one of them"
             yield f"process: measured, {1e6 * (launch or device.overhead):.1f} µs per kernel"
             return
         yield (
@@ -266,7 +269,7 @@ class DividedWork:
 def part_of(operator: Operator, parts: int) -> Operator:
     """Return an operator with a part of the rows, rounded up; its bytes are divided too, those of weights as well."""
     dims = (-(-operator.dims[0] // parts), *operator.dims[1:]) if operator.dims else ()
-    return replace(operator, flops=operator.flops // parts, num_bytes=operator.num_bytes // parts, dims=dims)
+    return Operator(operator.name, operator.dtype, operator.flops // parts, operator.num_bytes // parts, dims)
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:

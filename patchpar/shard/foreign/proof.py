@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchpar.shard.default_generators import DefaultGenerators
 from patchpar.shard.foreign.cuts import Cut
 from patchpar.shard.foreign.functions import FunctionCall, Many, Spec, Unknown
 from patchpar.shard.verification import TOLERANCE, relative_error
@@ -28,25 +29,25 @@ def is_local(plain: FunctionCall, own: FunctionCall, cuts: Sequence[Cut], device
         return True
     if plain.function is not own.function or getattr(own.function, "__name__", "") in UNDEFINED:
         return False
-    states = torch.get_rng_state()
+    generators = DefaultGenerators(device)
     try:
-        return any(all(_passes(plain, own, cut, device, sign) for sign in (False, True)) for cut in cuts)
+        return any(all(_passes(plain, own, cut, generators, sign) for sign in (False, True)) for cut in cuts)
     except Exception:  # noqa: BLE001 - whatever it raises: the function does not take such tensors: not proved
         return False
     finally:
-        torch.set_rng_state(states)
+        generators.restore()
 
 
 class _NotAlikeError(Exception):
     """Arguments that are not parts of one another."""
 
 
-def _passes(plain: FunctionCall, own: FunctionCall, cut: Cut, device: torch.device, signed: bool) -> bool:
-    made = _Pairs(cut, device, signed)
+def _passes(plain: FunctionCall, own: FunctionCall, cut: Cut, generators: DefaultGenerators, signed: bool) -> bool:
+    made = _Pairs(cut, generators.device, signed)
     pairs = [made.pair(x, y) for x, y in ((plain.args, own.args), (plain.kwargs, own.kwargs))]
     results = []
     for side in (0, 1):
-        torch.manual_seed(7)
+        generators.restore()  # a function that samples samples the same
         results.append(own.function(*pairs[0][side], **pairs[1][side]))
     if not made.is_cut and not _differ_in_values(plain, own):
         return True  # the same function of the same arguments

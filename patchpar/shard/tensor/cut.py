@@ -88,7 +88,7 @@ class _RowHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     def new_forward(self, module: nn.Linear, x: Tensor) -> Tensor:
         """Replaces the Linear's forward, for x [..., f]."""
         out = self.add_up(F.linear(x, module.weight))
-        return out if module.bias is None else out + module.bias
+        return out if module.bias is None else out + module.bias.to(out.dtype)  # another one within autocast
 
 
 class _NormHook(ModelHook):  # type: ignore[misc]

@@ -4,11 +4,13 @@ RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) needs the sum of squares, lay
 arXiv:1607.06450) the sum as well. Both are sums over features, so ranks that hold some features can add theirs up.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from patchpar.shard.precision import wide
 
@@ -44,7 +46,7 @@ def normalized(module: nn.Module, x: Tensor, sums: Tensor, features: int) -> Ten
     if isinstance(module, _LAYER_NORMS):
         mean = means[..., 1:]
         values, variance = values - mean.to(values.dtype), (variance - mean.square()).to(values.dtype)
-    eps: Any = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+    eps: Any = _default_eps(x.dtype, x.device) if module.eps is None else module.eps
     values = values * torch.rsqrt(variance.clamp_min(0) + eps)
     weight: Tensor | None = getattr(module, "weight", None)
     bias: Tensor | None = getattr(module, "bias", None)
@@ -53,3 +55,17 @@ def normalized(module: nn.Module, x: Tensor, sums: Tensor, features: int) -> Ten
     if bias is not None:
         values = values + bias
     return values.to(x.dtype)
+
+
+@cache
+def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
+    """Return what torch's RMS norm takes where it is given no eps: that of this dtype, or of the one it computes in.
+
+    Which one depends on the version of torch, so that it is seen in the norm of a small number.
+    """
+    x = torch.full((1,), 2.0**-4, dtype=dtype, device=device)
+    known = torch.finfo(dtype).eps, torch.finfo(wide(x).dtype).eps
+    if x.is_meta:
+        return known[1]
+    found = float(x) ** 2 * (float(F.rms_norm(x, (1,))) ** -2 - 1)
+    return min(known, key=lambda eps: abs(eps - found))

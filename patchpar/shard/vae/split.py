@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import PatchparError, UnsupportedModel
-from patchpar.launch.accelerators import random_state, set_random_state
 from patchpar.plan.bands import split_bands
 from patchpar.shard.compiled import compiled_in
+from patchpar.shard.default_generators import DefaultGenerators
 from patchpar.shard.generators import generators_of
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
@@ -199,12 +199,10 @@ def random_numbers_kept(call: VaeCall) -> Iterator[None]:
     """Restore the default random state, and those of generators among the arguments, at the end."""
     generators = generators_of(call.kwargs)
     states = [generator.get_state() for generator in generators]
-    of_cpu, of_gpu = torch.get_rng_state(), random_state(call.x.device)
+    default = DefaultGenerators(call.x.device)
     try:
         yield
     finally:
-        torch.set_rng_state(of_cpu)
-        if of_gpu is not None:
-            set_random_state(of_gpu, call.x.device)
+        default.restore()
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -23,14 +23,17 @@ def keep_what_is_read_outside(
     `run` calls the network, without side effects, and returns its output. It is called once with NaN in all weights
     that are in no slot, and again for smaller and smaller groups if these reach the output. A model whose own output
     has NaN keeps all blocks whole. Only floating-point weights can be found. `together`: the ranks that call the
-    network at the same time; those of the weights' axis where it is None. Collective.
+    network at the same time; those of the weights' axis where it is None. Collective. Raises what `run` raises where
+    it fails with all weights too; blocks are as before then.
     """
     with uncounted(weights.comm):
         candidates, found = weights.in_slots, list[int]()
+        axis = weights.axis if together is None else together
         if weights.comm.transport.device.type == "meta":  # nothing can be found without values
             weights.record(run)
-        elif candidates:
-            found = _read_outside(weights, run, candidates, weights.axis if together is None else together)
+        elif candidates and _is_read_outside(weights, run, candidates, axis):
+            weights.record(run)  # a call that fails anyhow says nothing of weights
+            found = _narrowed(weights, run, candidates, axis)
         weights.settle()
         for index in found:
             weights.keep_whole(index)
@@ -44,13 +47,20 @@ def keep_what_is_read_outside(
     return names
 
 
-def _read_outside(weights: ShardedWeights, run: Callable[[], Any], group: list[int], axis: Axis) -> list[int]:
+def _is_read_outside(weights: ShardedWeights, run: Callable[[], Any], group: list[int], axis: Axis) -> bool:
+    """Whether NaN in weights of these blocks reaches the output while they do not run, on any rank."""
     with weights.poisoned(group):
         own = fails_or_has_nan(partial(weights.record, run))
     flag = torch.tensor([own], device=weights.comm.transport.device)
-    if not any(bool(x) for x in AllGather(weights.comm, axis, "verify", "poisoned weights").same(flag)):
-        return []
+    return any(bool(x) for x in AllGather(weights.comm, axis, "verify", "poisoned weights").same(flag))
+
+
+def _narrowed(weights: ShardedWeights, run: Callable[[], Any], group: list[int], axis: Axis) -> list[int]:
+    """Return those of a group that are read outside, of which at least one is."""
     if len(group) == 1:
         return group
-    half = len(group) // 2
-    return _read_outside(weights, run, group[:half], axis) + _read_outside(weights, run, group[half:], axis)
+    half, found = len(group) // 2, list[int]()
+    for part in (group[:half], group[half:]):
+        if _is_read_outside(weights, run, part, axis):
+            found += _narrowed(weights, run, part, axis)
+    return found

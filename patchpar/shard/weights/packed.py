@@ -3,7 +3,7 @@
     block       an item of an outermost ModuleList: blocks run one after the other, and each is called as a module
     packed      parameters and buffers of a block, each at an aligned offset, in its own strides
     left out    tensors outside blocks; tensors whose memory overlaps that of another block or of the rest (tied);
-                weights that are no plain tensors (`opaque`)
+                weights that are no plain tensors (`opaque`); those of adapters (`adapter_layers`)
 
 A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`).
 """
@@ -19,6 +19,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import is_alike
+from patchpar.shard.weights.adapter_layers import adapter_modules
 from patchpar.shard.weights.compiled_parts import blocks_outside_graphs
 from patchpar.shard.weights.opaque import is_plain, opaque_weights
 
@@ -195,12 +196,12 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
 
 def _tensors_of(network: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tuple[int, Tensor]]:
     """Yield each plain tensor of any shape once for each block that has it; the rest belongs to OUTSIDE."""
-    inside: set[nn.Module] = set()
+    inside, adapters = set[nn.Module](), adapter_modules(network)
     for number, block in enumerate(blocks.values()):
         seen: set[int] = set()
         for module in block.modules():
             inside.add(module)
-            for x in _own_tensors(module):
+            for x in () if module in adapters else _own_tensors(module):
                 if id(x) not in seen:
                     seen.add(id(x))
                     yield number, x

@@ -56,7 +56,7 @@ class ShardedWeights:
         resident: int = 0,
         copy: CopyMemory | None = None,
     ) -> None:
-        self.network, self.axis, self._store = network, store.axis, store
+        self.network, self.axis, self.store = network, store.axis, store
         self.times_whole = 1
         """How many such weights, of other ranks, make the whole ones that `restore` is for."""
         blocks = packed_blocks(network, store.device, on_the_host=copy is not None)
@@ -85,26 +85,26 @@ class ShardedWeights:
 
     def join(self, comm: Communicator) -> None:
         """Begin to exchange bytes with the other ranks through `comm`. Collective. Raises UnsupportedModel."""
-        if self._store.comm is None:
+        if self.store.comm is None:
             refuse_other_layouts(self.network, self.blocks, (comm, self.axis))
-            self._store.join(comm)
-        self._store.comm = comm
+            self.store.join(comm)
+        self.store.comm = comm
 
     @property
     def comm(self) -> Communicator:
         """The way to the other ranks, after `join`."""
-        assert self._store.comm is not None, "join comes first"
-        return self._store.comm
+        assert self.store.comm is not None, "join comes first"
+        return self.store.comm
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's shards and slots; weights that stay whole are not counted."""
-        return self._store.num_bytes + sum(x.numel() for x in self._slots)
+        return self.store.num_bytes + sum(x.numel() for x in self._slots)
 
     @property
     def is_collective(self) -> bool:
         """Whether all ranks of the axis have to run the same blocks in the same order, after `join`."""
-        return self._store.is_collective
+        return self.store.is_collective
 
     @property
     def in_slots(self) -> list[int]:
@@ -119,11 +119,11 @@ class ShardedWeights:
         self.settle()
         if self._hooks:
             need = self.times_whole * sum(self.blocks[index].num_bytes for index in self._hooks)
-            self._store.refuse_whole(type(self.network).__name__, need)
+            self.store.refuse_whole(type(self.network).__name__, need)
         for index in self.in_slots:
             self.keep_whole(index)
         self._slots = []
-        self._store.close()
+        self.store.close()
 
     def settle(self) -> None:
         """Wait for transfers that were started in advance. Raises ExchangeError."""
@@ -138,7 +138,7 @@ class ShardedWeights:
 
     def _shard(self, index: int, copy: CopyMemory) -> None:
         """Keep this rank's bytes of a block, and make its parameters views of its slot."""
-        self._store.keep(index, copy)
+        self.store.keep(index, copy)
         self._views.append(self.blocks[index].views(self._slots[self._slot(index)]))
         self.into_slot(index)
 
@@ -169,7 +169,7 @@ class ShardedWeights:
         """Start to bring a block into its slot."""
         slot = self._slot(index)
         self._holds[slot] = None
-        self._pending[slot] = index, self._store.start(index, self._slots[slot])
+        self._pending[slot] = index, self.store.start(index, self._slots[slot])
 
     def _take(self, slot: int) -> None:
         """Wait for the gather into a slot."""

@@ -142,7 +142,9 @@ class HighResDenoiser:
         """Return the number of guidance branches in a batch, counted once per image and shape. Raises PlanError."""
         if x_BCHW.shape not in self._branches:
             # Latents may be NaN where this rank needs none, and NaN is not equal to itself.
-            branches = self._branches[x_BCHW.shape] = count_branches(x_BCHW.nan_to_num())
+            # Without guidance latents repeat only where prompts have the same seed.
+            branches = 1 if self.clock.guided is False else count_branches(x_BCHW.nan_to_num())
+            self._branches[x_BCHW.shape] = branches
             self._check_room(x_BCHW, branches)
         return self._branches[x_BCHW.shape]
 

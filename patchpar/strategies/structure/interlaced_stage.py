@@ -16,7 +16,7 @@ from patchpar.strategies.structure.blending import BlendPlan
 from patchpar.strategies.structure.content_tokens import ContentTokens
 from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.noise_level import NoiseLevel
+from patchpar.strategies.structure.noise_level import NoiseLevel, refuse_without_signal
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchPosition
 from patchpar.strategies.structure.structure import LaggedTarget, Method, StructureTarget, guided, target_of
@@ -43,7 +43,8 @@ class InterlacedStage:
     def predict(
         self, denoiser_call: DenoiserCall, level: NoiseLevel, interlace: Interlace
     ) -> tuple[PartialPrediction, Any]:
-        """Return this rank's partial prediction and one output of the denoiser."""
+        """Return this rank's partial prediction and one output of the denoiser. Raises PlanError."""
+        refuse_without_signal(level, self._method.guidance.space)
         axis, size = self._mesh[1], interlace.patch_size
         x_NBChw = interlace.split(denoiser_call.layout.x_BCHW)
         evaluated = 1 if self._needs_anchor_only(level) else len(interlace)

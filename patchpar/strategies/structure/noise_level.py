@@ -14,6 +14,8 @@ from torch import Tensor
 from patchpar.errors import PlanError, UnsupportedModel
 
 KINDS = ("epsilon", "v_prediction", "sample", "flow")
+LEAST_SIGNAL = 1e-3
+"""Below it there is noise alone, as where schedulers with zero terminal SNR begin (arXiv:2305.08891)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,15 @@ def refuse_thresholding(scheduler: Any) -> None:
         raise PlanError(
             f"{type(scheduler).__name__} has thresholding=True, which is made for denoisers of pixels: switch it off, "
             "pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, thresholding=False)"
+        )
+
+
+def refuse_without_signal(level: NoiseLevel, space: str) -> None:
+    """Raise PlanError where noise is interpolated, space "eps", and says nothing of a prediction at this level."""
+    if space == "eps" and level.predicts in ("v_prediction", "sample") and level.signal < LEAST_SIGNAL:
+        raise PlanError(
+            f"space=eps interpolates noise, but at time {level.time:g} there is nothing else (a signal of "
+            f"{level.signal:.0e}, zero terminal SNR), so that no {level.predicts} follows from it: use space=x0"
         )
 
 

@@ -1,10 +1,14 @@
-"""Measurements of this machine, kept in a file for each set of devices. Those of another version are not found."""
+"""Measurements of this machine, kept in a file for each set of devices. Those of another version are not found.
+
+Nor are those of another machine, whose devices have the same names in torch: a home folder may be that of several.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.launch.devices import available_cores, hardware
 from patchpar.plan.dataclass_json import decoded
 from patchpar.plan.replay.measured_machine import MeasuredMachine
 from patchpar.shard.verification_cache import VerificationCache
@@ -50,7 +54,7 @@ class KeptMachines:
 
 
 def _facts(devices: Sequence[str]) -> dict[str, Any]:
-    return {"devices": list(devices)}
+    return {"devices": list(devices), "hardware": hardware(), "cores": available_cores()}
 
 
 def devices_argument(devices: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Rates of a device's kernels over a grid of shapes: products, convolutions, attention, and what the memory limits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 
 import torch
@@ -11,6 +12,9 @@ from patchpar.pipeline.planner.tune.timer import DeviceTimer
 from patchpar.plan.replay.measured_device import COPY, FUNCTION, NORM, KernelRate, MeasuredDevice, MovedBytes
 
 HEADS = 4
+HALVES = {torch.float16, torch.bfloat16}
+"""Dtypes whose rates are taken to be equal."""
+OTHERS = (torch.float32, torch.bfloat16, torch.float16)
 WIDTH = 256
 """Of rows of kernels that the memory limits."""
 MOVING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,16 +34,32 @@ def measured_device(timer: DeviceTimer, dtype: torch.dtype, name: str, memory: i
     maps = ((48, 64), (96, 32), (128, 16), (320, 8)) if small else ((128, 512), (320, 128), (640, 64), (1280, 32))
     tokens = (64, 256, 1024) if small else (256, 1024, 4096, 16384)
     make = _Maker(timer.device, dtype)
+    products = tuple(_product(timer, make, *dims) for dims in product(sizes[0], sizes[1], sizes[1]))
     return MeasuredDevice(
         name=name,
         memory=memory,
         dtype=str(dtype).removeprefix("torch."),
         beside_host=not small,
-        products=tuple(_product(timer, make, *dims) for dims in product(sizes[0], sizes[1], sizes[1])),
+        products=products,
         convolutions=tuple(_convolution(timer, make, *each) for each in maps),
         attention=tuple(_attention(timer, make, *each) for each in product(tokens, (32, 64) if small else (64, 128))),
         moving={kind: tuple(_moved(timer, make, run, small=small)) for kind, run in MOVING.items()},
+        other_dtypes=_other_dtypes(timer, dtype, products, (256, 512, 512) if small else (4096, 3072, 3072)),
     )
+
+
+def _other_dtypes(
+    timer: DeviceTimer, dtype: torch.dtype, products: Sequence[KernelRate], dims: tuple[int, int, int]
+) -> dict[str, float]:
+    """Return how many times as fast as in `dtype` one of the `products` is in each other dtype that the device has."""
+    (rate,) = (each.rate for each in products if each.dims == dims)
+    found: dict[str, float] = {}
+    for other in OTHERS:
+        if other == dtype or {other, dtype} <= HALVES:
+            continue
+        with suppress(RuntimeError):  # the device has no such kernel
+            found[str(other).removeprefix("torch.")] = _product(timer, _Maker(timer.device, other), *dims).rate / rate
+    return found
 
 
 class _Maker:

@@ -1,0 +1,70 @@
+"""A delayed link hides the bare one below it, and what is recorded of several steps is the median of each time."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
+from patchpar.plan.link_model import LinkModel, TimedMessage
+
+STEP, BARE, RECEIVING, BYTES = 0.1, 1e-3, 2e-3, 1000
+COMPUTING = (STEP, STEP)
+
+
+def ranks(age: int = 0, waits: float = RECEIVING) -> RecordedRanks:
+    """Both compute and exchange the same; a message is needed at once, in this step or a later one."""
+    message = TimedMessage(STEP / 2, STEP / 2, BYTES, age)
+    step = RecordedTurn(seconds=STEP, messages=(message,), waits=(waits,))
+    return RecordedRanks.of(1, [(step, step)])
+
+
+def seconds(link: LinkModel, recorded: RecordedRanks) -> float:
+    return replayed_step(recorded, link, COMPUTING, BARE)
+
+
+def test_a_message_comes_over_the_slower_of_both_links_and_not_over_one_after_the_other() -> None:
+    """As `DelayedWork` does, which waits for the bare link, receives, and sleeps until the time of arrival."""
+    fresh = ranks()
+    assert seconds(LinkModel(), fresh) == pytest.approx(STEP + BARE + RECEIVING)
+    assert seconds(LinkModel(latency=2e-4), fresh) == pytest.approx(STEP + BARE + RECEIVING)
+    assert seconds(LinkModel(latency=2e-2), fresh) == pytest.approx(STEP + 2e-2)
+    assert seconds(LinkModel(latency=2e-4, rate=1e5), fresh) == pytest.approx(STEP + 2e-4 + 1e-2)
+
+
+def test_a_stale_message_is_received_and_not_waited_for() -> None:
+    stale = ranks(age=1)
+    for link in (LinkModel(), LinkModel(latency=2e-2), LinkModel(latency=2e-4, rate=1e5)):
+        assert seconds(link, stale) == pytest.approx(STEP + RECEIVING)
+    too_slow = LinkModel(rate=BYTES / (2 * STEP))
+    assert seconds(too_slow, stale) == pytest.approx(2 * STEP)
+
+
+def test_the_latency_of_the_bare_link_is_found_from_a_step_on_it() -> None:
+    assert bare_latency(ranks(), COMPUTING, STEP + BARE + RECEIVING) == pytest.approx(BARE, abs=1e-6)
+    assert bare_latency(ranks(), COMPUTING, STEP) == 0.0
+
+
+def test_a_turn_of_several_steps_is_replayed_as_they_follow_each_other() -> None:
+    """Of two steps only the first exchanges. Control: with such a message in both, both wait."""
+
+    def turn(*sent: float) -> RecordedRanks:
+        messages = tuple(TimedMessage(at, at, BYTES) for at in sent)
+        step = RecordedTurn(seconds=2 * STEP, messages=messages, waits=(0.0,) * len(sent))
+        return RecordedRanks.of(2, [(step, step)])
+
+    link = LinkModel(latency=2e-2)
+    assert seconds(link, turn(STEP / 2)) == pytest.approx(STEP + 1e-2)
+    assert seconds(link, turn(STEP / 2, 3 * STEP / 2)) == pytest.approx(STEP + 2e-2)
+
+
+def test_of_several_turns_each_time_is_the_median_and_the_later_rank_tells_how_long_receiving_takes() -> None:
+    """In the last both were disturbed. Which rank comes later changes from turn to turn."""
+
+    def recorded(sent: float, *waits: float) -> list[RecordedTurn]:
+        message = TimedMessage(sent, sent + 0.01, BYTES, 1)
+        return [RecordedTurn(seconds=2 * sent, messages=(message,), waits=(wait,)) for wait in waits]
+
+    found = RecordedRanks.of(1, [recorded(0.05, 0.002, 0.03), recorded(0.052, 0.04, 0.0022), recorded(0.3, 0.5, 0.6)])
+    assert found.receiving == (0.0022,)
+    assert [rank.messages for rank in found.ranks] == [(TimedMessage(0.052, 0.062, BYTES, 1),)] * 2
+    assert [rank.seconds for rank in found.ranks] == [0.104, 0.104]
